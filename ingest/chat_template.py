@@ -1,0 +1,222 @@
+"""A model directory's tokenizer and chat template, on the core install alone (tokenizers, jinja2).
+
+The template runs in the sandbox and with the extras that Hugging Face templates expect: `tojson`
+without HTML escapes, `raise_exception`, `strftime_now`, the `generation` block and loop controls.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import numpy as np
+import orjson
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from rollbook.store.errors import ModelError, RequestError
+from rollbook.store.events import Json, TokenIds
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks assistant text; its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """A chat template, ready to render.
+
+    Raises:
+        jinja2.TemplateError: it does not parse.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatTokenizer:
+    """Renders conversations and turns text into ids, for one model directory."""
+
+    tokenizer: Tokenizer
+    template: jinja2.Template
+    special_tokens: Json
+    stop_ids: tuple[int, ...]
+    context_length: int
+    dict_arguments: bool
+    tokenizer_digest: str
+    template_digest: str
+
+    def render(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json] | None,
+        *,
+        generate: bool,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model reads it; with `generate`, up to where it is to answer.
+
+        Raises:
+            RequestError: 400, the template refuses these messages.
+        """
+        try:
+            return self.template.render(
+                messages=[_for_template(m, self.dict_arguments) for m in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=generate,
+                **self.special_tokens,
+                **kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise RequestError(
+                400, "template_error", f"the chat template refuses the messages: {error}"
+            ) from error
+
+    def encode(self, text: str) -> TokenIds:
+        """Ids of rendered text, int32. No special tokens are added: the template holds them."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | TokenIds, *, special: bool = False) -> str:
+        """Text of ids; special tokens are kept only on request."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+
+def _for_template(message: Json, dict_arguments: bool) -> Json:
+    """The message in the form that templates read: text content, call arguments as they want them."""
+    shaped = dict(message)
+    content = shaped.get("content")
+    if content is None:
+        shaped["content"] = ""
+    elif isinstance(content, list) and all(p.get("type") == "text" for p in content):
+        shaped["content"] = "".join(p.get("text", "") for p in content)
+    if dict_arguments and shaped.get("tool_calls"):
+        shaped["tool_calls"] = [_with_dict_arguments(call) for call in shaped["tool_calls"]]
+    return shaped
+
+
+def _with_dict_arguments(call: Json) -> Json:
+    function = call.get("function", {})
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _takes_dict_arguments(template: jinja2.Template, special: Json) -> bool:
+    """Most templates want call arguments as an object; some concatenate them as a string."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    try:
+        template.render(messages=messages, tools=None, add_generation_prompt=False, **special)
+    except TypeError:
+        return False
+    except jinja2.TemplateError:
+        return True
+    return True
+
+
+def _read_json(path: Path) -> Json:
+    if not path.exists():
+        return {}
+    value = orjson.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
+
+
+def load_chat_tokenizer(model: Path) -> ChatTokenizer:
+    """Read tokenizer.json, the chat template and the stop tokens of a Hugging Face model directory.
+
+    Raises:
+        ModelError: a file is missing or cannot be used; the message names it.
+    """
+    tokenizer_file = model / "tokenizer.json"
+    if not tokenizer_file.exists():
+        raise ModelError(
+            f"{model}: holds no tokenizer.json, so it is no model directory for serving"
+        )
+    settings = _read_json(model / "tokenizer_config.json")
+    source = _template_source(model, settings)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    special = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value
+    }
+    config = _read_json(model / "config.json")
+    try:
+        template = compile_template(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"{model}: its chat template does not parse: {error}") from error
+    return ChatTokenizer(
+        tokenizer=tokenizer,
+        template=template,
+        special_tokens=special,
+        stop_ids=_stop_ids(model, tokenizer, special, config),
+        context_length=int(config.get("max_position_embeddings") or 0),
+        dict_arguments=_takes_dict_arguments(template, special),
+        tokenizer_digest=hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+        template_digest=hashlib.sha256(source.encode()).hexdigest(),
+    )
+
+
+def _template_source(model: Path, settings: Json) -> str:
+    file = model / "chat_template.jinja"
+    source = file.read_text() if file.exists() else settings.get("chat_template")
+    if not isinstance(source, str):
+        raise ModelError(
+            f"{model}: holds no chat template (chat_template.jinja, or a string under "
+            "chat_template in tokenizer_config.json)"
+        )
+    return source
+
+
+def _stop_ids(model: Path, tokenizer: Tokenizer, special: Json, config: Json) -> tuple[int, ...]:
+    """Ids that end a turn: generation_config's, then the tokenizer's end token, then the config's."""
+    generation = _read_json(model / "generation_config.json")
+    found = generation.get("eos_token_id")
+    if found is None and "eos_token" in special:
+        found = tokenizer.token_to_id(special["eos_token"])
+    if found is None:
+        found = config.get("eos_token_id")
+    if found is None:
+        raise ModelError(f"{model}: names no end-of-turn token (eos_token_id)")
+    return tuple(int(i) for i in (found if isinstance(found, list) else [found]))

@@ -1,0 +1,289 @@
+"""The embedded engine: transformers continuous batching in this process, on CPU or GPU.
+
+Weights change between requests, never within one: an update holds new requests, lets the running
+ones end, loads, digests the loaded tensors against the checkpoint's, forgets every cached prefix and
+goes on. So each turn has one policy version, and it is the one that made its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from fastapi import APIRouter
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from rollbook.ingest.control import control_routes
+from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
+from rollbook.ingest.sampling import SeededManager
+from rollbook.store.digest import combine, tensor_line
+from rollbook.store.errors import EngineError, ModelError
+from rollbook.store.events import Logprobs, VersionSpan, token_ids
+
+SEMANTICS = {"kind": "sampled", "of": "softmax(logits / temperature)", "filters": []}
+
+
+def digest_tensors(tensors: dict[str, torch.Tensor]) -> str:
+    """The digest of `store.digest` over torch tensors of any dtype and device."""
+    lines = []
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        lines.append(tensor_line(name, dtype, tensor.shape, data))
+    return combine(lines)
+
+
+def read_weights(model: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a Hugging Face model directory's safetensors files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{model}: holds no safetensors weights")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in (f for f in files if f.name.startswith("model")):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise ModelError(f"{file}: cannot be read: {error}") from error
+    return tensors
+
+
+def published_version(model: Path) -> tuple[int, str | None]:
+    """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model."""
+    file = model / "rollbook.json"
+    if not file.exists():
+        return 0, None
+    manifest = orjson.loads(file.read_bytes())
+    return int(manifest["policy_version"]), str(manifest["weights_digest"])
+
+
+class EmbeddedEngine:
+    """Serves one model directory; its weights may be replaced while it serves.
+
+    Args:
+        model: a Hugging Face model directory.
+        policy: name of the line of weights that it serves.
+        device: cpu or cuda.
+        threads: torch threads on the CPU.
+        batch_tokens: most tokens of one forward pass.
+        cache_blocks: size of the KV cache in blocks of 256 tokens; None lets transformers choose.
+    """
+
+    name = "embedded"
+    honoured = frozenset({"temperature", "max_tokens", "max_completion_tokens", "seed"})
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        policy: str = "actor",
+        device: str = "cpu",
+        threads: int | None = None,
+        batch_tokens: int = 1024,
+        cache_blocks: int | None = 64,
+    ) -> None:
+        self.path = model
+        self.policy = policy
+        if threads:
+            torch.set_num_threads(threads)
+        try:
+            config = AutoConfig.from_pretrained(model)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, config=config, dtype="auto", attn_implementation="sdpa"
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"{model}: cannot be loaded as a causal language model: {error}"
+            ) from error
+        self._model: Any = loaded.to(device).eval()
+        self._version, expected = published_version(model)
+        self.weights_digest = self._verified(model, expected)
+        self._manager = self._make_manager(batch_tokens, cache_blocks)
+        self._open = asyncio.Event()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._updating = asyncio.Lock()
+        self._serial = 0
+
+    def _make_manager(self, batch_tokens: int, cache_blocks: int | None) -> SeededManager:
+        config = ContinuousBatchingConfig(
+            max_batch_tokens=batch_tokens,
+            num_blocks=cache_blocks,
+            return_logprobs=True,
+            per_request_processors=True,
+            use_cuda_graph=False,
+            use_async_batching=False,
+        )
+        stop = self._model.generation_config.eos_token_id
+        generation = GenerationConfig(do_sample=True, eos_token_id=stop, pad_token_id=0)
+        return SeededManager(self._model, generation, config)
+
+    async def start(self, activated: Activated) -> None:
+        """Start the generation thread, and say which weights are served."""
+        self._activated = activated
+        self._manager.start()
+        await activated(self._version, self.weights_digest, self.path)
+        self._open.set()
+
+    async def close(self) -> None:
+        """Stop the generation thread; what still runs fails."""
+        self._open.clear()
+        await asyncio.to_thread(self._manager.stop, block=True)
+
+    def policy_version(self) -> int | None:
+        """The version of the weights in memory."""
+        return self._version
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        """Sample a completion; waits while weights are being replaced.
+
+        Raises:
+            EngineError: generation failed.
+        """
+        arrived = time.perf_counter()
+        while not self._open.is_set():  # it may have closed again before this task woke
+            await self._open.wait()
+        self._running += 1
+        self._idle.clear()
+        try:
+            version, begun = self._version, time.perf_counter()
+            output = await self._run(prompt, sampling)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+        if output.error is not None or not output.generated_tokens:
+            raise EngineError(f"generation failed: {output.error or 'no token came back'}")
+        ids = token_ids(output.generated_tokens)
+        logprobs: Logprobs = np.asarray(output.logprobs, dtype=np.float32)
+        stopped = int(ids[-1]) in self._stop_ids()
+        return Generation(
+            ids,
+            logprobs,
+            (VersionSpan(self.policy, version, 0, len(ids)),),
+            "stop" if stopped else "length",
+            SEMANTICS | {"temperature": sampling.temperature},
+            {
+                "held_us": int((begun - arrived) * 1e6),
+                "engine_us": int((time.perf_counter() - begun) * 1e6),
+            },
+        )
+
+    def _stop_ids(self) -> set[int]:
+        stop = self._model.generation_config.eos_token_id
+        return set(stop) if isinstance(stop, list) else {stop}
+
+    async def _run(self, prompt: Prompt, sampling: Sampling) -> Any:
+        self._serial += 1
+        request_id = str(self._serial)
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def deliver(output: Any) -> None:
+            if not done.done():
+                done.set_result(output)
+
+        self._manager.register_result_handler(request_id, deliver)
+        accepted = self._manager.add_request(
+            prompt.ids.tolist(),
+            request_id=request_id,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=float(sampling.temperature),
+            seed=int(sampling.seed),
+        )
+        if accepted is None:
+            raise EngineError("the engine's generation loop has stopped")
+        return await done
+
+    # Control ----------------------------------------------------------------------------------
+
+    def control(self) -> APIRouter | None:
+        """SGLang's control routes."""
+        return control_routes(self)
+
+    async def pause(self) -> None:
+        """Hold new requests and wait until the running ones have ended."""
+        self._open.clear()
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        """Let requests in again."""
+        self._open.set()
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix. Waits for running requests first."""
+        was_open = self._open.is_set()
+        await self.pause()
+        await asyncio.to_thread(self._forget_prefixes)
+        if was_open:
+            self.resume()
+
+    def _forget_prefixes(self) -> None:
+        with self._manager.pause():
+            if self._manager.batch_processor is not None:
+                self._manager.batch_processor.cache.reset()
+
+    async def update_weights(self, path: Path, version: int | None) -> str:
+        """Load the weights of a checkpoint of the same architecture; the digest of what was loaded.
+
+        Raises:
+            ModelError: the checkpoint is another architecture's, damaged, or not what it says it is;
+                the old weights stay in place.
+        """
+        async with self._updating:
+            was_open = self._open.is_set()
+            await self.pause()
+            try:
+                digest = await asyncio.to_thread(self._load, path)
+                self._version = published_version(path)[0] if version is None else version
+                self.path, self.weights_digest = path, digest
+                await self._activated(self._version, digest, path)
+            finally:
+                if was_open:
+                    self.resume()
+        return digest
+
+    def _load(self, path: Path) -> str:
+        tensors = read_weights(path)
+        own = self._own_tensors()
+        kinds = [{n: (t.shape, t.dtype) for n, t in held.items()} for held in (tensors, own)]
+        if kinds[0] != kinds[1]:
+            odd = sorted(n for n in kinds[0] | kinds[1] if kinds[0].get(n) != kinds[1].get(n))
+            raise ModelError(f"{path}: another architecture's checkpoint (differs in {odd[:3]})")
+        expected = published_version(path)[1]
+        if expected is not None and digest_tensors(tensors) != expected:
+            raise ModelError(f"{path}: the weights are not those its manifest names; copy it anew")
+        with self._manager.pause(), torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+            if self._manager.batch_processor is not None:
+                self._manager.batch_processor.cache.reset()
+        return self._verified(path, digest_tensors(tensors))
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = dict(self._model.state_dict())
+        if self._model.config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        return tensors
+
+    def _verified(self, path: Path, expected: str | None) -> str:
+        """Digest of the tensors in memory, equal to the checkpoint's."""
+        own = digest_tensors(self._own_tensors())
+        if expected is not None and own != expected:
+            raise ModelError(
+                f"{path}: after loading, the weights digest is {own[:16]}, not {expected[:16]}: the "
+                "checkpoint is damaged, or of another dtype or architecture"
+            )
+        return own

@@ -1,0 +1,70 @@
+"""A normal form of chat messages, for matching a request to its parent turn only, never for rendering.
+
+Clients re-serialise what they echo: key order, `10.0` for `10`, null for an empty string, parts for a
+string, extra keys. Two messages with one normal form say the same thing. White space in content counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import orjson
+
+from rollbook.store.events import Json
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def normal(message: Json) -> list[Any]:
+    """[role, content, [[call name, canonical arguments], ...]] of a message."""
+    role = message.get("role")
+    calls = [
+        [call["function"].get("name"), canonical_arguments(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    return [_ROLES.get(str(role), role), _content(message.get("content")), calls]
+
+
+def _content(content: Any) -> Any:
+    if content is None or content == []:
+        return ""
+    if isinstance(content, list) and all(
+        isinstance(p, dict) and p.get("type") == "text" for p in content
+    ):
+        return "".join(str(p.get("text", "")) for p in content)
+    return content
+
+
+def canonical_arguments(arguments: Any) -> str:
+    """Call arguments as canonical JSON; text that is no JSON stays as it is."""
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            return arguments
+    return orjson.dumps(_integral(arguments), option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _integral(value: Any) -> Any:
+    """Integral floats as integers, throughout: JavaScript clients write 10 for 10.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_integral(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _integral(v) for k, v in value.items()}
+    return value
+
+
+def chain(previous: bytes, message: Json) -> bytes:
+    """Hash of a message list, from the hash of the list without its last message."""
+    return hashlib.sha256(previous + orjson.dumps(normal(message))).digest()
+
+
+def chain_all(messages: list[Json]) -> list[bytes]:
+    """Hashes of every prefix: element k covers the first k messages (element 0 is empty)."""
+    hashes = [b""]
+    for message in messages:
+        hashes.append(chain(hashes[-1], message))
+    return hashes

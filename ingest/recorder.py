@@ -1,0 +1,230 @@
+"""The proxy's memory of its trajectories, and the one place that writes their events.
+
+A reply goes out only after its `turn.completed` is durable. What is in memory here is a fold of the
+log: a restarted recorder reads it back and goes on with the trajectories that are still open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollbook.ingest.chat_template import ChatTokenizer
+from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
+from rollbook.ingest.tree import TreeTurn, TurnTree
+from rollbook.store import Event, Store
+from rollbook.store.errors import RequestError
+from rollbook.store.events import (
+    Record,
+    RewardAssigned,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnDelivered,
+)
+from rollbook.store.ids import new_id
+from rollbook.store.trajectory import Trajectory, Turn, fold
+
+RESPONSE_PREFIX = "chatcmpl-"
+
+
+@dataclass(slots=True)
+class LiveTrajectory:
+    """A trajectory the proxy writes, or wrote: once finished, only its name is kept."""
+
+    opened: TrajectoryOpened
+    lane: str
+    tree: TurnTree = field(default_factory=TurnTree)
+    completed: list[str] = field(default_factory=list)
+    delivered: set[str] = field(default_factory=set)
+    running: int = 0
+    sending: int = 0
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: bool = False
+
+    def forget(self) -> None:
+        """Drop what only an open trajectory needs."""
+        self.finished = True
+        self.tree = TurnTree()
+
+
+class Recorder:
+    """Opens, extends and finishes trajectories of one run in one lane.
+
+    Not thread-safe: it belongs to the proxy's event loop.
+    """
+
+    def __init__(self, store: Store, lane: str, run: str, tokenizer: ChatTokenizer) -> None:
+        self.store, self.lane, self.run, self.tokenizer = store, lane, run, tokenizer
+        self.writer = store.writer(lane)
+        self._by_name: dict[str, LiveTrajectory] = {}
+        self._noted: Future[int] | None = None
+        try:
+            self._restore()
+        except BaseException:
+            self.writer.close()
+            raise
+
+    def _restore(self) -> None:
+        lanes: dict[str, str] = {}
+
+        def noting_lanes() -> Iterator[Event]:
+            for event in self.store.events():
+                if isinstance(event.record, TrajectoryOpened) and event.run == self.run:
+                    lanes[event.record.trajectory_id] = event.lane
+                yield event
+
+        for trajectory_id, trajectory in fold(noting_lanes()).items():
+            if trajectory.run == self.run:
+                live = self._restored(trajectory, lanes[trajectory_id])
+                self._by_name[trajectory.opened.name] = live
+
+    def _restored(self, trajectory: Trajectory, lane: str) -> LiveTrajectory:
+        live = LiveTrajectory(trajectory.opened, lane)
+        for turn in trajectory.turns.values():
+            if turn.completed is not None:
+                live.tree.add(tree_turn(trajectory, turn))
+                live.completed.append(turn.turn_id)
+            if turn.delivered:
+                live.delivered.add(turn.turn_id)
+        if trajectory.finished is not None:
+            live.forget()
+        return live
+
+    async def write(self, *records: Record) -> list[Event]:
+        """Append records together; returns once they are durable.
+
+        Raises:
+            WriteFailedError: they are not.
+        """
+        events = [Event(record, self.run) for record in records]
+        await asyncio.wrap_future(self.writer.append(events))
+        return events
+
+    def note(self, *records: Record) -> None:
+        """Append records without waiting; a failure shows at the next `write` or `settle`."""
+        self._noted = self.writer.append([Event(record, self.run) for record in records])
+
+    async def settle(self) -> None:
+        """Wait until what was noted so far is durable (a lane commits in order).
+
+        Raises:
+            WriteFailedError: it is not.
+        """
+        if self._noted is not None:
+            await asyncio.wrap_future(self._noted)
+
+    # Trajectories -----------------------------------------------------------------------------
+
+    def open(self, wanted: OpenTrajectory) -> LiveTrajectory:
+        """Open a trajectory.
+
+        Raises:
+            RequestError: 409, the run has one of that name.
+        """
+        trajectory_id = new_id()
+        name = wanted.id or trajectory_id
+        if name in self._by_name:
+            text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
+            raise RequestError(409, "trajectory_exists", text)
+        opened = TrajectoryOpened(
+            trajectory_id, name, wanted.group, wanted.task, wanted.split, wanted.labels
+        )
+        live = LiveTrajectory(opened, self.lane)
+        self._by_name[name] = live
+        self.note(opened)
+        return live
+
+    def find(self, name: str) -> LiveTrajectory | None:
+        """The trajectory of that name in this run.
+
+        Raises:
+            RequestError: 409, another proxy writes it.
+        """
+        live = self._by_name.get(name)
+        if live is not None and live.lane != self.lane and not live.finished:
+            text = (
+                f"trajectory {name!r} is written by the proxy of lane {live.lane!r}: send it there"
+            )
+            raise RequestError(409, "other_lane", text)
+        return live
+
+    async def finish(self, name: str, body: FinishTrajectory) -> LiveTrajectory:
+        """Record the outcome and rewards; no turns may follow.
+
+        Raises:
+            RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
+        """
+        live = self.find(name)
+        if live is None:
+            text = f"no trajectory {name!r} in run {self.run!r}"
+            raise RequestError(404, "unknown_trajectory", text)
+        if live.finished:
+            raise RequestError(
+                409, "trajectory_finished", f"trajectory {name!r} is finished already"
+            )
+        if live.running:
+            text = f"trajectory {name!r} has {live.running} running requests: await their replies"
+            raise RequestError(409, "trajectory_busy", text)
+        records: list[Record] = turn_rewards(live, body)
+        trajectory_id = live.opened.trajectory_id
+        if body.reward is not None:
+            records.append(RewardAssigned(trajectory_id, None, body.reward))
+        records.append(TrajectoryFinished(trajectory_id, body.status, body.success))
+        live.finished = True
+        try:
+            while live.sending:  # a reply whose last byte is on its way is delivered before the end
+                live.settled.clear()
+                await live.settled.wait()
+            await self.write(*records)
+        except BaseException:
+            live.finished = False
+            raise
+        live.forget()
+        return live
+
+    def mark_delivered(self, live: LiveTrajectory, turn_id: str, how: str) -> None:
+        """Note that a client has a turn's reply (once)."""
+        if turn_id not in live.delivered:
+            live.delivered.add(turn_id)
+            self.note(TurnDelivered(live.opened.trajectory_id, turn_id, how))
+
+    def close(self) -> None:
+        """Commit what is pending and give the lane back."""
+        self.writer.close()
+
+
+def turn_rewards(live: LiveTrajectory, body: FinishTrajectory) -> list[Record]:
+    """The rewards of single turns that a finish gives.
+
+    Raises:
+        RequestError: 422, they do not fit the trajectory's turns.
+    """
+    given = body.turn_rewards
+    trajectory_id = live.opened.trajectory_id
+    if given is None:
+        return []
+    if isinstance(given, list):
+        if len(given) != len(live.completed):
+            text = f"turn_rewards holds {len(given)} rewards, but {len(live.completed)} turns completed"
+            raise RequestError(422, "wrong_turn_rewards", text)
+        pairs = list(zip(live.completed, given, strict=True))
+    else:
+        pairs = [(key.removeprefix(RESPONSE_PREFIX), value) for key, value in given.items()]
+        unknown = [turn_id for turn_id, _ in pairs if turn_id not in live.completed]
+        if unknown:
+            text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"
+            raise RequestError(422, "wrong_turn_rewards", text)
+    return [RewardAssigned(trajectory_id, turn_id, value) for turn_id, value in pairs]
+
+
+def tree_turn(trajectory: Trajectory, turn: Turn) -> TreeTurn:
+    """A folded turn as a possible parent of later ones."""
+    assert turn.completed is not None
+    ids = np.concatenate([trajectory.prompt_ids(turn), turn.completed.completion_ids])
+    messages = trajectory.messages(turn)
+    key = turn.requested.context_key
+    return TreeTurn(turn.turn_id, key, messages, turn.completed.reply, ids)

@@ -1,0 +1,136 @@
+"""The scripted engine: a teacher. Answers from a file or a Python callable, tokenized as if sampled.
+
+Its turns have token ids but no logprobs and no policy version: it has no weights. A script is either
+`module_or_file.py:function`, called with (messages, tools) and giving the assistant message (or its
+text), or a `.jsonl` file of `{"messages": [...], "reply": {...}}`, looked up by the messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+
+from rollbook.ingest.chat_template import ChatTokenizer
+from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
+from rollbook.ingest.normal_form import chain_all
+from rollbook.store.errors import EngineError
+from rollbook.store.events import Json
+
+Script = Callable[[Sequence[Json], Sequence[Json] | None], Any]
+
+
+class ScriptedEngine:
+    """Serves a script's answers through the model's own tokenizer and chat template."""
+
+    name = "scripted"
+    honoured: frozenset[str] = frozenset()
+
+    def __init__(self, tokenizer: ChatTokenizer, script: Script) -> None:
+        self._tokenizer = tokenizer
+        self._script = script
+
+    async def start(self, activated: Activated) -> None:
+        """Nothing to get ready."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+        """The script's answer as ids, its end-of-turn token included.
+
+        Raises:
+            EngineError: the script failed, or the template does not put its answer behind the prompt.
+        """
+        try:
+            answer = self._script(prompt.messages, prompt.tools)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        except Exception as error:
+            raise EngineError(f"the script failed: {error!r}") from error
+        reply = (
+            {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
+        )
+        ids = self._tokenizer.encode(self._completion_text(prompt, reply))
+        return Generation(ids, None, (), "stop", {"kind": "none", "why": "scripted"})
+
+    def _completion_text(self, prompt: Prompt, reply: Json) -> str:
+        asked = self._tokenizer.render(prompt.messages, prompt.tools, generate=True)
+        whole = self._tokenizer.render([*prompt.messages, reply], prompt.tools, generate=False)
+        if not whole.startswith(asked):
+            raise EngineError("the chat template does not put an answer behind its prompt")
+        ends = [self._tokenizer.decode([i], special=True) for i in self._tokenizer.stop_ids]
+        stop = max(
+            (whole.rfind(end) + len(end) for end in ends if end in whole[len(asked) :]), default=0
+        )
+        if stop <= len(asked):
+            raise EngineError("the chat template does not end an answer with an end-of-turn token")
+        return whole[len(asked) : stop]
+
+    def policy_version(self) -> int | None:
+        """None: a script has no weights."""
+        return None
+
+    def control(self) -> APIRouter | None:
+        """None: there is nothing to control."""
+        return None
+
+
+def load_script(spec: str) -> Script:
+    """The script a `--script` option names.
+
+    Raises:
+        EngineError: it cannot be loaded; the message says why.
+    """
+    if spec.endswith(".jsonl"):
+        return _from_file(Path(spec))
+    source, _, name = spec.rpartition(":")
+    if not source:
+        raise EngineError(
+            f"--script {spec!r}: write file.py:function, module:function or file.jsonl"
+        )
+    try:
+        module = _load_module(source)
+        script = getattr(module, name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise EngineError(f"--script {spec!r}: {error}") from error
+    if not callable(script):
+        raise EngineError(f"--script {spec!r}: {name} is not callable")
+    return script  # type: ignore[no-any-return]
+
+
+def _load_module(source: str) -> Any:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    spec = importlib.util.spec_from_file_location("rollbook_script", source)
+    if spec is None or spec.loader is None or not Path(source).exists():
+        raise ImportError(f"no file {source}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_file(path: Path) -> Script:
+    replies: dict[bytes, Json] = {}
+    try:
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line.strip():
+                row = orjson.loads(line)
+                replies[chain_all(row["messages"])[-1]] = row["reply"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        where = f"line {number}: " if isinstance(error, (ValueError, KeyError, TypeError)) else ""
+        raise EngineError(f"--script {path}: {where}{error!r}") from error
+
+    def answer(messages: Sequence[Json], tools: Sequence[Json] | None) -> Json:
+        reply = replies.get(chain_all(list(messages))[-1])
+        if reply is None:
+            raise LookupError(f"{path} has no reply to these {len(messages)} messages")
+        return reply
+
+    return answer

@@ -1,0 +1,212 @@
+"""The one command, `rollbook`. Each sub-command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The ledger of agent rollouts: record agent traffic, query it with SQL, train on it, "
+    "replay any step bit for bit.",
+    epilog="Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); "
+    "2 bad input, with the remedy in the message.",
+)
+replay_app = typer.Typer(
+    no_args_is_help=True, help="Re-run what the log says happened, and compare."
+)
+store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files.")
+app.add_typer(replay_app, name="replay")
+app.add_typer(store_app, name="store")
+
+StoreOption = Annotated[Path, typer.Option("--store", help="Folder of the store.")]
+AsOf = Annotated[str, typer.Option("--as-of", help="Cut: head, step:N, or lane=count,lane=count.")]
+Run = Annotated[str | None, typer.Option("--run", help="Run, where the store holds several.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
+
+
+class Format(StrEnum):
+    """How `rollbook sql` prints its rows."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+class Source(StrEnum):
+    """Where `rollbook train` takes its samples from."""
+
+    cut = "cut"
+    tail = "tail"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollbook {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    store: StoreOption,
+    model: Annotated[Path, typer.Option(help="Hugging Face model directory.")],
+    engine: Annotated[str, typer.Option(help="embedded or scripted.")] = "embedded",
+    script: Annotated[
+        str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    run: Annotated[str, typer.Option(help="Run to record into.")] = "default",
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "serve",
+    policy: Annotated[str, typer.Option(help="Name of the line of weights served.")] = "actor",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Torch threads on the CPU.")] = None,
+) -> None:
+    """Record agents: an OpenAI endpoint whose every request and reply becomes durable events.
+
+    An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1".
+    """
+    from rollbook.ingest.serve import ServeOptions
+    from rollbook.ingest.serve import serve as run_server
+
+    run_server(
+        ServeOptions(store, model, engine, script, host, port, run, lane, policy, device, threads)
+    )
+
+
+@app.command()
+def sql(
+    query: Annotated[str, typer.Argument(help='E.g. "select * from trajectories".')],
+    store: StoreOption,
+    format: Annotated[Format, typer.Option(help="How to print the rows.")] = Format.table,
+    as_of: AsOf = "head",
+    run: Run = None,
+) -> None:
+    """Query the live log with SQL (DuckDB).
+
+    Views: events, runs, trajectories, turns, tokens, rewards, policies, steps, samples, drops.
+    """
+    from rollbook.store.print_rows import run_query
+
+    run_query(store, query, format.value, as_of, run)
+
+
+@app.command()
+def samples(
+    store: StoreOption,
+    trajectory: Annotated[
+        str | None, typer.Option(help="Only this trajectory: the client's name or the id.")
+    ] = None,
+    as_of: AsOf = "head",
+    run: Run = None,
+    json: AsJson = False,
+) -> None:
+    """Print training samples: tokens, loss mask, logprobs, policy versions of each path."""
+    from rollbook.train.print_samples import print_samples
+
+    print_samples(store, trajectory, as_of, run, json)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
+    store: StoreOption,
+    source: Annotated[
+        Source, typer.Option(help="cut: the log as it is; tail: as it grows.")
+    ] = Source.cut,
+    as_of: AsOf = "head",
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
+    ] = None,
+) -> None:
+    """Train from the log. Every step is planned and committed as events, so it can be replayed."""
+    from rollbook.train.config import load_config
+
+    settings = load_config(config, set_ or [])
+    from rollbook.train.loop import train as run_training
+
+    run_training(settings, store, source.value, as_of, lane)
+
+
+@replay_app.command("step")
+def replay_step(
+    step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
+    store: StoreOption,
+    run: Run = None,
+    json: AsJson = False,
+) -> None:
+    """Re-run a past optimizer step from the log and compare every stage bit for bit."""
+    from rollbook.replay.step import replay_command
+
+    raise typer.Exit(replay_command(step, store, run, json))
+
+
+@store_app.command("info")
+def store_info(store: StoreOption, json: AsJson = False) -> None:
+    """Lanes, segments and checkpoints of a store."""
+    from rollbook.store.print_rows import print_info
+
+    print_info(store, json)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="append")],
+    json: AsJson = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to write; default: a temporary folder here.")
+    ] = None,
+) -> None:
+    """Measure Rollbook against the machine's own limit, in one interleaved run."""
+    from rollbook.bench import run_bench
+
+    run_bench(name, folder, json)
+
+
+@app.command()
+def demo(
+    store: Annotated[Path, typer.Option(help="Folder to make; it must not exist yet.")] = Path(
+        "demo-store"
+    ),
+    seed: Annotated[int, typer.Option(help="Decides the model, the tasks and every draw.")] = 0,
+    replace: Annotated[bool, typer.Option(help="Remove an earlier demo's folder first.")] = False,
+) -> None:
+    """See all of it in a few minutes: record, query, train offline and online, replay."""
+    from rollbook.demo.run import run_demo
+
+    raise typer.Exit(run_demo(store, seed, replace))
+
+
+def main() -> None:
+    """Entry point: errors that Rollbook foresaw are one line on stderr and exit code 2."""
+    from rollbook.store.errors import RollbookError
+
+    try:
+        app()
+    except RollbookError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

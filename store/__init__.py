@@ -1,0 +1,9 @@
+"""The log of agent rollouts: append, recover, read, query. Imports no other layer, and never torch."""
+
+from rollbook.store.cut import format_cut, parse_cut
+from rollbook.store.events import Event
+from rollbook.store.log import Store
+from rollbook.store.log import open_store as open
+from rollbook.store.query import connect
+
+__all__ = ["Event", "Store", "connect", "format_cut", "open", "parse_cut"]

@@ -1,0 +1,43 @@
+"""A cut: how much of each lane is meant. `serve=120,train=45` is the first 120 and 45 events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from rollbook.store.errors import CutError
+
+Cut = Mapping[str, int]
+"""Lane -> number of its events that the cut holds. An absent lane is empty."""
+
+LANE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+def format_cut(cut: Cut) -> str:
+    """The canonical text of a cut: sorted lanes, empty ones left out, `empty` when nothing is held."""
+    return ",".join(f"{lane}={count}" for lane, count in sorted(cut.items()) if count) or "empty"
+
+
+def parse_cut(text: str) -> dict[str, int]:
+    """The inverse of `format_cut`.
+
+    Raises:
+        CutError: the text is not `lane=count,lane=count`.
+    """
+    if text == "empty":
+        return {}
+    cut: dict[str, int] = {}
+    for part in text.split(","):
+        lane, sep, count = part.strip().partition("=")
+        if not sep or not LANE_NAME.fullmatch(lane) or not count.isdigit() or lane in cut:
+            raise CutError(
+                f"cut {text!r}: {part!r} is not lane=count; write e.g. serve=120,train=45, "
+                "step:N for the cut step N was planned at, or head"
+            )
+        cut[lane] = int(count)
+    return cut
+
+
+def holds(cut: Cut, lane: str, seq: int) -> bool:
+    """Whether the event at (lane, seq) lies inside the cut."""
+    return seq < cut.get(lane, 0)

@@ -1,0 +1,86 @@
+"""Every error Rollbook raises on purpose, in one tree.
+
+    RollbookError
+    ├── StoreError               the log on disk
+    │   ├── NotAStoreError       (also FileNotFoundError) the path holds no store
+    │   ├── FormatError          written by a newer Rollbook, or not by Rollbook
+    │   ├── LaneLockedError      another process writes this lane
+    │   ├── CorruptionError      acknowledged bytes do not match their checksum
+    │   ├── WriteFailedError     (also OSError) an append did not become durable
+    │   └── CutError             (also ValueError) a cut that cannot be read or is not held
+    ├── RequestError             what a client sent; carries the HTTP status it is answered with
+    ├── EngineError              an engine failed, or was given what it cannot serve
+    ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
+    ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
+    ├── TrainError               a training run that cannot go on
+    └── ReplayError              a step that cannot be replayed at all
+
+A message names the thing, the value, and the remedy. All of them survive pickling.
+"""
+
+from __future__ import annotations
+
+
+class RollbookError(Exception):
+    """Base of the tree: `except RollbookError` catches what Rollbook foresaw."""
+
+
+class StoreError(RollbookError):
+    """Something is wrong with the log on disk."""
+
+
+class NotAStoreError(StoreError, FileNotFoundError):
+    """The path holds no Rollbook store."""
+
+
+class FormatError(StoreError):
+    """The files were written in a format this version does not read."""
+
+
+class LaneLockedError(StoreError):
+    """Another process holds the lane's lock."""
+
+
+class CorruptionError(StoreError):
+    """Bytes that were acknowledged no longer match their checksum. Nothing is dropped silently."""
+
+
+class WriteFailedError(StoreError, OSError):
+    """An append did not become durable; the lane takes no further appends."""
+
+
+class CutError(StoreError, ValueError):
+    """A cut that cannot be parsed, or that names more of a lane than the store holds."""
+
+
+class RequestError(RollbookError):
+    """A request that cannot be served as sent, with the HTTP status and a machine-readable code."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(status, code, message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class EngineError(RollbookError):
+    """An engine failed, or was given what it cannot serve."""
+
+
+class ModelError(RollbookError):
+    """A model directory, tokenizer or checkpoint cannot be used."""
+
+
+class ConfigError(RollbookError, ValueError):
+    """A configuration file has an unknown, missing or ill-typed key."""
+
+
+class TrainError(RollbookError):
+    """A training run cannot go on."""
+
+
+class ReplayError(RollbookError):
+    """A step cannot be replayed at all (a step that replays differently is a result, not an error)."""

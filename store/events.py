@@ -1,0 +1,299 @@
+"""The kinds of events, one frozen record each, and the envelope they travel in.
+
+An event is one immutable fact. Its record says what happened; the envelope says in which run, when,
+and under which id. `lane` and `seq`, the event's place in the log, are given by the log on append.
+
+Fields named in `store.schema.COLUMNS` become typed columns; all others go to the JSON column `extra`.
+Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbook.store.ids import new_id, now_us
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+Json = dict[str, Any]
+
+SPLITS = ("train", "eval", "teacher")
+"""Splits a client may open a trajectory in; `eval` is never trained."""
+
+
+def token_ids(values: Any) -> TokenIds:
+    """An int32 array of token ids from any sequence of integers."""
+    return np.asarray(values, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Completion tokens `start <= i < end` were sampled by `version` of `policy`."""
+
+    policy: str
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunOpened:
+    """A process began to write events of this run (once per run and command)."""
+
+    KIND: ClassVar[str] = "run.opened"
+    command: str
+    config: Json
+    model: str | None = None
+    tokenizer_digest: str | None = None
+    template_digest: str | None = None
+    environment: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryOpened:
+    """One agent run began. `name` is the client's, unique within the run; `trajectory_id` is ours."""
+
+    KIND: ClassVar[str] = "trajectory.opened"
+    trajectory_id: str
+    name: str
+    group: str | None = None
+    task: str | None = None
+    split: str = "train"
+    labels: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryFinished:
+    """No more turns follow. `status` is completed, truncated, aborted or failed."""
+
+    KIND: ClassVar[str] = "trajectory.finished"
+    trajectory_id: str
+    status: str = "completed"
+    success: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequested:
+    """A model call came in.
+
+    The request's messages are the first `shared_messages` of `base_turn_id`'s request, then
+    `messages`; the rest of its body is `request`. So a conversation of N turns is stored in O(N).
+    `honoured` holds, as false, each field the engine cannot act on.
+    """
+
+    KIND: ClassVar[str] = "turn.requested"
+    trajectory_id: str
+    turn_id: str
+    request_id: str
+    parent_turn_id: str | None
+    root_reason: str | None
+    base_turn_id: str | None
+    shared_messages: int
+    messages: list[Json]
+    request: Json
+    requested_model: str | None
+    sampling: Json
+    honoured: Json
+    context_key: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnCompleted:
+    """The engine answered.
+
+    `prompt_ids` is the part of the prompt that the parent's prompt and completion do not hold (the
+    whole prompt of a root); `prompt_sha256` is over the little-endian int32 ids really sent.
+    `logprobs` is null where the engine gave none (a teacher). `logprob_semantics` says what each
+    number is a logprob of; `flags` names oddities (`malformed_tool_call`).
+    """
+
+    KIND: ClassVar[str] = "turn.completed"
+    trajectory_id: str
+    turn_id: str
+    policy: str | None
+    policy_version: int | None
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    logprobs: Logprobs | None
+    version_spans: tuple[VersionSpan, ...]
+    prompt_length: int
+    prompt_sha256: str
+    finish_reason: str
+    reply: Json
+    logprob_semantics: Json
+    flags: list[str]
+    timings: Json
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFailed:
+    """The engine did not answer; nothing of the turn is trained."""
+
+    KIND: ClassVar[str] = "turn.failed"
+    trajectory_id: str
+    turn_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDelivered:
+    """The client took the reply's last byte (`how` = sent), or showed it in a later request (echoed)."""
+
+    KIND: ClassVar[str] = "turn.delivered"
+    trajectory_id: str
+    turn_id: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewardAssigned:
+    """A number for a trajectory, or for one of its turns. `supersedes` names an earlier event_id."""
+
+    KIND: ClassVar[str] = "reward.assigned"
+    trajectory_id: str
+    turn_id: str | None
+    reward: float
+    source: str = "agent"
+    supersedes: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPublished:
+    """Weights of a policy version were written where engines can load them."""
+
+    KIND: ClassVar[str] = "policy.published"
+    policy: str
+    policy_version: int
+    parent_version: int | None
+    path: str
+    weights_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyActivated:
+    """An engine serves this version; its own tensors were digested and equal what was published."""
+
+    KIND: ClassVar[str] = "policy.activated"
+    policy: str
+    policy_version: int
+    engine: str
+    weights_digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
+
+    KIND: ClassVar[str] = "checkpoint.written"
+    policy: str
+    policy_version: int
+    path: str
+    weights_digest: str
+    optimizer_digest: str | None
+    phase: str | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDropped:
+    """A recipe's rule kept a sample (named by its leaf turn) out of training."""
+
+    KIND: ClassVar[str] = "sample.dropped"
+    trajectory_id: str
+    turn_id: str
+    rule: str
+    recipe: str
+    step: int
+    detail: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlanned:
+    """The manifest of an optimizer step: everything that decides its bits, written before it runs."""
+
+    KIND: ClassVar[str] = "step.planned"
+    step: int
+    attempt: int
+    policy: str
+    policy_version: int
+    phase: str
+    cut: str
+    recipe: Json
+    recipe_digest: str
+    samples: list[Json]
+    partition: list[list[list[int]]]
+    algorithm: Json
+    optimizer: Json
+    learning_rate: float
+    seed: int
+    input_digests: Json
+    environment: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """A step's results: one digest per stage, the metrics, and the version it made."""
+
+    KIND: ClassVar[str] = "step.committed"
+    step: int
+    attempt: int
+    policy: str
+    policy_version: int
+    digests: Json
+    metrics: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A planned step did not commit; a later attempt plans anew."""
+
+    KIND: ClassVar[str] = "step.failed"
+    step: int
+    attempt: int
+    policy: str
+    error: str
+
+
+Record = (
+    RunOpened
+    | TrajectoryOpened
+    | TrajectoryFinished
+    | TurnRequested
+    | TurnCompleted
+    | TurnFailed
+    | TurnDelivered
+    | RewardAssigned
+    | PolicyPublished
+    | PolicyActivated
+    | CheckpointWritten
+    | SampleDropped
+    | StepPlanned
+    | StepCommitted
+    | StepFailed
+)
+
+RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}
+"""Kind -> record type."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """A record in its envelope. `lane` and `seq` are empty until the log has taken it."""
+
+    record: Record
+    run: str
+    event_id: str = field(default_factory=new_id)
+    time_us: int = field(default_factory=now_us)
+    lane: str = ""
+    seq: int = -1
+
+    @property
+    def kind(self) -> str:
+        """The record's kind, as stored."""
+        return self.record.KIND

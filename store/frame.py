@@ -1,0 +1,125 @@
+"""Frames: how event batches lie in a segment file. Pure: bytes in, bytes out.
+
+A segment is a row of frames, each a 64-byte header and a payload padded to 64 bytes. The first frame
+of a segment carries the Arrow schema (with the lane, segment number and store id as its metadata),
+every other one carries an Arrow IPC record batch message. `docs/format.md` draws every byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+import xxhash
+
+FORMAT_VERSION = 0
+MAGIC = b"RBLF"
+ALIGN = 64
+HEADER_FRAME, BATCH_FRAME = 0, 1
+EMPTY_CHAIN = bytes(16)
+
+# magic, format, kind, payload length, crc32c, first seq, events, reserved, chain, reserved
+_HEADER = struct.Struct("<4sHHIIQII16s16x")
+assert _HEADER.size == ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame as it lies in a buffer; `offset` is its header's, `end` the next frame's."""
+
+    kind: int
+    offset: int
+    end: int
+    first_seq: int
+    count: int
+    chain: bytes
+    payload: memoryview
+
+
+class BadFrameError(Exception):
+    """The bytes at `offset` are no whole, valid frame. Internal: callers turn it into their own."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(offset, reason)
+        self.offset = offset
+        self.reason = reason
+
+
+def padded(length: int) -> int:
+    """`length` rounded up to the frame alignment."""
+    return -(-length // ALIGN) * ALIGN
+
+
+def next_chain(previous: bytes, payload: Any) -> bytes:
+    """Chain value of a frame: xxh3-128 over the value before it and the payload."""
+    state = xxhash.xxh3_128(previous)
+    state.update(payload)
+    return state.digest()
+
+
+def encode_frame(
+    kind: int, payload: Any, first_seq: int, count: int, previous: bytes
+) -> tuple[list[Any], bytes]:
+    """The buffers to write, in order, and the frame's chain value."""
+    size = memoryview(payload).nbytes
+    chain = next_chain(previous, payload)
+    fields = (MAGIC, FORMAT_VERSION, kind, size)
+    bare = _HEADER.pack(*fields, 0, first_seq, count, 0, chain)
+    checksum = crc32c.crc32c(payload, crc32c.crc32c(bare))
+    header = _HEADER.pack(*fields, checksum, first_seq, count, 0, chain)
+    return [header, payload, bytes(padded(size) - size)], chain
+
+
+def read_frame(buffer: memoryview, offset: int) -> Frame:
+    """The frame at `offset`, its checksum verified.
+
+    Raises:
+        BadFrameError: the frame is cut short, or its bytes do not match its checksum.
+    """
+    if offset + ALIGN > len(buffer):
+        raise BadFrameError(offset, "the header is cut short")
+    header = buffer[offset : offset + ALIGN]
+    magic, version, kind, size, checksum, first_seq, count, reserved, chain = _HEADER.unpack(header)
+    if magic != MAGIC or version != FORMAT_VERSION:
+        raise BadFrameError(offset, "no frame header here")
+    start = offset + ALIGN
+    if start + padded(size) > len(buffer):
+        raise BadFrameError(offset, "the payload is cut short")
+    payload = buffer[start : start + size]
+    bare = _HEADER.pack(magic, version, kind, size, 0, first_seq, count, reserved, chain)
+    if crc32c.crc32c(payload, crc32c.crc32c(bare)) != checksum:
+        raise BadFrameError(offset, "the checksum does not match")
+    return Frame(kind, offset, start + padded(size), first_seq, count, chain, payload)
+
+
+def scan(
+    buffer: memoryview, start: int, end: int, previous: bytes | None = None
+) -> Iterator[Frame]:
+    """Frames from `start` until `end`; with `previous`, the chain is verified too.
+
+    Raises:
+        BadFrameError: at the first byte range that is no valid frame in its place.
+    """
+    offset = start
+    while offset < end:
+        frame = read_frame(buffer[:end], offset)
+        if previous is not None:
+            if frame.chain != next_chain(previous, frame.payload):
+                raise BadFrameError(offset, "the chain from the frame before is broken")
+            previous = frame.chain
+        yield frame
+        offset = frame.end
+
+
+def valid_frame_after(buffer: memoryview, offset: int) -> int | None:
+    """Offset of the first whole, valid frame beyond `offset`, if any (frames are 64-byte aligned)."""
+    for candidate in range(padded(offset + 1), len(buffer) - ALIGN + 1, ALIGN):
+        if buffer[candidate : candidate + 4] == MAGIC:
+            try:
+                return read_frame(buffer, candidate).offset
+            except BadFrameError:
+                continue
+    return None

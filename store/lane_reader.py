@@ -1,0 +1,81 @@
+"""Reads one lane, from any process, up to what its writer has made durable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollbook.store.errors import CorruptionError, CutError, FormatError
+from rollbook.store.frame import BATCH_FRAME, HEADER_FRAME, BadFrameError, scan
+from rollbook.store.lane_files import read_watermark, segment_path
+from rollbook.store.schema import LOG_SCHEMA
+
+
+class LaneReader:
+    """Hands out a lane's record batches in order, each once; it remembers where it stopped.
+
+    Batches share the memory-mapped files' memory: nothing is copied until someone asks for values.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.lane = folder.name
+        self._folder = folder
+        self._segment, self._offset = 1, 0
+        self.next_seq = 0
+
+    def poll(self, limit: int | None = None) -> Iterator[pa.RecordBatch]:
+        """Batches that became durable since the last poll, up to `limit` events of the lane in all.
+
+        Raises:
+            CutError: `limit` is more than the lane holds.
+            CorruptionError: acknowledged bytes are damaged.
+        """
+        mark = read_watermark(self._folder)
+        end = mark.next_seq if limit is None else limit
+        if end > mark.next_seq:
+            raise CutError(
+                f"cut holds {end} events of lane {self.lane!r}, but the store has {mark.next_seq}"
+            )
+        while self.next_seq < end and self._segment <= mark.segment:
+            path = segment_path(self._folder, self._segment)
+            stop = mark.offset if self._segment == mark.segment else path.stat().st_size
+            yield from self._read_segment(path, stop, end)
+            if self.next_seq >= end:
+                return
+            if self._segment == mark.segment:
+                raise CorruptionError(f"{path}: holds fewer events than were acknowledged")
+            self._segment, self._offset = self._segment + 1, 0
+
+    def _read_segment(self, path: Path, stop: int, end: int) -> Iterator[pa.RecordBatch]:
+        try:
+            buffer = pa.memory_map(str(path)).read_buffer(stop)
+            for frame in scan(memoryview(buffer), self._offset, stop):
+                payload = pa.py_buffer(frame.payload)
+                if frame.kind == HEADER_FRAME:
+                    _check_schema(path, payload)
+                elif frame.kind == BATCH_FRAME:
+                    # A cut may have ended inside this frame: its first events were handed out then.
+                    skip = self.next_seq - frame.first_seq
+                    if not 0 <= skip < frame.count:
+                        raise BadFrameError(frame.offset, f"starts at event {frame.first_seq}")
+                    batch = pa.ipc.read_record_batch(payload, LOG_SCHEMA)
+                    taken = min(frame.count - skip, end - self.next_seq)
+                    self.next_seq += taken
+                    yield batch.slice(skip, taken)
+                    if skip + taken < frame.count:
+                        return
+                self._offset = frame.end
+                if self.next_seq >= end:
+                    return
+        except (BadFrameError, FileNotFoundError, pa.ArrowInvalid) as error:
+            raise CorruptionError(
+                f"{path}: acknowledged events of lane {self.lane!r} are damaged: {error}"
+            ) from error
+
+
+def _check_schema(path: Path, payload: pa.Buffer) -> None:
+    schema = pa.ipc.read_schema(payload)
+    if not schema.equals(LOG_SCHEMA):
+        raise FormatError(f"{path}: written with other columns; update rollbook to read it")

@@ -1,0 +1,196 @@
+"""A store: a folder with lanes, a catalog and checkpoints, read and written by many processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pyarrow as pa
+
+from rollbook.store import codec
+from rollbook.store.catalog import Catalog
+from rollbook.store.cut import Cut, parse_cut
+from rollbook.store.errors import CutError, FormatError, NotAStoreError
+from rollbook.store.events import Event, StepPlanned
+from rollbook.store.frame import FORMAT_VERSION
+from rollbook.store.ids import new_id, now_us
+from rollbook.store.lane_files import fsync_folder, lane_folder, read_watermark
+from rollbook.store.lane_reader import LaneReader
+from rollbook.store.lane_writer import LaneWriter
+from rollbook.store.schema import LOG_SCHEMA
+
+TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
+"""Schema of `Store.table`: the log's columns with the lane first."""
+
+
+class Store:
+    """An opened store. Opening takes no lock: any number of processes read while others write."""
+
+    def __init__(self, path: Path, store_id: str) -> None:
+        self.path = path
+        self.store_id = store_id
+
+    def lanes(self) -> list[str]:
+        """Names of the lanes that have been opened for writing, sorted."""
+        return sorted(p.parent.name for p in self.path.glob("lanes/*/WATERMARK"))
+
+    def head(self) -> dict[str, int]:
+        """The cut that holds everything durable now."""
+        marks = {lane: read_watermark(lane_folder(self.path, lane)) for lane in self.lanes()}
+        return {lane: mark.next_seq for lane, mark in marks.items() if mark.next_seq}
+
+    def cut(self, text: str = "head", run: str | None = None) -> dict[str, int]:
+        """The cut a text names: `head`, `step:N` (as planned, in `run` if given) or `lane=n,...`.
+
+        Raises:
+            CutError: not a cut, or more than the store holds, or no such step.
+        """
+        head = self.head()
+        if text == "head":
+            return head
+        cut = self._step_cut(text, run) if text.startswith("step:") else parse_cut(text)
+        for lane, count in cut.items():
+            if count > head.get(lane, 0):
+                raise CutError(
+                    f"cut {text!r} holds {count} events of lane {lane!r}, but the store has "
+                    f"{head.get(lane, 0)}"
+                )
+        return cut
+
+    def _step_cut(self, text: str, run: str | None) -> dict[str, int]:
+        number = text.removeprefix("step:")
+        cuts = {}
+        for event in self.events():
+            record = event.record
+            if isinstance(record, StepPlanned) and str(record.step) == number:
+                if run in (None, event.run):
+                    cuts[event.run] = record.cut  # a later attempt replaces an earlier one
+        if len(cuts) != 1:
+            found = f"runs {sorted(cuts)} have one; name the run" if cuts else "no run planned it"
+            raise CutError(f"cut {text!r}: {found}")
+        return parse_cut(next(iter(cuts.values())))
+
+    def batches(self, cut: Cut | None = None) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """(lane, record batch) of every event in the cut (default: head), lane by lane."""
+        for lane, count in sorted((self.head() if cut is None else cut).items()):
+            reader = LaneReader(lane_folder(self.path, lane))
+            for batch in reader.poll(count):
+                yield lane, batch
+
+    def events(self, cut: Cut | None = None) -> Iterator[Event]:
+        """Every event in the cut (default: head), lane by lane, each lane in order."""
+        for lane, batch in self.batches(cut):
+            yield from codec.decode(batch, lane)
+
+    def table(self, cut: Cut | None = None) -> pa.Table:
+        """The cut as one Arrow table with `TABLE_SCHEMA`, over the files' own memory."""
+        parts = [
+            pa.record_batch(
+                [pa.repeat(pa.scalar(lane), batch.num_rows), *batch.columns], schema=TABLE_SCHEMA
+            )
+            for lane, batch in self.batches(cut)
+        ]
+        return pa.Table.from_batches(parts, TABLE_SCHEMA)
+
+    def writer(
+        self, lane: str, *, linger_s: float = 0.0, segment_bytes: int = 64 << 20
+    ) -> LaneWriter:
+        """Take a lane for writing; closes with the context manager.
+
+        Raises:
+            LaneLockedError: another process writes it.
+            CorruptionError: its acknowledged events are damaged.
+        """
+        writer = LaneWriter(
+            self.path, self.store_id, lane, linger_s=linger_s, segment_bytes=segment_bytes
+        )
+        catalog = self.catalog()
+        try:
+            catalog.record_lane(lane, writer.recovered)
+        except BaseException:
+            writer.close()
+            raise
+        finally:
+            catalog.close()
+        return writer
+
+    def tail(self, start: Cut | None = None) -> Tail:
+        """A reader that hands out events as they become durable, from `start` (default: the first)."""
+        return Tail(self, start or {})
+
+    def catalog(self) -> Catalog:
+        """The store's catalog."""
+        return Catalog.beside(self.path)
+
+
+class Tail:
+    """Hands out each event of the store once, as it becomes durable."""
+
+    def __init__(self, store: Store, start: Cut) -> None:
+        self._store = store
+        self._start = start
+        self._readers: dict[str, LaneReader] = {}
+
+    def poll(self) -> list[Event]:
+        """Events that became durable since the last poll: lane by lane, each in order."""
+        events: list[Event] = []
+        for lane in self._store.lanes():
+            if lane not in self._readers:
+                self._readers[lane] = LaneReader(lane_folder(self._store.path, lane))
+            start = self._start.get(lane, 0)
+            for batch in self._readers[lane].poll():
+                events += [e for e in codec.decode(batch, lane) if e.seq >= start]
+        return events
+
+    def cut(self) -> dict[str, int]:
+        """What has been handed out (or skipped) so far."""
+        return {lane: reader.next_seq for lane, reader in self._readers.items() if reader.next_seq}
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._readers.clear()
+
+
+def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
+    """Open the store at `path`; with `create`, make an empty one where there is nothing.
+
+    Raises:
+        NotAStoreError: nothing is there (and `create` is false), or something that is not a store.
+        FormatError: a newer Rollbook wrote it.
+    """
+    folder = Path(path).absolute()
+    marker = folder / "STORE.json"
+    if not marker.exists():
+        if not create:
+            raise NotAStoreError(f"{folder} is not a Rollbook store (it holds no STORE.json)")
+        _create(folder, marker)
+    try:
+        meta = orjson.loads(marker.read_bytes())
+        version, store_id = int(meta["format"]), str(meta["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotAStoreError(f"{marker} is not a Rollbook store's: {error!r}") from error
+    if version > FORMAT_VERSION:
+        raise FormatError(
+            f"{folder} is in format {version}; this release reads up to {FORMAT_VERSION}: update rollbook"
+        )
+    return Store(folder, store_id)
+
+
+def _create(folder: Path, marker: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise NotAStoreError(
+            f"{folder} exists and is not a Rollbook store: name an empty or a new folder"
+        )
+    (folder / "lanes").mkdir(parents=True)
+    meta = {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()}
+    temporary = marker.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(orjson.dumps(meta))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(marker)
+    fsync_folder(folder)

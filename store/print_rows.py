@@ -1,0 +1,103 @@
+"""What `rollbook sql` and `rollbook store info` print."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from rollbook.store.cut import format_cut
+from rollbook.store.errors import RollbookError
+from rollbook.store.log import open_store
+from rollbook.store.query import connect
+
+CELL_WIDTH = 60
+
+
+class QueryError(RollbookError, ValueError):
+    """DuckDB refused a query."""
+
+
+def run_query(store: Path, query: str, format_: str, as_of: str, run: str | None) -> None:
+    """Run one query and print its rows.
+
+    Raises:
+        QueryError: the SQL is wrong; the message is DuckDB's.
+    """
+    connection = connect(store, as_of=as_of, run=run)
+    try:
+        result = connection.execute(query)
+        names = [column[0] for column in result.description or ()]
+        rows = result.fetchall()
+    except duckdb.Error as error:
+        raise QueryError(f"{error}") from error
+    if format_ == "json":
+        _print_json(names, rows)
+    elif format_ == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([_plain(value) for value in row] for row in rows)
+    else:
+        _print_table(names, rows)
+
+
+def _plain(value: Any) -> Any:
+    return _dumps(value) if isinstance(value, (list, dict)) else value
+
+
+def _dumps(value: Any) -> str:
+    return orjson.dumps(value, default=str).decode()
+
+
+def _print_json(names: list[str], rows: list[tuple[Any, ...]]) -> None:
+    objects = [dict(zip(names, row, strict=True)) for row in rows]
+    print(orjson.dumps(objects, default=str, option=orjson.OPT_INDENT_2).decode())
+
+
+def _print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    numeric = [all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(names))]
+    for name, number in zip(names, numeric, strict=True):
+        table.add_column(name, justify="right" if number and rows else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    Console().print(table)
+    Console(stderr=True).print(f"[dim]{len(rows)} rows[/]")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = _dumps(value) if isinstance(value, (list, dict)) else str(value)
+    text = text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
+    return text.replace("[", "\\[")
+
+
+def print_info(store: Path, as_json: bool) -> None:
+    """Print what the catalog and the lanes' own files say."""
+    log = open_store(store)
+    catalog = log.catalog()
+    info: dict[str, Any] = {
+        "path": str(log.path),
+        "id": log.store_id,
+        "head": format_cut(log.head()),
+    }
+    info |= catalog.rows()
+    catalog.close()
+    if as_json:
+        print(orjson.dumps(info, option=orjson.OPT_INDENT_2).decode())
+        return
+    console = Console()
+    console.print(f"store {info['id']} at {info['path']}\nhead  {info['head']}")
+    for name in ("lanes", "segments", "checkpoints"):
+        if info[name]:
+            console.print(f"\n[bold]{name}[/]")
+            _print_table(list(info[name][0]), [tuple(row.values()) for row in info[name]])

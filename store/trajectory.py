@@ -1,0 +1,185 @@
+"""Trajectories as a fold of events: a forest of turns with rewards and an outcome. Pure.
+
+A turn's whole prompt is its parent's prompt, its parent's completion and its own prompt delta, so
+ids are only ever appended: what the engine was sent comes back exactly (checked by sha256).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollbook.store.errors import CorruptionError
+from rollbook.store.events import (
+    Event,
+    Json,
+    RewardAssigned,
+    TokenIds,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnDelivered,
+    TurnFailed,
+    TurnRequested,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One model call, as far as it got. `position` is its place among the trajectory's turns."""
+
+    position: int
+    requested: TurnRequested
+    completed: TurnCompleted | None
+    failed: TurnFailed | None
+    delivered: str | None
+
+    @property
+    def turn_id(self) -> str:
+        """The turn's id."""
+        return self.requested.turn_id
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """Everything one agent run sent and got, up to the events it was folded from."""
+
+    run: str
+    opened: TrajectoryOpened
+    turns: Mapping[str, Turn]
+    finished: TrajectoryFinished | None
+    rewards: tuple[tuple[str, RewardAssigned], ...]
+
+    def reward(self, source: str = "agent", turn_id: str | None = None) -> float | None:
+        """The reward in force of the trajectory, or of one turn: the last one not superseded."""
+        superseded = {r.supersedes for _, r in self.rewards if r.supersedes}
+        values = [
+            r.reward
+            for event_id, r in self.rewards
+            if r.source == source and r.turn_id == turn_id and event_id not in superseded
+        ]
+        return values[-1] if values else None
+
+    def prompt_ids(self, turn: Turn) -> TokenIds:
+        """The ids the engine was sent for a completed turn, int32.
+
+        Raises:
+            CorruptionError: they are not the ids that were sent (their sha256 differs).
+        """
+        parts: list[TokenIds] = []
+        node: Turn | None = turn
+        while node is not None and node.completed is not None:
+            parts.append(node.completed.prompt_ids)
+            node = self.parent(node)
+            if node is not None and node.completed is not None:
+                parts.append(node.completed.completion_ids)
+        ids = np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+        if turn.completed is not None and prompt_sha256(ids) != turn.completed.prompt_sha256:
+            raise CorruptionError(f"turn {turn.turn_id}: its prompt does not fold to the ids sent")
+        return ids
+
+    def parent(self, turn: Turn) -> Turn | None:
+        """The turn this one extends, or None for a root."""
+        parent_id = turn.requested.parent_turn_id
+        return None if parent_id is None else self.turns[parent_id]
+
+    def paths(self) -> Iterator[tuple[Turn, ...]]:
+        """Every root-to-leaf path of completed turns, leaves in turn order."""
+        done = [t for t in self.turns.values() if t.completed is not None]
+        inner = {t.requested.parent_turn_id for t in done}
+        for leaf in (t for t in done if t.turn_id not in inner):
+            path = [leaf]
+            while (parent := self.parent(path[-1])) is not None:
+                path.append(parent)
+            yield tuple(path[::-1])
+
+    def messages(self, turn: Turn) -> list[Json]:
+        """The request's messages exactly as the client sent them."""
+        asked = turn.requested
+        if asked.base_turn_id is None:
+            return list(asked.messages)
+        base = self.messages(self.turns[asked.base_turn_id])
+        return base[: asked.shared_messages] + asked.messages
+
+
+def prompt_sha256(ids: TokenIds) -> str:
+    """sha256 (hex) over ids as little-endian int32."""
+    return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i4").data).hexdigest()
+
+
+@dataclass(slots=True)
+class _Builder:
+    run: str
+    opened: TrajectoryOpened
+    requested: dict[str, TurnRequested] = field(default_factory=dict)
+    completed: dict[str, TurnCompleted] = field(default_factory=dict)
+    failed: dict[str, TurnFailed] = field(default_factory=dict)
+    delivered: dict[str, str] = field(default_factory=dict)
+    finished: TrajectoryFinished | None = None
+    rewards: list[tuple[str, RewardAssigned]] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        match event.record:
+            case TurnRequested() as record:
+                self.requested[record.turn_id] = record
+            case TurnCompleted() as record:
+                self.completed[record.turn_id] = record
+            case TurnFailed() as record:
+                self.failed[record.turn_id] = record
+            case TurnDelivered() as record:
+                self.delivered.setdefault(record.turn_id, record.how)
+            case RewardAssigned() as record:
+                self.rewards.append((event.event_id, record))
+            case TrajectoryFinished() as record:
+                self.finished = record
+
+    def build(self) -> Trajectory:
+        turns = {
+            turn_id: Turn(
+                position,
+                requested,
+                self.completed.get(turn_id),
+                self.failed.get(turn_id),
+                self.delivered.get(turn_id),
+            )
+            for position, (turn_id, requested) in enumerate(self.requested.items())
+        }
+        return Trajectory(self.run, self.opened, turns, self.finished, tuple(self.rewards))
+
+
+class TrajectoryFold:
+    """Folds events into trajectories as they come. Events of one trajectory must come in order."""
+
+    def __init__(self) -> None:
+        self._builders: dict[str, _Builder] = {}
+
+    def add(self, event: Event) -> str | None:
+        """Take one event; the id of the trajectory it belongs to, if any."""
+        record: Any = event.record
+        if isinstance(record, TrajectoryOpened):
+            self._builders[record.trajectory_id] = _Builder(event.run, record)
+            return record.trajectory_id
+        trajectory_id: str | None = getattr(record, "trajectory_id", None)
+        builder = self._builders.get(trajectory_id) if trajectory_id else None
+        if builder is None:
+            return None
+        builder.add(event)
+        return trajectory_id
+
+    def __getitem__(self, trajectory_id: str) -> Trajectory:
+        return self._builders[trajectory_id].build()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._builders)
+
+
+def fold(events: Iterable[Event]) -> dict[str, Trajectory]:
+    """All trajectories in the events, by id, in the order they were opened."""
+    folding = TrajectoryFold()
+    for event in events:
+        folding.add(event)
+    return {trajectory_id: folding[trajectory_id] for trajectory_id in folding}

@@ -1,0 +1,1 @@
+"""Samples to weights: materialization, losses, the Megatron step, checkpoints, engines' weights."""

@@ -1,0 +1,145 @@
+"""Trajectories to Samples: each root-to-leaf path as aligned arrays. Pure, and without torch.
+
+Each sampled token belongs to exactly one sample: the first leaf in turn order owns the turns it
+shares with others, which hold them as masked context. Tokens are the stored ones, never re-tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbook.store.digest import digest_arrays
+from rollbook.store.events import Json, TokenIds
+from rollbook.store.trajectory import Trajectory, Turn
+
+NO_VERSION = -1
+"""In `versions`: the token was not sampled, or by an engine without weights."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One path, as arrays of one length T.
+
+    Attributes:
+        tokens: int32 [T].
+        loss_mask: bool [T]; true where the token was sampled in this sample and may be trained.
+        logprobs: float32 [T]; log-probability of the token when it was sampled; 0 where the mask is
+            false, NaN where the engine gave none (a teacher).
+        versions: int64 [T]; policy version that sampled the token, else -1.
+        temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
+        rewards: turn id -> reward, of the turns that have one.
+    """
+
+    run: str
+    trajectory_id: str
+    name: str
+    leaf_turn_id: str
+    turn_ids: tuple[str, ...]
+    group: str | None
+    split: str
+    tokens: TokenIds
+    loss_mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
+    temperatures: npt.NDArray[np.float32]
+    reward: float | None
+    rewards: dict[str, float]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of its oldest trained token, or None if none has one."""
+        known = self.versions[self.loss_mask & (self.versions >= 0)]
+        return int(known.min()) if known.size else None
+
+    @property
+    def reference(self) -> Json:
+        """How a step's manifest names it."""
+        return {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
+
+    def digest(self) -> str:
+        """Digest of all its arrays."""
+        names = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
+        return digest_arrays({name: getattr(self, name) for name in names})
+
+    def as_json(self) -> Json:
+        """Plain JSON values; NaN and -1 become null."""
+        return {
+            "run": self.run,
+            "trajectory": self.name,
+            "trajectory_id": self.trajectory_id,
+            "leaf_turn_id": self.leaf_turn_id,
+            "turn_ids": list(self.turn_ids),
+            "group": self.group,
+            "split": self.split,
+            "reward": self.reward,
+            "turn_rewards": self.rewards,
+            "tokens": self.tokens.tolist(),
+            "loss_mask": self.loss_mask.astype(int).tolist(),
+            "logprobs": [None if np.isnan(p) else float(p) for p in self.logprobs],
+            "policy_versions": [None if v < 0 else int(v) for v in self.versions],
+            "digest": self.digest(),
+        }
+
+
+def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample]:
+    """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
+
+    Turns that were not delivered, or failed, are context without loss. Rewards are those of `source`.
+    """
+    owned: set[str] = set()
+    for path in trajectory.paths():
+        yield _sample(trajectory, path, owned, source)
+        owned.update(turn.turn_id for turn in path)
+
+
+def _sample(trajectory: Trajectory, path: tuple[Turn, ...], owned: set[str], source: str) -> Sample:
+    leaf = path[-1]
+    assert leaf.completed is not None
+    tokens = np.concatenate([trajectory.prompt_ids(leaf), leaf.completed.completion_ids])
+    length = len(tokens)
+    loss_mask = np.zeros(length, np.bool_)
+    logprobs = np.zeros(length, np.float32)
+    versions = np.full(length, NO_VERSION, np.int64)
+    temperatures = np.ones(length, np.float32)
+    for turn in path:
+        done = turn.completed
+        assert done is not None
+        if turn.turn_id in owned or not turn.delivered:
+            continue
+        start = done.prompt_length
+        stop = start + len(done.completion_ids)
+        loss_mask[start:stop] = True
+        logprobs[start:stop] = np.nan if done.logprobs is None else done.logprobs
+        for span in done.version_spans:
+            versions[start + span.start : start + span.end] = span.version
+        temperature = float(done.logprob_semantics.get("temperature", 1.0))
+        temperatures[start:stop] = temperature or 1.0  # greedy turns report the T=1 distribution
+    rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path}
+    return Sample(
+        run=trajectory.run,
+        trajectory_id=trajectory.opened.trajectory_id,
+        name=trajectory.opened.name,
+        leaf_turn_id=leaf.turn_id,
+        turn_ids=tuple(turn.turn_id for turn in path),
+        group=trajectory.opened.group,
+        split=trajectory.opened.split,
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
+        temperatures=temperatures,
+        reward=trajectory.reward(source),
+        rewards={turn_id: value for turn_id, value in rewards.items() if value is not None},
+    )
+
+
+def all_samples(trajectories: Iterable[Trajectory]) -> list[Sample]:
+    """Every sample of the trajectories, in their order."""
+    return [sample for trajectory in trajectories for sample in samples_of(trajectory)]
