@@ -86,9 +86,7 @@ def _texts(seed: int) -> Iterable[str]:
     template = compile_template(CHAT_TEMPLATE)
     rng = random.Random(f"tokenizer-{seed}")
     for problem in problems(rng, 1500, held_out=False):
-        yield template.render(
-            messages=conversation(problem), tools=TOOLS, add_generation_prompt=False
-        )
+        yield template.render(messages=conversation(problem), tools=TOOLS, add_generation_prompt=False)
 
 
 def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:

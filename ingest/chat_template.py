@@ -170,9 +170,7 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
     """
     tokenizer_file = model / "tokenizer.json"
     if not tokenizer_file.exists():
-        raise ModelError(
-            f"{model}: holds no tokenizer.json, so it is no model directory for serving"
-        )
+        raise ModelError(f"{model}: holds no tokenizer.json, so it is no model directory for serving")
     settings = _read_json(model / "tokenizer_config.json")
     source = _template_source(model, settings)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))

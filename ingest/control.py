@@ -88,10 +88,8 @@ def control_routes(engine: Controlled) -> APIRouter:
         made = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)
         ids = made.completion_ids.tolist()
         numbers = [] if made.logprobs is None else made.logprobs.tolist()
-        spans = [
-            {"version": str(s.version), "start": s.start, "end": s.end} for s in made.version_spans
-        ]
-        reason = {"type": made.finish_reason}
+        spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in made.version_spans]
+        reason: Json = {"type": made.finish_reason}
         reason |= {"matched": ids[-1]} if made.finish_reason == "stop" else {"length": len(ids)}
         meta = {
             "finish_reason": reason,

@@ -104,9 +104,7 @@ class EmbeddedEngine:
                 model, config=config, dtype="auto", attn_implementation="sdpa"
             )
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(
-                f"{model}: cannot be loaded as a causal language model: {error}"
-            ) from error
+            raise ModelError(f"{model}: cannot be loaded as a causal language model: {error}") from error
         self._model: Any = loaded.to(device).eval()
         self._version, expected = published_version(model)
         self.weights_digest = self._verified(model, expected)

@@ -29,9 +29,7 @@ def normal(message: Json) -> list[Any]:
 def _content(content: Any) -> Any:
     if content is None or content == []:
         return ""
-    if isinstance(content, list) and all(
-        isinstance(p, dict) and p.get("type") == "text" for p in content
-    ):
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         return "".join(str(p.get("text", "")) for p in content)
     return content
 
@@ -40,9 +38,10 @@ def canonical_arguments(arguments: Any) -> str:
     """Call arguments as canonical JSON; text that is no JSON stays as it is."""
     if isinstance(arguments, str):
         try:
-            arguments = orjson.loads(arguments)
+            parsed = orjson.loads(arguments)
         except orjson.JSONDecodeError:
             return arguments
+        arguments = parsed
     return orjson.dumps(_integral(arguments), option=orjson.OPT_SORT_KEYS).decode()
 
 

@@ -33,9 +33,7 @@ class DeliveredResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(
-        self, content: Json, headers: dict[str, str], sent: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, content: Json, headers: dict[str, str], sent: Callable[[bool], None]) -> None:
         super().__init__(orjson.dumps(content), headers=headers)
         self._sent = sent
 
@@ -225,9 +223,7 @@ def _error(status: int, code: str, message: str, headers: dict[str, str] | None 
     body = {"error": {"message": message, "type": kind, "code": code, "param": None}}
     # What will not change by itself must not be tried again.
     retry = {"x-should-retry": "false"} if status in (400, 403, 404, 409, 422) else {}
-    return Response(
-        orjson.dumps(body), status, retry | (headers or {}), media_type="application/json"
-    )
+    return Response(orjson.dumps(body), status, retry | (headers or {}), media_type="application/json")
 
 
 def _add_errors(app: FastAPI) -> None:

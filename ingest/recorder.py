@@ -130,9 +130,7 @@ class Recorder:
         if name in self._by_name:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
-        opened = TrajectoryOpened(
-            trajectory_id, name, wanted.group, wanted.task, wanted.split, wanted.labels
-        )
+        opened = TrajectoryOpened(trajectory_id, name, wanted.group, wanted.task, wanted.split, wanted.labels)
         live = LiveTrajectory(opened, self.lane)
         self._by_name[name] = live
         self.note(opened)
@@ -146,9 +144,7 @@ class Recorder:
         """
         live = self._by_name.get(name)
         if live is not None and live.lane != self.lane and not live.finished:
-            text = (
-                f"trajectory {name!r} is written by the proxy of lane {live.lane!r}: send it there"
-            )
+            text = f"trajectory {name!r} is written by the proxy of lane {live.lane!r}: send it there"
             raise RequestError(409, "other_lane", text)
         return live
 
@@ -163,9 +159,7 @@ class Recorder:
             text = f"no trajectory {name!r} in run {self.run!r}"
             raise RequestError(404, "unknown_trajectory", text)
         if live.finished:
-            raise RequestError(
-                409, "trajectory_finished", f"trajectory {name!r} is finished already"
-            )
+            raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
         if live.running:
             text = f"trajectory {name!r} has {live.running} running requests: await their replies"
             raise RequestError(409, "trajectory_busy", text)

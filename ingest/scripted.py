@@ -54,9 +54,7 @@ class ScriptedEngine:
                 answer = await answer
         except Exception as error:
             raise EngineError(f"the script failed: {error!r}") from error
-        reply = (
-            {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
-        )
+        reply = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         ids = self._tokenizer.encode(self._completion_text(prompt, reply))
         return Generation(ids, None, (), "stop", {"kind": "none", "why": "scripted"})
 
@@ -66,9 +64,7 @@ class ScriptedEngine:
         if not whole.startswith(asked):
             raise EngineError("the chat template does not put an answer behind its prompt")
         ends = [self._tokenizer.decode([i], special=True) for i in self._tokenizer.stop_ids]
-        stop = max(
-            (whole.rfind(end) + len(end) for end in ends if end in whole[len(asked) :]), default=0
-        )
+        stop = max((whole.rfind(end) + len(end) for end in ends if end in whole[len(asked) :]), default=0)
         if stop <= len(asked):
             raise EngineError("the chat template does not end an answer with an end-of-turn token")
         return whole[len(asked) : stop]
@@ -92,9 +88,7 @@ def load_script(spec: str) -> Script:
         return _from_file(Path(spec))
     source, _, name = spec.rpartition(":")
     if not source:
-        raise EngineError(
-            f"--script {spec!r}: write file.py:function, module:function or file.jsonl"
-        )
+        raise EngineError(f"--script {spec!r}: write file.py:function, module:function or file.jsonl")
     try:
         module = _load_module(source)
         script = getattr(module, name)
@@ -119,13 +113,15 @@ def _load_module(source: str) -> Any:
 def _from_file(path: Path) -> Script:
     replies: dict[bytes, Json] = {}
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            if line.strip():
-                row = orjson.loads(line)
-                replies[chain_all(row["messages"])[-1]] = row["reply"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = f"line {number}: " if isinstance(error, (ValueError, KeyError, TypeError)) else ""
-        raise EngineError(f"--script {path}: {where}{error!r}") from error
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise EngineError(f"--script {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            row = orjson.loads(line)
+            replies[chain_all(row["messages"])[-1]] = row["reply"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"--script {path}: line {number}: {error!r}") from error
 
     def answer(messages: Sequence[Json], tools: Sequence[Json] | None) -> Json:
         reply = replies.get(chain_all(list(messages))[-1])

@@ -101,18 +101,14 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; choose another --port"
-        ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
     return listener
 
 
 def _announce(options: ServeOptions, port: int, recorder: Recorder) -> None:
     console = Console(stderr=True)
     base = f"http://{options.host}:{port}"
-    console.print(
-        f"recording run [bold]{options.run}[/] into {recorder.store.path} (lane {options.lane})"
-    )
+    console.print(f"recording run [bold]{options.run}[/] into {recorder.store.path} (lane {options.lane})")
     console.print(f"point an agent here: base_url = [bold]{base}/t/ANY-ID/v1[/]")
     truncated = recorder.writer.recovered.truncated_bytes
     if truncated:

@@ -70,9 +70,7 @@ class TurnTree:
             found += [(covered, t) for t in same]
         return found
 
-    def base(
-        self, messages: Sequence[Json], parent: TreeTurn | None
-    ) -> tuple[TreeTurn | None, int]:
+    def base(self, messages: Sequence[Json], parent: TreeTurn | None) -> tuple[TreeTurn | None, int]:
         """The turn whose request to store this one against, and how many messages they share."""
         base = parent or (self.turns[-1] if self.turns else None)
         if base is None:

@@ -58,9 +58,7 @@ class TurnTaker:
         tools = chat.tools or None
         key = context_key(tools, self._tokenizer.template_digest, self._tokenizer.tokenizer_digest)
         may_extend = self.extension_refused is None
-        plan = plan_turn(
-            live.tree, self._tokenizer, chat.messages, tools, key, may_extend=may_extend
-        )
+        plan = plan_turn(live.tree, self._tokenizer, chat.messages, tools, key, may_extend=may_extend)
         sampling = self._sampling(chat, len(plan.prompt_ids))
         honoured = {f: False for f in sorted(body) if f not in PLAIN_FIELDS | self._engine.honoured}
         requested = self._requested(live, plan, chat, body, key, sampling, honoured)
@@ -68,9 +66,7 @@ class TurnTaker:
             self._recorder.mark_delivered(live, plan.parent.turn_id, "echoed")
         self._recorder.note(requested)
         try:
-            generation = await self._engine.generate(
-                Prompt(plan.prompt_ids, chat.messages, tools), sampling
-            )
+            generation = await self._engine.generate(Prompt(plan.prompt_ids, chat.messages, tools), sampling)
         except BaseException as error:
             failed = TurnFailed(live.opened.trajectory_id, requested.turn_id, repr(error))
             self._recorder.note(failed)
@@ -114,15 +110,11 @@ class TurnTaker:
         )
         await self._recorder.write(completed)
         whole = np.concatenate([plan.prompt_ids, ids])
-        live.tree.add(
-            TreeTurn(requested.turn_id, requested.context_key, messages, reply.message, whole)
-        )
+        live.tree.add(TreeTurn(requested.turn_id, requested.context_key, messages, reply.message, whole))
         live.completed.append(requested.turn_id)
         not_honoured = sorted(requested.honoured)
         version = completed.policy_version
-        return AnsweredTurn(
-            requested.turn_id, reply, len(plan.prompt_ids), len(ids), not_honoured, version
-        )
+        return AnsweredTurn(requested.turn_id, reply, len(plan.prompt_ids), len(ids), not_honoured, version)
 
     def _sampling(self, chat: ChatRequest, prompt_length: int) -> Sampling:
         wanted = chat.max_completion_tokens or chat.max_tokens

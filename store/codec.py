@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -19,8 +19,8 @@ _ARRAYS = {"prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.fl
 
 
 @cache
-def _field_names(record_type: type[Any]) -> tuple[frozenset[str], tuple[str, ...]]:
-    names = [f.name for f in fields(record_type)]
+def _field_names(record_type: Hashable) -> tuple[frozenset[str], tuple[str, ...]]:
+    names = [f.name for f in fields(cast(Any, record_type))]
     return frozenset(n for n in names if n in HOT), tuple(n for n in names if n not in HOT)
 
 
@@ -76,9 +76,7 @@ def decode(batch: pa.RecordBatch, lane: str) -> Iterator[Event]:
     Raises:
         FormatError: a kind or schema version this release does not know.
     """
-    rows = {
-        name: batch.column(name).to_pylist() for name in LOG_SCHEMA.names if name not in _ARRAYS
-    }
+    rows = {name: batch.column(name).to_pylist() for name in LOG_SCHEMA.names if name not in _ARRAYS}
     arrays = {name: _numpy_lists(batch.column(name)) for name in _ARRAYS}
     times = batch.column("time").cast(pa.int64()).to_pylist()
     for i in range(batch.num_rows):

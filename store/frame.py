@@ -95,9 +95,7 @@ def read_frame(buffer: memoryview, offset: int) -> Frame:
     return Frame(kind, offset, start + padded(size), first_seq, count, chain, payload)
 
 
-def scan(
-    buffer: memoryview, start: int, end: int, previous: bytes | None = None
-) -> Iterator[Frame]:
+def scan(buffer: memoryview, start: int, end: int, previous: bytes | None = None) -> Iterator[Frame]:
     """Frames from `start` until `end`; with `previous`, the chain is verified too.
 
     Raises:

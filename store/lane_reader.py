@@ -35,9 +35,7 @@ class LaneReader:
         mark = read_watermark(self._folder)
         end = mark.next_seq if limit is None else limit
         if end > mark.next_seq:
-            raise CutError(
-                f"cut holds {end} events of lane {self.lane!r}, but the store has {mark.next_seq}"
-            )
+            raise CutError(f"cut holds {end} events of lane {self.lane!r}, but the store has {mark.next_seq}")
         while self.next_seq < end and self._segment <= mark.segment:
             path = segment_path(self._folder, self._segment)
             stop = mark.offset if self._segment == mark.segment else path.stat().st_size

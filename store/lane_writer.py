@@ -177,9 +177,7 @@ class LaneWriter:
 
     def _open_files(self, state: LaneState) -> None:
         self._next_seq, self._chain = state.next_seq, state.chain
-        self._watermark_fd = os.open(
-            self._folder / "WATERMARK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-        )
+        self._watermark_fd = os.open(self._folder / "WATERMARK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not state.segments:
             self._segment, self._offset = 0, 0
             self._move_watermark()

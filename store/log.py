@@ -64,9 +64,10 @@ class Store:
         cuts = {}
         for event in self.events():
             record = event.record
-            if isinstance(record, StepPlanned) and str(record.step) == number:
-                if run in (None, event.run):
-                    cuts[event.run] = record.cut  # a later attempt replaces an earlier one
+            if not isinstance(record, StepPlanned) or run not in (None, event.run):
+                continue
+            if str(record.step) == number:
+                cuts[event.run] = record.cut  # a later attempt replaces an earlier one
         if len(cuts) != 1:
             found = f"runs {sorted(cuts)} have one; name the run" if cuts else "no run planned it"
             raise CutError(f"cut {text!r}: {found}")
@@ -87,25 +88,19 @@ class Store:
     def table(self, cut: Cut | None = None) -> pa.Table:
         """The cut as one Arrow table with `TABLE_SCHEMA`, over the files' own memory."""
         parts = [
-            pa.record_batch(
-                [pa.repeat(pa.scalar(lane), batch.num_rows), *batch.columns], schema=TABLE_SCHEMA
-            )
+            pa.record_batch([pa.repeat(pa.scalar(lane), batch.num_rows), *batch.columns], schema=TABLE_SCHEMA)
             for lane, batch in self.batches(cut)
         ]
         return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
-    def writer(
-        self, lane: str, *, linger_s: float = 0.0, segment_bytes: int = 64 << 20
-    ) -> LaneWriter:
+    def writer(self, lane: str, *, linger_s: float = 0.0, segment_bytes: int = 64 << 20) -> LaneWriter:
         """Take a lane for writing; closes with the context manager.
 
         Raises:
             LaneLockedError: another process writes it.
             CorruptionError: its acknowledged events are damaged.
         """
-        writer = LaneWriter(
-            self.path, self.store_id, lane, linger_s=linger_s, segment_bytes=segment_bytes
-        )
+        writer = LaneWriter(self.path, self.store_id, lane, linger_s=linger_s, segment_bytes=segment_bytes)
         catalog = self.catalog()
         try:
             catalog.record_lane(lane, writer.recovered)
@@ -182,9 +177,7 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
 
 def _create(folder: Path, marker: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NotAStoreError(
-            f"{folder} exists and is not a Rollbook store: name an empty or a new folder"
-        )
+        raise NotAStoreError(f"{folder} exists and is not a Rollbook store: name an empty or a new folder")
     (folder / "lanes").mkdir(parents=True)
     meta = {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()}
     temporary = marker.with_suffix(".tmp")

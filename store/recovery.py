@@ -70,9 +70,7 @@ def recover_lane(folder: Path) -> LaneState:
         path = segment_path(folder, number)
         frames, bad = _scan_file(path, chain)
         if bad is not None:
-            truncated = _truncate_torn_tail(
-                path, number, bad, watermark, last=number == numbers[-1]
-            )
+            truncated = _truncate_torn_tail(path, number, bad, watermark, last=number == numbers[-1])
         if not frames:
             break
         chain = frames[-1].chain
@@ -98,9 +96,7 @@ def _scan_file(path: Path, chain: bytes) -> tuple[list[Frame], BadFrameError | N
         view = memoryview(mapped)
         try:
             for f in scan(view, 0, len(view), chain):
-                frames.append(
-                    Frame(f.kind, f.offset, f.end, f.first_seq, f.count, f.chain, memoryview(b""))
-                )
+                frames.append(Frame(f.kind, f.offset, f.end, f.first_seq, f.count, f.chain, memoryview(b"")))
                 f.payload.release()
         except BadFrameError as bad:
             later = valid_frame_after(view, bad.offset)

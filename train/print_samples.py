@@ -14,9 +14,7 @@ from rollbook.store.trajectory import fold
 from rollbook.train.samples import Sample, all_samples
 
 
-def print_samples(
-    path: Path, trajectory: str | None, as_of: str, run: str | None, as_json: bool
-) -> None:
+def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | None, as_json: bool) -> None:
     """Print every root-to-leaf path at a cut as an aligned sample.
 
     Raises:
@@ -29,9 +27,7 @@ def print_samples(
         if run in (None, t.run) and trajectory in (None, t.opened.name, t.opened.trajectory_id)
     ]
     if trajectory is not None and not trajectories:
-        raise CutError(
-            f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories"
-        )
+        raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
     samples = all_samples(trajectories)
     if as_json:
         print(orjson.dumps([s.as_json() for s in samples], option=orjson.OPT_INDENT_2).decode())

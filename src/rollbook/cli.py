@@ -20,9 +20,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); "
     "2 bad input, with the remedy in the message.",
 )
-replay_app = typer.Typer(
-    no_args_is_help=True, help="Re-run what the log says happened, and compare."
-)
+replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files.")
 app.add_typer(replay_app, name="replay")
 app.add_typer(store_app, name="store")
@@ -68,9 +66,7 @@ def serve(
     store: StoreOption,
     model: Annotated[Path, typer.Option(help="Hugging Face model directory.")],
     engine: Annotated[str, typer.Option(help="embedded or scripted.")] = "embedded",
-    script: Annotated[
-        str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")
-    ] = None,
+    script: Annotated[str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
     run: Annotated[str, typer.Option(help="Run to record into.")] = "default",
@@ -86,9 +82,7 @@ def serve(
     from rollbook.ingest.serve import ServeOptions
     from rollbook.ingest.serve import serve as run_server
 
-    run_server(
-        ServeOptions(store, model, engine, script, host, port, run, lane, policy, device, threads)
-    )
+    run_server(ServeOptions(store, model, engine, script, host, port, run, lane, policy, device, threads))
 
 
 @app.command()
@@ -128,9 +122,7 @@ def samples(
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
     store: StoreOption,
-    source: Annotated[
-        Source, typer.Option(help="cut: the log as it is; tail: as it grows.")
-    ] = Source.cut,
+    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
     as_of: AsOf = "head",
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
     set_: Annotated[
@@ -183,9 +175,7 @@ def bench(
 
 @app.command()
 def demo(
-    store: Annotated[Path, typer.Option(help="Folder to make; it must not exist yet.")] = Path(
-        "demo-store"
-    ),
+    store: Annotated[Path, typer.Option(help="Folder to make; it must not exist yet.")] = Path("demo-store"),
     seed: Annotated[int, typer.Option(help="Decides the model, the tasks and every draw.")] = 0,
     replace: Annotated[bool, typer.Option(help="Remove an earlier demo's folder first.")] = False,
 ) -> None:
