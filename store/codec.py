@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import orjson
@@ -18,10 +17,13 @@ from rollbook.store.schema import ENVELOPE, HOT, LOG_SCHEMA, SCHEMA_VERSION, SPA
 _ARRAYS = {"prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.float32}
 
 
-@cache
-def _field_names(record_type: Hashable) -> tuple[frozenset[str], tuple[str, ...]]:
-    names = [f.name for f in fields(cast(Any, record_type))]
+def _field_names(record_type: type[Any]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """(fields that are typed columns, fields that go to `extra`)"""
+    names = [f.name for f in fields(record_type)]
     return frozenset(n for n in names if n in HOT), tuple(n for n in names if n not in HOT)
+
+
+_FIELDS = {kind: _field_names(record_type) for kind, record_type in RECORDS.items()}
 
 
 def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
@@ -29,7 +31,7 @@ def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
     columns: dict[str, list[Any]] = {name: [] for name in HOT}
     extra: list[str] = []
     for event in events:
-        hot, rest = _field_names(type(event.record))
+        hot, rest = _FIELDS[event.kind]
         for name, values in columns.items():
             values.append(getattr(event.record, name) if name in hot else None)
         extra.append(orjson.dumps({name: getattr(event.record, name) for name in rest}).decode())
@@ -87,7 +89,7 @@ def decode(batch: pa.RecordBatch, lane: str) -> Iterator[Event]:
                 f"event {rows['event_id'][i]} has kind {kind!r} version "
                 f"{rows['schema_version'][i]}, which this release cannot read: update rollbook"
             )
-        hot, _ = _field_names(record_type)
+        hot, _ = _FIELDS[kind]
         values = orjson.loads(rows["extra"][i])
         for name in hot:
             values[name] = arrays[name][i] if name in arrays else rows[name][i]
