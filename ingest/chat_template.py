@@ -100,14 +100,21 @@ class ChatTokenizer:
                 **self.special_tokens,
                 **kwargs,
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
             raise RequestError(
                 400, "template_error", f"the chat template refuses the messages: {error}"
             ) from error
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of rendered text, int32. No special tokens are added: the template holds them."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of rendered text, int32. No special tokens are added: the template holds them.
+
+        Raises:
+            RequestError: 400, the text holds half of a surrogate pair (JSON escapes can spell one).
+        """
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(400, "not_unicode", f"the messages are not Unicode text: {error}") from error
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | TokenIds, *, special: bool = False) -> str:
@@ -121,8 +128,8 @@ def _for_template(message: Json, dict_arguments: bool) -> Json:
     content = shaped.get("content")
     if content is None:
         shaped["content"] = ""
-    elif isinstance(content, list) and all(p.get("type") == "text" for p in content):
-        shaped["content"] = "".join(p.get("text", "") for p in content)
+    elif isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        shaped["content"] = "".join(str(p.get("text", "")) for p in content)
     if dict_arguments and shaped.get("tool_calls"):
         shaped["tool_calls"] = [_with_dict_arguments(call) for call in shaped["tool_calls"]]
     return shaped
@@ -132,7 +139,7 @@ def _with_dict_arguments(call: Json) -> Json:
     function = call.get("function", {})
     try:
         arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
 
@@ -156,7 +163,10 @@ def _takes_dict_arguments(template: jinja2.Template, special: Json) -> bool:
 def _read_json(path: Path) -> Json:
     if not path.exists():
         return {}
-    value = orjson.loads(path.read_bytes())
+    try:
+        value = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ModelError(f"{path}: is not JSON ({error}); copy the model anew") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object")
     return value
@@ -170,10 +180,14 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
     """
     tokenizer_file = model / "tokenizer.json"
     if not tokenizer_file.exists():
-        raise ModelError(f"{model}: holds no tokenizer.json, so it is no model directory for serving")
+        text = "save the tokenizer there in its fast form (save_pretrained of transformers)"
+        raise ModelError(f"{model}: holds no tokenizer.json, so it cannot be served: {text}")
     settings = _read_json(model / "tokenizer_config.json")
     source = _template_source(model, settings)
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ModelError(f"{tokenizer_file}: cannot be read: {error}; copy the model anew") from error
     special = {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in settings.items()
@@ -216,5 +230,7 @@ def _stop_ids(model: Path, tokenizer: Tokenizer, special: Json, config: Json) ->
     if found is None:
         found = config.get("eos_token_id")
     if found is None:
-        raise ModelError(f"{model}: names no end-of-turn token (eos_token_id)")
+        raise ModelError(
+            f"{model}: names no end-of-turn token: set eos_token_id in generation_config.json"
+        )
     return tuple(int(i) for i in (found if isinstance(found, list) else [found]))

@@ -35,14 +35,17 @@ def _content(content: Any) -> Any:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """Call arguments as canonical JSON; text that is no JSON stays as it is."""
-    if isinstance(arguments, str):
-        try:
-            parsed = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            return arguments
-        arguments = parsed
-    return orjson.dumps(_integral(arguments), option=orjson.OPT_SORT_KEYS).decode()
+    """Call arguments as canonical JSON; text that is no JSON, or nested too deep, stays as it is."""
+    if not isinstance(arguments, str):
+        return _canonical(arguments)
+    try:
+        return _canonical(orjson.loads(arguments))
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
+        return arguments
+
+
+def _canonical(value: Any) -> str:
+    return orjson.dumps(_integral(value), option=orjson.OPT_SORT_KEYS).decode()
 
 
 def _integral(value: Any) -> Any:

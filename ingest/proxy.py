@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -148,7 +149,8 @@ async def _chat(recorder: Recorder, taker: TurnTaker, name: str, request: Reques
 
     headers = {"x-rollbook-trajectory-id": live.opened.trajectory_id}
     if answered.not_honoured:
-        headers["x-rollbook-not-honoured"] = ",".join(answered.not_honoured)
+        # Field names are the client's: quoted, whatever they hold is a valid header.
+        headers["x-rollbook-not-honoured"] = ",".join(quote(name) for name in answered.not_honoured)
     if answered.policy_version is not None:
         headers["x-rollbook-policy-version"] = str(answered.policy_version)
     return DeliveredResponse(_completion(chat, answered), headers, sent)
@@ -202,6 +204,10 @@ def _json_object(raw: bytes) -> Json:
         raise RequestError(400, "bad_json", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(400, "bad_json", "the body must be a JSON object")
+    try:
+        orjson.dumps([[body]])  # as deep as it gets inside an event
+    except orjson.JSONEncodeError as error:
+        raise RequestError(400, "bad_json", f"the body cannot be recorded: {error}") from error
     return body
 
 

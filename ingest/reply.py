@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import NoReturn
+
+import orjson
 
 from rollbook.ingest.chat_template import ChatTokenizer
 from rollbook.store.events import Json, TokenIds
@@ -47,6 +50,10 @@ def read_reply(
     return Reply({"role": "assistant", "content": text}, finish, [])
 
 
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _calls(text: str, turn_id: str) -> list[Json] | None:
     bodies = _CALL.findall(text)
     if len(bodies) != text.count("<tool_call>"):
@@ -54,12 +61,13 @@ def _calls(text: str, turn_id: str) -> list[Json] | None:
     calls = []
     for index, body in enumerate(bodies):
         try:
-            call = json.loads(body)
+            call = json.loads(body, parse_constant=_no_json)
             name, arguments = call["name"], call["arguments"]
-        except (ValueError, KeyError, TypeError):
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            orjson.dumps(function)  # an escaped half of a surrogate pair could not be sent or stored
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         calls.append({"id": f"call-{turn_id}-{index}", "type": "function", "function": function})
     return calls

@@ -32,7 +32,7 @@ class ChatRequest(BaseModel):
     temperature: float | None = Field(None, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
 
 

@@ -20,7 +20,7 @@ from fastapi import APIRouter
 from rollbook.ingest.chat_template import ChatTokenizer
 from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
 from rollbook.ingest.normal_form import chain_all
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import Json
 
 Script = Callable[[Sequence[Json], Sequence[Json] | None], Any]
@@ -52,10 +52,13 @@ class ScriptedEngine:
             answer = self._script(prompt.messages, prompt.tools)
             if inspect.isawaitable(answer):
                 answer = await answer
+            reply = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
         except Exception as error:
             raise EngineError(f"the script failed: {error!r}") from error
-        reply = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
-        ids = self._tokenizer.encode(self._completion_text(prompt, reply))
+        try:
+            ids = self._tokenizer.encode(self._completion_text(prompt, reply))
+        except RequestError as error:
+            raise EngineError(f"the script's answer {reply!r} cannot be rendered: {error}") from error
         return Generation(ids, None, (), "stop", {"kind": "none", "why": "scripted"})
 
     def _completion_text(self, prompt: Prompt, reply: Json) -> str:
@@ -92,8 +95,8 @@ def load_script(spec: str) -> Script:
     try:
         module = _load_module(source)
         script = getattr(module, name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise EngineError(f"--script {spec!r}: {error}") from error
+    except Exception as error:  # the script's own code ran
+        raise EngineError(f"--script {spec!r}: {error!r}") from error
     if not callable(script):
         raise EngineError(f"--script {spec!r}: {name} is not callable")
     return script  # type: ignore[no-any-return]
@@ -120,7 +123,7 @@ def _from_file(path: Path) -> Script:
         try:
             row = orjson.loads(line)
             replies[chain_all(row["messages"])[-1]] = row["reply"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise EngineError(f"--script {path}: line {number}: {error!r}") from error
 
     def answer(messages: Sequence[Json], tools: Sequence[Json] | None) -> Json:

@@ -106,16 +106,18 @@ def plan_turn(
     Raises:
         RequestError: 400, the chat template refuses the messages.
     """
-    reason = "first_turn" if not tree.turns else "no_matching_turn"
+    refused: str | None = None
     candidates = tree.parents(messages, key) if may_extend else []
     for covered, turn in candidates:
         new = messages[covered:]
         ids = bridge(tokenizer, turn.messages, turn.reply, new, tools, int(turn.ids[-1]))
         if isinstance(ids, NoBridge):
-            reason = ids.reason
+            refused = refused or ids.reason  # the deepest turn's: shallower ones lack what it said
             continue
         base, shared = tree.base(messages, turn)
         return Plan(turn, None, np.concatenate([turn.ids, ids]), ids, base, shared)
     ids = tokenizer.encode(tokenizer.render(messages, tools, generate=True))
     base, shared = tree.base(messages, None)
-    return Plan(None, reason if may_extend else "extension_refused", ids, ids, base, shared)
+    unmatched = "no_matching_turn" if tree.turns else "first_turn"
+    reason = (refused or unmatched) if may_extend else "extension_refused"
+    return Plan(None, reason, ids, ids, base, shared)

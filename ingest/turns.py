@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from bisect import insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,7 +112,7 @@ class TurnTaker:
         await self._recorder.write(completed)
         whole = np.concatenate([plan.prompt_ids, ids])
         live.tree.add(TreeTurn(requested.turn_id, requested.context_key, messages, reply.message, whole))
-        live.completed.append(requested.turn_id)
+        insort(live.completed, requested.turn_id)  # in turn order: ids sort by when they were asked
         not_honoured = sorted(requested.honoured)
         version = completed.policy_version
         return AnsweredTurn(requested.turn_id, reply, len(plan.prompt_ids), len(ids), not_honoured, version)

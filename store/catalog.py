@@ -83,6 +83,9 @@ class Catalog:
         config = Config()
         config.set_main_option("script_location", "rollbook:migrations")
         with self._engine.begin() as connection:
+            if connection.dialect.name == "sqlite":
+                # Of processes that open a new store together, one migrates and the others wait.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
 

@@ -78,7 +78,9 @@ def decode(batch: pa.RecordBatch, lane: str) -> Iterator[Event]:
     Raises:
         FormatError: a kind or schema version this release does not know.
     """
-    rows = {name: batch.column(name).to_pylist() for name in LOG_SCHEMA.names if name not in _ARRAYS}
+    # `time` is read as integers below: a Python datetime cannot hold all that the column can.
+    plain = [name for name in LOG_SCHEMA.names if name not in _ARRAYS and name != "time"]
+    rows = {name: batch.column(name).to_pylist() for name in plain}
     arrays = {name: _numpy_lists(batch.column(name)) for name in _ARRAYS}
     times = batch.column("time").cast(pa.int64()).to_pylist()
     for i in range(batch.num_rows):

@@ -11,6 +11,7 @@ Cut = Mapping[str, int]
 """Lane -> number of its events that the cut holds. An absent lane is empty."""
 
 LANE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_COUNT = re.compile(r"[0-9]{1,18}")
 
 
 def format_cut(cut: Cut) -> str:
@@ -29,7 +30,7 @@ def parse_cut(text: str) -> dict[str, int]:
     cut: dict[str, int] = {}
     for part in text.split(","):
         lane, sep, count = part.strip().partition("=")
-        if not sep or not LANE_NAME.fullmatch(lane) or not count.isdigit() or lane in cut:
+        if not sep or not LANE_NAME.fullmatch(lane) or not _COUNT.fullmatch(count) or lane in cut:
             raise CutError(
                 f"cut {text!r}: {part!r} is not lane=count; write e.g. serve=120,train=45, "
                 "step:N for the cut step N was planned at, or head"

@@ -23,6 +23,7 @@ EMPTY_CHAIN = bytes(16)
 
 # magic, format, kind, payload length, crc32c, first seq, events, reserved, chain, reserved
 _HEADER = struct.Struct("<4sHHIIQII16s16x")
+_CHECKSUM = slice(12, 16)
 assert _HEADER.size == ALIGN
 
 
@@ -82,16 +83,21 @@ def read_frame(buffer: memoryview, offset: int) -> Frame:
     if offset + ALIGN > len(buffer):
         raise BadFrameError(offset, "the header is cut short")
     header = buffer[offset : offset + ALIGN]
-    magic, version, kind, size, checksum, first_seq, count, reserved, chain = _HEADER.unpack(header)
+    magic, version, kind, size, checksum, first_seq, count, _, chain = _HEADER.unpack(header)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise BadFrameError(offset, "no frame header here")
     start = offset + ALIGN
     if start + padded(size) > len(buffer):
         raise BadFrameError(offset, "the payload is cut short")
     payload = buffer[start : start + size]
-    bare = _HEADER.pack(magic, version, kind, size, 0, first_seq, count, reserved, chain)
+    # Every bit is checked, reserved ones too: the checksum covers the header as it was read, with
+    # zeros in the checksum's place, and the padding must be zeros.
+    bare = bytearray(header)
+    bare[_CHECKSUM] = bytes(4)
     if crc32c.crc32c(payload, crc32c.crc32c(bare)) != checksum:
         raise BadFrameError(offset, "the checksum does not match")
+    if any(buffer[start + size : start + padded(size)]):
+        raise BadFrameError(offset, "the padding is not zero")
     return Frame(kind, offset, start + padded(size), first_seq, count, chain, payload)
 
 

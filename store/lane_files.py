@@ -49,18 +49,21 @@ def segment_path(folder: Path, number: int) -> Path:
 
 def segment_numbers(folder: Path) -> list[int]:
     """Numbers of the segments present, rising."""
-    return sorted(int(path.stem) for path in folder.glob("*.wal"))
+    return sorted(int(path.stem) for path in folder.glob(f"{'[0-9]' * 8}.wal"))
 
 
 def read_watermark(folder: Path) -> Watermark:
     """The lane's durable end. A writer may be replacing it, so a torn read is tried again.
 
     Raises:
-        CorruptionError: it stays unreadable.
+        CorruptionError: it is missing, or stays unreadable.
     """
     path = folder / "WATERMARK"
     for _ in range(20):
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CorruptionError(f"{path}: the watermark is missing") from None
         if len(data) == _WATERMARK.size:
             segment, offset, next_seq, check = _WATERMARK.unpack(data)
             if xxhash.xxh3_64_intdigest(data[:24]) == check:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -38,7 +39,7 @@ class LaneReader:
             raise CutError(f"cut holds {end} events of lane {self.lane!r}, but the store has {mark.next_seq}")
         while self.next_seq < end and self._segment <= mark.segment:
             path = segment_path(self._folder, self._segment)
-            stop = mark.offset if self._segment == mark.segment else path.stat().st_size
+            stop = mark.offset if self._segment == mark.segment else None
             yield from self._read_segment(path, stop, end)
             if self.next_seq >= end:
                 return
@@ -46,8 +47,9 @@ class LaneReader:
                 raise CorruptionError(f"{path}: holds fewer events than were acknowledged")
             self._segment, self._offset = self._segment + 1, 0
 
-    def _read_segment(self, path: Path, stop: int, end: int) -> Iterator[pa.RecordBatch]:
+    def _read_segment(self, path: Path, stop: int | None, end: int) -> Iterator[pa.RecordBatch]:
         try:
+            stop = path.stat().st_size if stop is None else stop
             buffer = pa.memory_map(str(path)).read_buffer(stop)
             for frame in scan(memoryview(buffer), self._offset, stop):
                 payload = pa.py_buffer(frame.payload)
@@ -58,22 +60,33 @@ class LaneReader:
                     skip = self.next_seq - frame.first_seq
                     if not 0 <= skip < frame.count:
                         raise BadFrameError(frame.offset, f"starts at event {frame.first_seq}")
-                    batch = pa.ipc.read_record_batch(payload, LOG_SCHEMA)
+                    batch = _arrow(pa.ipc.read_record_batch, payload, LOG_SCHEMA)
                     taken = min(frame.count - skip, end - self.next_seq)
+                    # Moved on before the hand-out: whoever stops iterating has had the batch.
                     self.next_seq += taken
+                    if skip + taken == frame.count:
+                        self._offset = frame.end
                     yield batch.slice(skip, taken)
                     if skip + taken < frame.count:
                         return
                 self._offset = frame.end
                 if self.next_seq >= end:
                     return
-        except (BadFrameError, FileNotFoundError, pa.ArrowInvalid) as error:
+        except (BadFrameError, FileNotFoundError, pa.ArrowException) as error:
             raise CorruptionError(
                 f"{path}: acknowledged events of lane {self.lane!r} are damaged: {error}"
             ) from error
 
 
+def _arrow(read: Callable[..., Any], *args: Any) -> Any:
+    """What pyarrow reads; some of what is no Arrow message it calls an OSError."""
+    try:
+        return read(*args)
+    except OSError as error:
+        raise pa.ArrowInvalid(str(error)) from error
+
+
 def _check_schema(path: Path, payload: pa.Buffer) -> None:
-    schema = pa.ipc.read_schema(payload)
+    schema = _arrow(pa.ipc.read_schema, payload)
     if not schema.equals(LOG_SCHEMA):
         raise FormatError(f"{path}: written with other columns; update rollbook to read it")

@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from rollbook.store import lane_files
 from rollbook.store.codec import encode
 from rollbook.store.errors import WriteFailedError
@@ -65,6 +67,7 @@ class LaneWriter:
         lane_files.fsync_folder(self._folder.parent)
         self._lock_fd = lane_files.take_lock(self._folder)
         self._fd = self._watermark_fd = -1
+        self._mark = Watermark(0, 0, 0)
         try:
             self.recovered: LaneState = recover_lane(self._folder)
             self._open_files(self.recovered)
@@ -81,9 +84,11 @@ class LaneWriter:
     def append(self, events: Sequence[Event]) -> Future[int]:
         """Append events together; the future gives the first one's sequence number once durable.
 
-        The future raises WriteFailedError when the events did not become durable.
+        The future raises WriteFailedError when the events did not become durable, and ValueError when
+        there are none, or one holds a value that has no stored form (the lane goes on).
         """
         future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # an append cannot be taken back
         with self._gate:
             if self._failure is not None or self._closed:
                 reason = self._failure or "it is closed"
@@ -143,13 +148,18 @@ class LaneWriter:
         return group, True
 
     def _commit(self, group: list[_Pending]) -> None:
-        events = [event for part, _ in group for event in part]
         first_seq = self._next_seq
+        try:
+            batch = _encode(group, first_seq)
+        except Exception:
+            group = _encodable(group)  # one client's bad value is no reason to stop the lane
+            if not group:
+                return
+            batch = _encode(group, first_seq)
         if self._offset >= self._segment_bytes:
             self._start_segment(self._segment + 1)
-        payload = encode(events, first_seq).serialize()
-        self._write_frame(BATCH_FRAME, payload, first_seq, len(events))
-        self._next_seq += len(events)
+        self._write_frame(BATCH_FRAME, batch.serialize(), first_seq, batch.num_rows)
+        self._next_seq += batch.num_rows
         self._move_watermark()
         for part, future in group:
             future.set_result(first_seq)
@@ -161,6 +171,7 @@ class LaneWriter:
             f"({error}); events that were not acknowledged are not in the log. Mend the disk and "
             "restart: recovery cuts off the unfinished frame"
         )
+        self._cut_unacknowledged()
         with self._gate:
             self._failure = error
             rest: list[_Pending] = []
@@ -173,6 +184,12 @@ class LaneWriter:
             if not future.done():
                 future.set_exception(WriteFailedError(message))
 
+    def _cut_unacknowledged(self) -> None:
+        """Drop what the failed write left: whole in the page cache, it may not be on the disk."""
+        keep = self._mark.offset if self._mark.segment == self._segment else 0
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, keep)
+
     # Files ------------------------------------------------------------------------------------
 
     def _open_files(self, state: LaneState) -> None:
@@ -181,6 +198,8 @@ class LaneWriter:
         if not state.segments:
             self._segment, self._offset = 0, 0
             self._move_watermark()
+            os.fsync(self._watermark_fd)  # later ones overwrite its 32 bytes in place
+            lane_files.fsync_folder(self._folder)
         # A segment that was recovered is never written again: a fresh one starts clean.
         self._start_segment((state.segments[-1].number if state.segments else 0) + 1)
         self._move_watermark()
@@ -207,12 +226,30 @@ class LaneWriter:
     def _move_watermark(self) -> None:
         mark = Watermark(self._segment, self._offset, self._next_seq)
         os.pwrite(self._watermark_fd, mark.pack(), 0)
+        self._mark = mark
 
     def _close_files(self) -> None:
         for fd in (self._fd, self._watermark_fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._watermark_fd = self._lock_fd = -1
+
+
+def _encode(group: list[_Pending], first_seq: int) -> pa.RecordBatch:
+    return encode([event for part, _ in group for event in part], first_seq)
+
+
+def _encodable(group: list[_Pending]) -> list[_Pending]:
+    """The appends that have a stored form; the futures of the others get a ValueError."""
+    good: list[_Pending] = []
+    for part, future in group:
+        try:
+            encode(part, 0)
+        except Exception as error:
+            future.set_exception(ValueError(f"an event cannot be stored: {error}"))
+        else:
+            good.append((part, future))
+    return good
 
 
 def _write_all(fd: int, buffers: list[Any]) -> int:

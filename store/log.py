@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollbook.store import codec
 from rollbook.store.catalog import Catalog
@@ -20,6 +21,7 @@ from rollbook.store.lane_files import fsync_folder, lane_folder, read_watermark
 from rollbook.store.lane_reader import LaneReader
 from rollbook.store.lane_writer import LaneWriter
 from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.trajectory import Trajectory, fold
 
 TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 """Schema of `Store.table`: the log's columns with the lane first."""
@@ -74,8 +76,16 @@ class Store:
         return parse_cut(next(iter(cuts.values())))
 
     def batches(self, cut: Cut | None = None) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """(lane, record batch) of every event in the cut (default: head), lane by lane."""
+        """(lane, record batch) of every event in the cut (default: head), lane by lane.
+
+        Raises:
+            CutError: the cut holds more than the store.
+            CorruptionError: acknowledged bytes are damaged.
+        """
+        known = self.lanes()
         for lane, count in sorted((self.head() if cut is None else cut).items()):
+            if lane not in known:
+                raise CutError(f"cut holds {count} events of lane {lane!r}, which the store does not have")
             reader = LaneReader(lane_folder(self.path, lane))
             for batch in reader.poll(count):
                 yield lane, batch
@@ -84,6 +94,19 @@ class Store:
         """Every event in the cut (default: head), lane by lane, each lane in order."""
         for lane, batch in self.batches(cut):
             yield from codec.decode(batch, lane)
+
+    def trajectories(
+        self, cut: Cut | None = None, ids: Collection[str] | None = None
+    ) -> dict[str, Trajectory]:
+        """Trajectories at the cut (default: head), by id; only those in `ids`, if given."""
+        if ids is None:
+            return fold(self.events(cut))
+        wanted = pa.array(sorted(ids), pa.string())
+        events: list[Event] = []
+        for lane, batch in self.batches(cut):
+            mask = pc.is_in(batch.column("trajectory_id"), wanted)
+            events += codec.decode(batch.filter(mask), lane)
+        return fold(events)
 
     def table(self, cut: Cut | None = None) -> pa.Table:
         """The cut as one Arrow table with `TABLE_SCHEMA`, over the files' own memory."""

@@ -11,6 +11,7 @@ import duckdb
 import orjson
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import RollbookError
@@ -66,7 +67,7 @@ def _print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
     for name, number in zip(names, numeric, strict=True):
         table.add_column(name, justify="right" if number and rows else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row))
+        table.add_row(*(Text(_cell(value)) for value in row))
     Console().print(table)
     Console(stderr=True).print(f"[dim]{len(rows)} rows[/]")
 
@@ -77,8 +78,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = _dumps(value) if isinstance(value, (list, dict)) else str(value)
-    text = text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
-    return text.replace("[", "\\[")
+    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
 
 
 def print_info(store: Path, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.store.errors import CorruptionError
@@ -57,10 +57,10 @@ def recover_lane(folder: Path) -> LaneState:
         CorruptionError: acknowledged bytes are damaged or missing; nothing has been changed.
     """
     numbers = segment_numbers(folder)
-    if not numbers:
+    if not numbers and not _has_watermark(folder):
         return LaneState((), EMPTY_CHAIN, 0, 0)
     watermark = read_watermark(folder)
-    if numbers != list(range(1, numbers[-1] + 1)) or watermark.segment > numbers[-1]:
+    if numbers != list(range(1, len(numbers) + 1)) or watermark.segment > len(numbers):
         raise CorruptionError(
             f"{folder}: a segment is missing (found {numbers}, durable up to {watermark.segment})"
         )
@@ -84,7 +84,27 @@ def recover_lane(folder: Path) -> LaneState:
         raise CorruptionError(
             f"{folder}: holds {next_seq} events, but {watermark.next_seq} were acknowledged"
         )
+    if next_seq > watermark.next_seq:
+        # Whole frames nobody was told of: in the file, but perhaps not yet on the disk.
+        _fsync(segment_path(folder, infos[-1].number))
     return LaneState(tuple(infos), chain, next_seq, truncated)
+
+
+def _has_watermark(folder: Path) -> bool:
+    """False too for an empty file: a lane whose first opening was cut short."""
+    path = folder / "WATERMARK"
+    return path.exists() and path.stat().st_size > 0
+
+
+def _fsync(path: Path, size: int | None = None) -> None:
+    """Make the file durable, first cut to `size` if given."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        if size is not None:
+            os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _scan_file(path: Path, chain: bytes) -> tuple[list[Frame], BadFrameError | None]:
@@ -92,19 +112,16 @@ def _scan_file(path: Path, chain: bytes) -> tuple[list[Frame], BadFrameError | N
     frames: list[Frame] = []
     if path.stat().st_size == 0:
         return frames, BadFrameError(0, "the segment is empty")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            for f in scan(view, 0, len(view), chain):
-                frames.append(Frame(f.kind, f.offset, f.end, f.first_seq, f.count, f.chain, memoryview(b"")))
-                f.payload.release()
-        except BadFrameError as bad:
-            later = valid_frame_after(view, bad.offset)
-            if later is not None:
-                bad.reason += f", yet a whole frame follows at offset {later}"
-            return frames, bad
-        finally:
-            view.release()
+    with path.open("rb") as file:
+        # Not closed by hand: an exception's traceback may still hold views of it.
+        view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    try:
+        for f in scan(view, 0, len(view), chain):
+            frames.append(replace(f, payload=memoryview(b"")))
+    except BadFrameError as bad:
+        later = valid_frame_after(view, bad.offset)
+        follows = "" if later is None else f", yet a whole frame follows at offset {later}"
+        return frames, BadFrameError(bad.offset, bad.reason + follows)
     return frames, None
 
 
@@ -125,11 +142,6 @@ def _truncate_torn_tail(
     if bad.offset == 0:
         path.unlink()
     else:
-        fd = os.open(path, os.O_RDWR)
-        try:
-            os.ftruncate(fd, bad.offset)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _fsync(path, bad.offset)
     fsync_folder(path.parent)
     return size - bad.offset

@@ -99,11 +99,13 @@ class Trajectory:
 
     def messages(self, turn: Turn) -> list[Json]:
         """The request's messages exactly as the client sent them."""
-        asked = turn.requested
-        if asked.base_turn_id is None:
-            return list(asked.messages)
-        base = self.messages(self.turns[asked.base_turn_id])
-        return base[: asked.shared_messages] + asked.messages
+        chain = [turn.requested]
+        while (base_turn_id := chain[-1].base_turn_id) is not None:
+            chain.append(self.turns[base_turn_id].requested)
+        messages = list(chain[-1].messages)
+        for asked in chain[-2::-1]:
+            messages[asked.shared_messages :] = asked.messages
+        return messages
 
 
 def prompt_sha256(ids: TokenIds) -> str:

@@ -47,7 +47,7 @@ REWARDS = View(
     "Every reward ever assigned, to a trajectory (turn_id is null) or to a turn; a superseded one stays.",
     f"""
     SELECT r.run, r.trajectory_id, o.trajectory, r.turn_id, r.reward, {_text("source")} AS source,
-           r.event_id, r.time, r.event_id IN (
+           r.event_id, r.time, r.lane, r.seq, r.event_id IN (
              SELECT {_text("supersedes")} FROM log
              WHERE kind = 'reward.assigned' AND {_text("supersedes")} IS NOT NULL
            ) AS superseded
@@ -87,7 +87,7 @@ TURNS = View(
     LEFT JOIN (SELECT turn_id FROM log WHERE kind = 'turn.failed') f USING (turn_id)
     LEFT JOIN (SELECT turn_id, max({_text("how")}) AS how FROM log
                WHERE kind = 'turn.delivered' GROUP BY turn_id) d USING (turn_id)
-    LEFT JOIN (SELECT turn_id, arg_max(reward, event_id) AS reward FROM rewards
+    LEFT JOIN (SELECT turn_id, last(reward ORDER BY lane, seq) AS reward FROM rewards
                WHERE turn_id IS NOT NULL AND NOT superseded AND source = 'agent'
                GROUP BY turn_id) r USING (turn_id)
     WHERE q.kind = 'turn.requested'
@@ -109,11 +109,12 @@ TRAJECTORIES = View(
            o.time AS opened, f.time AS finished, o.lane
     FROM log o
     LEFT JOIN (SELECT * FROM log WHERE kind = 'trajectory.finished') f USING (trajectory_id)
-    LEFT JOIN (SELECT trajectory_id, arg_max(reward, event_id) AS reward FROM rewards
+    LEFT JOIN (SELECT trajectory_id, last(reward ORDER BY lane, seq) AS reward FROM rewards
                WHERE turn_id IS NULL AND NOT superseded AND source = 'agent'
                GROUP BY trajectory_id) r USING (trajectory_id)
-    LEFT JOIN (SELECT trajectory_id, count(*) AS turns, min(policy_version) AS min_version,
-                      max(policy_version) AS max_version
+    LEFT JOIN (SELECT trajectory_id, count(*) AS turns,
+                      min(list_min(list_transform(version_spans, lambda s: s.version))) AS min_version,
+                      max(list_max(list_transform(version_spans, lambda s: s.version))) AS max_version
                FROM log WHERE kind = 'turn.completed' GROUP BY trajectory_id) t
       USING (trajectory_id)
     WHERE o.kind = 'trajectory.opened'
@@ -124,9 +125,13 @@ TOKENS = View(
     "tokens",
     "One sampled token: its place in the turn's completion, its logprob and policy version.",
     """
-    SELECT run, trajectory_id, turn_id, unnest(range(len(completion_ids))) AS position,
-           unnest(completion_ids) AS token_id, unnest(logprobs) AS logprob, policy, policy_version
-    FROM log WHERE kind = 'turn.completed' AND len(completion_ids) > 0
+    SELECT run, trajectory_id, turn_id, position, token_id, logprob,
+           span.policy AS policy, span.version AS policy_version
+    FROM (SELECT *, list_filter(
+                   version_spans, lambda s: s.start <= position AND position < s."end")[1] AS span
+          FROM (SELECT run, trajectory_id, turn_id, unnest(range(len(completion_ids))) AS position,
+                       unnest(completion_ids) AS token_id, unnest(logprobs) AS logprob, version_spans
+                FROM log WHERE kind = 'turn.completed' AND len(completion_ids) > 0))
     """,
 )
 

@@ -140,6 +140,6 @@ def _sample(trajectory: Trajectory, path: tuple[Turn, ...], owned: set[str], sou
     )
 
 
-def all_samples(trajectories: Iterable[Trajectory]) -> list[Sample]:
+def all_samples(trajectories: Iterable[Trajectory], source: str = "agent") -> list[Sample]:
     """Every sample of the trajectories, in their order."""
-    return [sample for trajectory in trajectories for sample in samples_of(trajectory)]
+    return [sample for trajectory in trajectories for sample in samples_of(trajectory, source)]

@@ -1,0 +1,167 @@
+"""Replays one optimizer step from the log alone, and compares every stage bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from rollbook import store
+from rollbook.store import Store
+from rollbook.store.errors import ReplayError
+from rollbook.store.events import Json, StepCommitted
+from rollbook.train.backend import TrainablePolicy
+from rollbook.train.checkpoint import read_checkpoint
+from rollbook.train.config import OptimizerConfig
+from rollbook.train.environment import differences, fingerprint
+from rollbook.train.history import CommittedStep, History, fold_history
+from rollbook.train.megatron_model import choose_device
+from rollbook.train.qwen3 import read_shape
+from rollbook.train.rerun import RerunStep, rerun_steps
+from rollbook.train.step import STAGES
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """The result of a replay: a value, printed elsewhere.
+
+    Attributes:
+        from_version: policy version of the checkpoint it started from.
+        reran: steps run again, the replayed one last.
+        differs_at_step, differs_in: the first step and stage that differ, or None.
+        stages: stage -> [recorded, found] of the last step run.
+        environment: what differs between then and here.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    policy_version: int
+    from_version: int
+    reran: list[int]
+    differs_at_step: int | None
+    differs_in: str | None
+    stages: dict[str, list[str | None]]
+    metrics: Json
+    environment: list[str]
+
+    @property
+    def bit_for_bit(self) -> bool:
+        """Whether every stage came out as recorded."""
+        return self.differs_in is None
+
+
+def replay_step(log: Store, step: int, run: str | None = None, policy: str = "actor") -> StepReplay:
+    """Restore the state before a step, run it again, and compare.
+
+    Starts at the nearest checkpoint before the step; steps in between are run and compared too.
+
+    Raises:
+        ReplayError: no such committed step, or several runs have one.
+        ModelError: the checkpoint's files are damaged.
+        CorruptionError: the log is damaged.
+    """
+    history = _history(log, step, run, policy)
+    target = history.steps[step]
+    plan = target.planned
+    base, between = history.base_for(step, plan.phase)
+    threads = int(plan.environment["threads"])
+    device = choose_device(str(plan.environment["device"]).split(":")[0])
+    trainable = TrainablePolicy(
+        read_shape(log.path / base.path),
+        OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer)),
+        steps=1,
+        device=device,
+        seed=plan.seed,
+        threads=threads,
+    )
+    held = read_checkpoint(log.path / base.path)
+    trainable.load_weights(held.weights)
+    trainable.load_optimizer_state(held.optimizer or {} if base.phase == plan.phase else {})
+    reran, last = _run_until_different(log, trainable, [*between, target])
+    return StepReplay(
+        run=history.run,
+        step=step,
+        attempt=plan.attempt,
+        policy_version=plan.policy_version,
+        from_version=base.policy_version,
+        reran=reran,
+        differs_at_step=None if last.first_difference is None else last.step,
+        differs_in=last.first_difference,
+        stages={s: [last.recorded.get(s), last.found.get(s)] for s in STAGES},
+        metrics=last.metrics,
+        environment=differences(plan.environment, fingerprint(device)),
+    )
+
+
+def _run_until_different(
+    log: Store, policy: TrainablePolicy, steps: list[CommittedStep]
+) -> tuple[list[int], RerunStep]:
+    reran: list[int] = []
+    for result in rerun_steps(log, policy, steps):
+        reran.append(result.step)
+        if result.first_difference is not None:
+            break
+    return reran, result
+
+
+def _history(log: Store, step: int, run: str | None, policy: str) -> History:
+    """The history of the one run that committed the step."""
+    runs = sorted(
+        {
+            e.run
+            for e in log.events()
+            if isinstance(e.record, StepCommitted) and e.record.step == step and run in (None, e.run)
+        }
+    )
+    if not runs:
+        where = f"run {run!r}" if run else "this store"
+        raise ReplayError(
+            f"{where} has no committed step {step}; list them: select run, step, status from steps"
+        )
+    if len(runs) > 1:
+        raise ReplayError(f"runs {', '.join(runs)} each have a step {step}: name one with --run")
+    history = fold_history(log.events(), runs[0], policy)
+    if step not in history.steps:
+        raise ReplayError(f"run {runs[0]!r} has no committed step {step} of policy {policy!r}")
+    return history
+
+
+def replay_command(step: int, path: Path, run: str | None, as_json: bool) -> int:
+    """Replay a step and print the comparison; the exit code, 0 if bit for bit and 1 if not."""
+    result = replay_step(store.open(path), step, run)
+    if as_json:
+        values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
+        print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print(result)
+    return 0 if result.bit_for_bit else 1
+
+
+def _print(result: StepReplay) -> None:
+    console = Console()
+    shown = result.differs_at_step if result.differs_at_step is not None else result.step
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("stage", "recorded", "replayed", ""):
+        table.add_column(name)
+    for stage, (recorded, found) in result.stages.items():
+        same = recorded == found
+        mark = "[green]equal[/]" if same else "[red]differs[/]"
+        table.add_row(stage, (recorded or "")[:16], (found or "")[:16], mark)
+    console.print(
+        f"run {result.run}, step {shown}: replayed from the checkpoint of version "
+        f"{result.from_version}, {len(result.reran)} steps run again"
+    )
+    console.print(table)
+    for line in result.environment:
+        console.print(f"[yellow]environment[/] {line}")
+    if result.bit_for_bit:
+        console.print(f"step {result.step}: [bold green]bit for bit[/]")
+    else:
+        console.print(
+            f"step {result.step}: [bold red]differs[/], first at step {result.differs_at_step} in "
+            f"stage [bold]{result.differs_in}[/]"
+        )

@@ -1,0 +1,38 @@
+"""Advantages from rewards. Pure numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+def group_advantages(rewards_G: Floats, std_epsilon: float) -> Floats:
+    """Group-relative advantages, (r - mean) / (std + epsilon), of one group's G trajectories.
+
+    The standard deviation is the unbiased one; a group of one has advantage 0. Source: GRPO, Shao et
+    al. 2024 (arXiv:2402.03300), outcome supervision.
+    """
+    if len(rewards_G) < 2:
+        return np.zeros_like(rewards_G)
+    return (rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=1) + std_epsilon)
+
+
+def trajectory_advantages(
+    rewards_N: Floats, groups_N: list[str], trajectories_N: list[str], std_epsilon: float
+) -> Floats:
+    """Advantage of each of N samples within its group.
+
+    A trajectory counts once in its group, however many samples it was split into; all of its samples
+    get its advantage.
+    """
+    advantages_N = np.zeros_like(rewards_N)
+    for group in dict.fromkeys(groups_N):
+        members = {t: i for i, (g, t) in enumerate(zip(groups_N, trajectories_N, strict=True)) if g == group}
+        of_group = group_advantages(rewards_N[list(members.values())], std_epsilon)
+        by_trajectory = dict(zip(members, of_group, strict=True))
+        for i, (g, t) in enumerate(zip(groups_N, trajectories_N, strict=True)):
+            if g == group:
+                advantages_N[i] = by_trajectory[t]
+    return advantages_N

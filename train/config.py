@@ -1,0 +1,185 @@
+"""CONFIG of `rollbook train`: a TOML file, typed; an unknown or ill-typed key is an error."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import SPLITS, Json
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Split = Literal["train", "teacher"]
+
+assert {"train", "teacher", "eval"} == set(SPLITS)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SftConfig(_Table):
+    """Supervised fine-tuning: cross-entropy on the recorded completions."""
+
+    name: Literal["sft"]
+    batch_size: Positive = 64
+    """Samples per step."""
+
+
+class GrpoConfig(_Table):
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)."""
+
+    name: Literal["grpo"]
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Trajectories per group; a group is used once it has this many."""
+    groups: Positive = 16
+    """Groups per step."""
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the group's standard deviation."""
+
+
+class RecipeConfig(_Table):
+    """Which samples of the log are trained on."""
+
+    splits: tuple[Split, ...] = ("train",)
+    """`eval` can never be named here."""
+    reward_source: str = "agent"
+    max_staleness: Count | None = None
+    """Drop samples whose oldest token is more than so many versions old; absent: never."""
+    drop_zero_variance: bool = True
+    """GRPO: drop groups whose rewards are all equal, since their advantages are zero."""
+
+
+class OptimizerConfig(_Table):
+    """Adam with Megatron's learning-rate schedules."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Count = 0
+    decay: Literal["constant", "linear", "cosine", "WSD"] = "constant"
+    decay_steps: Positive | None = None
+    """Step at which the schedule ends; absent: `steps`."""
+    wsd_decay_steps: Positive | None = None
+    """WSD: steps of the final, linear decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _wsd(self) -> OptimizerConfig:
+        if (self.decay == "WSD") != (self.wsd_decay_steps is not None):
+            raise ValueError('wsd_decay_steps goes with decay = "WSD", and only with it')
+        return self
+
+
+class SyncConfig(_Table):
+    """Where new weights go after each step."""
+
+    engine: str
+    """Control URL of an engine, such as http://127.0.0.1:8000/engine."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+
+class TrainConfig(_Table):
+    """All of a CONFIG file."""
+
+    run: str = "default"
+    policy: str = "actor"
+    model: Path
+    """Hugging Face model directory the run starts from (version 0); read only when the run is new."""
+    steps: Positive
+    """Optimizer steps this configuration takes in all, restarts included."""
+    seed: Count = 0
+    micro_batch_size: Positive | None = None
+    """Samples per forward pass; absent: the whole batch."""
+    checkpoint_every: Positive = 50
+    """Steps between checkpoints; a replay starts at the one before its step."""
+    threads: Positive = 1
+    """Torch threads on the CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """--source tail: give up after so long without a full batch."""
+    algorithm: Annotated[SftConfig | GrpoConfig, Field(discriminator="name")]
+    recipe: RecipeConfig = RecipeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sync: SyncConfig | None = None
+
+    def as_json(self) -> Json:
+        """Plain JSON values."""
+        return self.model_dump(mode="json")
+
+    def phase(self, source: str) -> str:
+        """Digest of what decides the course of training: restarts of one phase go on, others start.
+
+        Left out is what may change between restarts of the same training.
+        """
+        free = {"steps", "checkpoint_every", "threads", "device", "idle_timeout_s", "sync", "model"}
+        return digest_json([{k: v for k, v in self.as_json().items() if k not in free}, source])
+
+
+def load_config(path: Path, overrides: list[str]) -> TrainConfig:
+    """Read a CONFIG and apply `key=value` overrides (dotted keys, TOML values).
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    for text in overrides:
+        _override(values, text)
+    return parse_config(values, str(path))
+
+
+def parse_config(values: Json, name: str) -> TrainConfig:
+    """Check a CONFIG's values.
+
+    Raises:
+        ConfigError: a key is unknown, missing or ill-typed; all are named.
+    """
+    try:
+        # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
+        return TrainConfig.model_validate_json(orjson.dumps(values))
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(str(p) for p in e['loc'] if p not in ('sft', 'grpo')) or 'file'}: {_say(e)}"
+            for e in error.errors()
+        ]
+        raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
+
+
+def _say(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    if error["type"] == "missing":
+        return "is missing"
+    return f"{error['msg']} (got {error['input']!r})"
+
+
+def _override(values: Json, text: str) -> None:
+    key, sep, value = text.partition("=")
+    if not sep:
+        raise ConfigError(f"--set {text!r}: write key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {text!r}: {table} is not a table")
+    values[last] = parsed

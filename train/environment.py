@@ -1,0 +1,71 @@
+"""The fingerprint of where a step ran: a replay promises the same bits only where it is the same."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from rollbook import __version__
+from rollbook.store.digest import digest_json
+from rollbook.store.events import Json
+
+PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "safetensors")
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCHDYNAMO_DISABLE",
+)
+
+
+def fingerprint(device: torch.device) -> Json:
+    """Everything known to change bits: versions, processor, threads, flags, parallel layout."""
+    found: Json = {
+        "rollbook": __version__,
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+        "packages": {name: version(name) for name in PACKAGES},
+        "torch_build": digest_json(torch.__config__.show()),
+        "processor": _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "dtype": "float32",
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "parallel": {"data": 1, "tensor": 1, "pipeline": 1},
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+    if device.type == "cuda":
+        found["gpu"] = {
+            "name": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": list(torch.cuda.nccl.version()),
+        }
+    return found
+
+
+def _processor() -> str:
+    """The processor's model name: kernels are chosen by it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def differences(recorded: Json, here: Json) -> list[str]:
+    """`key: recorded != here`, for every key that differs."""
+    return [
+        f"{key}: recorded {recorded.get(key)!r}, here {here.get(key)!r}"
+        for key in sorted(recorded.keys() | here.keys())
+        if recorded.get(key) != here.get(key)
+    ]

@@ -1,0 +1,187 @@
+"""Where a step's samples come from: the log at a cut, or its tail. One loop, two sources.
+
+A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut goes over the
+samples in epochs, each a permutation decided by the seed. Everything else uses each unit (a sample,
+or a whole group) once, in the order in which units became complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rollbook.store import Store
+from rollbook.store.cut import Cut
+from rollbook.store.errors import TrainError
+from rollbook.store.events import Event
+from rollbook.store.trajectory import TrajectoryFold, fold
+from rollbook.train.config import GrpoConfig, TrainConfig
+from rollbook.train.history import History
+from rollbook.train.recipe import Drop, is_candidate, select
+from rollbook.train.samples import Sample, all_samples, samples_of
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Samples for the next step, what was dropped on the way, and the cut they were taken at."""
+
+    samples: list[Sample]
+    drops: list[Drop]
+    cut: Cut
+
+
+class Source(Protocol):
+    """Gives the samples of one step after the other."""
+
+    def take(self, version: int) -> Selection | None:
+        """The next step's samples, or None when there are no more. `version` is the trainer's."""
+
+
+class EpochSource:
+    """Supervised samples at a cut, in epochs; any step's batch can be computed at once."""
+
+    def __init__(self, config: TrainConfig, samples: Sequence[Sample], cut: Cut, done: int) -> None:
+        if isinstance(config.algorithm, GrpoConfig):
+            raise TypeError("epochs are for supervised fine-tuning")
+        candidates = [s for s in samples if is_candidate(s, config.recipe)]
+        self._samples, self._drops = select(candidates, config.recipe, config.algorithm, 0)
+        self._cut, self._seed, self._size = cut, config.seed, config.algorithm.batch_size
+        self._next = done
+        if not self._samples:
+            raise TrainError(
+                f"no sample of splits {config.recipe.splits} at this cut: "
+                f"{len(samples)} samples in all, {len(self._drops)} dropped by the recipe"
+            )
+
+    def take(self, version: int) -> Selection | None:
+        """The next slice of the endless row of epochs."""
+        first = self._next * self._size
+        self._next += 1
+        picked = [self._at(position) for position in range(first, first + self._size)]
+        drops, self._drops = self._drops, []
+        return Selection(picked, drops, self._cut)
+
+    def _at(self, position: int) -> Sample:
+        epoch, place = divmod(position, len(self._samples))
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._samples))
+        return self._samples[order[place]]
+
+
+@dataclass(slots=True)
+class _Group:
+    trajectories: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+
+class QueueSource:
+    """Units that are used once each, as they become complete in a stream of events.
+
+    Args:
+        more: gives further events (an empty list when there are none yet), or None at the end.
+        cut: gives the cut of the events handed out so far.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        history: History,
+        more: Callable[[], list[Event] | None],
+        cut: Callable[[], Cut],
+    ) -> None:
+        self._config, self._more, self._cut = config, more, cut
+        self._used = history.consumed() | history.dropped
+        self._folding = TrajectoryFold()
+        self._groups: dict[str, _Group] = {}
+        self._ready: deque[list[Sample]] = deque()
+        self._waiting_since = 0.0
+
+    def take(self, version: int) -> Selection | None:
+        """Wait for enough units, and apply the recipe to them.
+
+        Raises:
+            TrainError: nothing came for `idle_timeout_s`.
+        """
+        algorithm = self._config.algorithm
+        wanted = algorithm.groups if isinstance(algorithm, GrpoConfig) else algorithm.batch_size
+        drops: list[Drop] = []
+        kept: list[Sample] = []
+        units = 0
+        while units < wanted or not kept:
+            if not self._fill():
+                return None
+            unit = self._ready.popleft()
+            fit, unfit = select(unit, self._config.recipe, algorithm, version)
+            drops += unfit
+            kept += fit
+            # A dropped unit gives its place back, but a flat group has had its turn in the step.
+            units += 1 if fit or all(d.rule == "zero_variance" for d in unfit) else 0
+        return Selection(kept, drops, self._cut())
+
+    def _fill(self) -> bool:
+        """Wait until a unit is ready; false at the end of the stream."""
+        self._waiting_since = time.monotonic()
+        while not self._ready:
+            events = self._more()
+            if events is None:
+                return False
+            for event in events:
+                self._add(event)
+            if not events:
+                self._check_patience()
+                time.sleep(POLL_S)
+        return True
+
+    def _check_patience(self) -> None:
+        limit = self._config.idle_timeout_s
+        if time.monotonic() - self._waiting_since > limit:
+            raise TrainError(
+                f"no complete batch for {limit:g} s: are agents finishing trajectories of run "
+                f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
+            )
+
+    def _add(self, event: Event) -> None:
+        trajectory_id = self._folding.add(event)
+        if trajectory_id is None or event.kind != "trajectory.finished":
+            return
+        trajectory = self._folding[trajectory_id]
+        if trajectory.run != self._config.run:
+            return
+        recipe = self._config.recipe
+        samples = [s for s in samples_of(trajectory, recipe.reward_source) if is_candidate(s, recipe)]
+        fresh = [s for s in samples if s.leaf_turn_id not in self._used]
+        if not isinstance(self._config.algorithm, GrpoConfig):
+            self._ready.extend([s] for s in fresh)
+        elif trajectory.opened.split in recipe.splits and (fresh or not samples):
+            self._add_to_group(trajectory.opened.group or trajectory_id, fresh)
+
+    def _add_to_group(self, name: str, samples: list[Sample]) -> None:
+        assert isinstance(self._config.algorithm, GrpoConfig)
+        group = self._groups.setdefault(name, _Group())
+        group.trajectories += 1
+        group.samples += samples
+        if group.trajectories >= self._config.algorithm.group_size:
+            del self._groups[name]
+            if group.samples:
+                self._ready.append(group.samples)
+
+
+def make_source(
+    config: TrainConfig, log: Store, history: History, source: str, cut: Cut, done: int
+) -> Source:
+    """The source that `--source` names, set to go on after `done` steps of the phase."""
+    if source == "tail":
+        tail = log.tail()
+        return QueueSource(config, history, tail.poll, tail.cut)
+    if isinstance(config.algorithm, GrpoConfig):
+        batches = iter([list(log.events(cut))])
+        return QueueSource(config, history, lambda: next(batches, None), lambda: cut)
+    trajectories = fold(log.events(cut)).values()
+    finished = [t for t in trajectories if t.run == config.run and t.finished is not None]
+    return EpochSource(config, all_samples(finished, config.recipe.reward_source), cut, done)

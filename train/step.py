@@ -1,0 +1,141 @@
+"""One optimizer step: the same code for training and for its replay.
+
+A step is a function of its manifest, the samples the manifest names, and the policy's state. Its
+result is a digest per stage, in the order in which the stages depend on each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import torch
+from pydantic import TypeAdapter
+
+from rollbook.ingest.embedded import digest_tensors
+from rollbook.store.events import Json, StepPlanned
+from rollbook.train.backend import TrainablePolicy
+from rollbook.train.batch import Batch, MicroBatch, build_batch
+from rollbook.train.config import GrpoConfig, SftConfig
+from rollbook.train.losses import grpo_loss, sft_loss, token_logprobs
+from rollbook.train.samples import Sample
+
+STAGES = (
+    "input_weights",
+    "input_optimizer",
+    "rng",
+    "samples",
+    "rewards",
+    "advantages",
+    "old_logprobs",
+    "logprobs",
+    "losses",
+    "gradients",
+    "optimizer",
+    "weights",
+)
+"""Every stage of a step, each after what it depends on: the first that differs is where it began."""
+
+INPUT_STAGES = STAGES[:3]
+_ALGORITHM: TypeAdapter[SftConfig | GrpoConfig] = TypeAdapter(SftConfig | GrpoConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Digest of each stage after the input ones, and the step's metrics."""
+
+    digests: Json
+    metrics: Json
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Seed of a step's random generators: a pure function of the run's seed and the step."""
+    digest = hashlib.sha256(struct.pack("<qq", seed, step)).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def rng_digest() -> str:
+    """Digest of torch's generator state (and of CUDA's where there is one)."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return digest_tensors(states)
+
+
+def input_digests(policy: TrainablePolicy, seed: int) -> Json:
+    """Seed the generators and digest what the step starts from: the stages in `INPUT_STAGES`."""
+    policy.seed_step(seed)
+    return {
+        "input_weights": policy.weights_digest(),
+        "input_optimizer": policy.optimizer_digest(),
+        "rng": rng_digest(),
+    }
+
+
+def batch_of(plan: StepPlanned, samples: dict[str, Sample]) -> Batch:
+    """The batch a manifest describes.
+
+    Args:
+        samples: by leaf turn; those the manifest names must be there.
+    """
+    ordered = [samples[ref["turn_id"]] for ref in plan.samples]
+    algorithm = _ALGORITHM.validate_python(plan.algorithm)
+    return build_batch(ordered, algorithm, plan.partition)
+
+
+def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch) -> StepResult:
+    """Forward, backward, optimizer. The generators were seeded by `input_digests`."""
+    algorithm = _ALGORITHM.validate_python(plan.algorithm)
+    trained = max(batch.trained_tokens, 1)
+    kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "ratios": []}
+
+    def loss_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        loss, logprobs, ratios = _micro_loss(logits, micro, algorithm)
+        for name, value in zip(kept, (logprobs, loss, ratios), strict=True):
+            kept[name].append(value.detach())
+        return loss.sum() / trained  # the mean over the batch's trained tokens
+
+    policy.forward_backward(batch.micro_batches, loss_of)
+    gradients = digest_tensors(policy.gradients())
+    norm = policy.optimizer_step(plan.learning_rate)
+    digests = batch.digests() | {
+        "logprobs": digest_tensors({str(i): t for i, t in enumerate(kept["logprobs"])}),
+        "losses": digest_tensors({str(i): t for i, t in enumerate(kept["losses"])}),
+        "gradients": gradients,
+        "optimizer": policy.optimizer_digest(),
+        "weights": policy.weights_digest(),
+    }
+    return StepResult(digests, _metrics(batch, kept, norm, trained))
+
+
+def _micro_loss(
+    logits: torch.Tensor, micro: MicroBatch, algorithm: SftConfig | GrpoConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(masked losses, masked logprobs, masked log-ratios to the engine), each [B, T - 1]."""
+    device = logits.device
+    tokens = torch.from_numpy(micro.tokens).to(device)
+    mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(device)
+    temperatures = torch.from_numpy(micro.temperatures).to(device)
+    logprobs = token_logprobs(logits, tokens, temperatures)
+    old = torch.from_numpy(micro.old_logprobs[:, 1:]).to(device)
+    if isinstance(algorithm, GrpoConfig):
+        advantages = torch.from_numpy(micro.advantages[:, 1:]).to(device)
+        loss = grpo_loss(logprobs, old, advantages, algorithm)
+        ratios = torch.where(mask, logprobs - old, 0.0)
+    else:
+        loss, ratios = sft_loss(logprobs), torch.zeros_like(logprobs)
+    return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0), ratios
+
+
+def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float, trained: int) -> Json:
+    log_ratios = torch.cat([t.flatten() for t in kept["ratios"]])
+    rewards = [float(r) for r in batch.rewards if r == r]
+    return {
+        "loss": float(sum(t.sum() for t in kept["losses"])) / trained,
+        "gradient_norm": norm,
+        "trained_tokens": trained,
+        "samples": len(batch.samples),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "engine_logprob_gap": float(log_ratios.abs().max()) if log_ratios.numel() else 0.0,
+    }

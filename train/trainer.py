@@ -1,0 +1,211 @@
+"""One policy in training on one log: restores its state, takes steps, writes what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollbook.ingest.embedded import read_weights
+from rollbook.store import Event, Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import TrainError
+from rollbook.store.events import (
+    CheckpointWritten,
+    PolicyPublished,
+    Record,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+)
+from rollbook.store.lane_writer import LaneWriter
+from rollbook.train.backend import TrainablePolicy
+from rollbook.train.batch import partition
+from rollbook.train.checkpoint import read_checkpoint, write_checkpoint
+from rollbook.train.config import TrainConfig
+from rollbook.train.environment import fingerprint
+from rollbook.train.history import History
+from rollbook.train.megatron_model import choose_device
+from rollbook.train.qwen3 import read_shape
+from rollbook.train.rerun import rerun_steps
+from rollbook.train.samples import Sample
+from rollbook.train.source import Selection
+from rollbook.train.step import batch_of, input_digests, run_step, step_seed
+from rollbook.train.sync import sync_weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did, for the progress display."""
+
+    step: int
+    version: int
+    metrics: dict[str, Any]
+    dropped: int
+
+
+class Trainer:
+    """Takes optimizer steps of one phase. Every step is an event before it runs and after.
+
+    Restoring is a fold: the nearest checkpoint, and the committed steps after it run again.
+    """
+
+    def __init__(
+        self, config: TrainConfig, log: Store, writer: LaneWriter, history: History, phase: str
+    ) -> None:
+        self._config, self._log, self._writer = config, log, writer
+        self._history, self._phase = history, phase
+        self._catalog = log.catalog()
+        if not history.checkpoints:
+            self._adopt_model()
+        base, between = history.base_for(history.next_step, phase)
+        self._like = log.path / base.path
+        device = choose_device(config.device)
+        self.policy = TrainablePolicy(
+            read_shape(self._like),
+            config.optimizer,
+            steps=config.steps,
+            device=device,
+            seed=config.seed,
+            threads=config.threads,
+        )
+        self._restore(base, [s.planned.step for s in between])
+        self.version = base.policy_version + len(between)
+        self.step = history.next_step
+        self.done = len(history.of_phase(phase))
+        self._environment = fingerprint(device)
+        self._checkpointed = base.policy_version if not between else -1
+
+    def _adopt_model(self) -> None:
+        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed."""
+        model = self._config.model
+        read_shape(model)
+        config = self._config
+        record = write_checkpoint(
+            self._log.path, config.run, config.policy, 0, read_weights(model), None, like=model, phase=None
+        )
+        self._note_checkpoint(record)
+
+    def _restore(self, base: CheckpointWritten, steps: list[int]) -> None:
+        held = read_checkpoint(self._log.path / base.path)
+        self.policy.load_weights(held.weights)
+        same_phase = base.phase == self._phase and held.optimizer is not None
+        self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
+        between = [self._history.steps[step] for step in steps]
+        for replayed in rerun_steps(self._log, self.policy, between):
+            if replayed.first_difference is not None:
+                raise TrainError(
+                    f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again "
+                    f"differs in {replayed.first_difference}. Resume on the machine it ran on"
+                )
+
+    def write(self, *records: Record) -> None:
+        """Append records together and wait until they are durable."""
+        self._writer.append([Event(r, self._config.run) for r in records]).result()
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def take_step(self, selection: Selection) -> StepOutcome:
+        """Plan, run and commit a step on the selected samples."""
+        plan = self._plan(selection.samples, selection.cut)
+        drops = [
+            SampleDropped(
+                d.sample.trajectory_id,
+                d.sample.leaf_turn_id,
+                d.rule,
+                plan.recipe_digest,
+                self.step,
+                d.detail,
+            )
+            for d in selection.drops
+        ]
+        self.write(*drops, plan)
+        try:
+            batch = batch_of(plan, {s.leaf_turn_id: s for s in selection.samples})
+            result = run_step(self.policy, plan, batch)
+        except BaseException as error:
+            self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
+            raise
+        self.version += 1
+        outcome = StepOutcome(self.step, self.version, result.metrics, len(drops))
+        self.write(
+            StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, result.metrics)
+        )
+        self.step, self.done = self.step + 1, self.done + 1
+        return outcome
+
+    def _plan(self, samples: list[Sample], cut: Cut) -> StepPlanned:
+        config = self._config
+        seed = step_seed(config.seed, self.step)
+        recipe = config.recipe.model_dump(mode="json")
+        return StepPlanned(
+            step=self.step,
+            attempt=self._history.attempts.get(self.step, 0) + 1,
+            policy=config.policy,
+            policy_version=self.version,
+            phase=self._phase,
+            cut=format_cut(cut),
+            recipe=recipe,
+            recipe_digest=digest_json(recipe),
+            samples=[s.reference for s in samples],
+            partition=partition(len(samples), config.micro_batch_size),
+            algorithm=config.algorithm.model_dump(mode="json"),
+            optimizer=config.optimizer.model_dump(mode="json"),
+            learning_rate=self.policy.learning_rate(self.done),
+            seed=seed,
+            input_digests=input_digests(self.policy, seed),
+            environment=self._environment,
+        )
+
+    # Checkpoints and engines ------------------------------------------------------------------
+
+    def publish(self, *, checkpoint: bool) -> None:
+        """Write this version's weights (and optimizer, if a checkpoint), and give them to the engine."""
+        config = self._config
+        wanted = checkpoint and self._checkpointed != self.version
+        if not wanted and config.sync is None:
+            return
+        record = write_checkpoint(
+            self._log.path,
+            config.run,
+            config.policy,
+            self.version,
+            self.policy.weights(),
+            self.policy.optimizer_state() if wanted else None,
+            like=self._like,
+            phase=self._phase,
+        )
+        if wanted:
+            self._checkpointed = self.version
+        self._note_checkpoint(record)
+        if config.sync is not None:
+            self._sync(record)
+
+    def _sync(self, record: CheckpointWritten) -> None:
+        assert self._config.sync is not None
+        path = self._log.path / record.path
+        sync_weights(self._config.sync, path, record.policy_version, record.weights_digest)
+
+    def _note_checkpoint(self, record: CheckpointWritten) -> None:
+        parent = record.policy_version - 1 if record.policy_version else None
+        published = PolicyPublished(
+            record.policy, record.policy_version, parent, record.path, record.weights_digest
+        )
+        self.write(record, published)
+        self._history.checkpoints.append(record)
+        self._catalog.record_checkpoint(self._config.run, record)
+
+    def sync_current(self) -> None:
+        """Give the engine the version that training starts from."""
+        if self._config.sync is None:
+            return
+        held = [c for c in self._history.checkpoints if c.policy_version == self.version]
+        if held:
+            self._sync(held[-1])
+        else:
+            self.publish(checkpoint=False)
+
+    def close(self) -> None:
+        """Give the catalog's connections back."""
+        self._catalog.close()
