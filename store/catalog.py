@@ -140,7 +140,7 @@ class Catalog:
 
 
 def _all(session: Session, table: type[Base]) -> Iterable[Base]:
-    return session.scalars(select(table))
+    return session.scalars(select(table).order_by(*table.__table__.primary_key))
 
 
 def _as_dict(row: Base) -> dict[str, Any]:

@@ -182,11 +182,10 @@ SAMPLES = View(
     "samples",
     "A sample a step consumed, in the order it consumed them; a sample is named by its leaf turn.",
     """
-    SELECT run, step, attempt, status, policy, policy_version,
-           generate_subscripts(refs, 1) - 1 AS position,
-           unnest(refs).trajectory_id AS trajectory_id, unnest(refs).turn_id AS turn_id
-    FROM (SELECT *, CAST(json_extract(manifest, '$.samples')
-                         AS STRUCT(trajectory_id VARCHAR, turn_id VARCHAR)[]) AS refs FROM steps)
+    SELECT run, step, attempt, status, policy, policy_version, position,
+           ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS turn_id
+    FROM (SELECT *, generate_subscripts(refs, 1) - 1 AS position, unnest(refs) AS ref
+          FROM (SELECT *, CAST(json_extract(manifest, '$.samples') AS JSON[]) AS refs FROM steps))
     """,
 )
 
