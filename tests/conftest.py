@@ -1,0 +1,198 @@
+"""Fixtures that all tests share, and the guard that Rollbook has one import name only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Event, Store
+from rollbook.store import events as kinds
+from rollbook.store.trajectory import prompt_sha256
+
+ROOT = Path(__file__).parents[1]
+BARE_NAMES = ("store", "ingest", "train", "replay")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session when a layer was imported under a second name (`store`, not `rollbook.store`)."""
+    bare = [name for name in BARE_NAMES if name in sys.modules]
+    if bare:
+        print(f"\nimported under a bare name: {bare}; import rollbook.<layer> instead")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A new, empty store."""
+    return rb.open(tmp_path / "store", create=True)
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[Event], dict[str, Any]]:
+    """A function from an event to values that compare bit for bit, arrays as (dtype, shape, bytes)."""
+
+    def to_plain(event: Event, *, place: bool = True) -> dict[str, Any]:
+        envelope = ("run", "event_id", "time_us", *(("lane", "seq") if place else ()))
+        values = {name: getattr(event, name) for name in envelope} | {"kind": event.kind}
+        for f in fields(event.record):
+            value = getattr(event.record, f.name)
+            if isinstance(value, np.ndarray):
+                value = (str(value.dtype), value.shape, value.tobytes())
+            values[f"record.{f.name}"] = value
+        return values
+
+    return to_plain
+
+
+@pytest.fixture(scope="session")
+def notes() -> Callable[..., list[Event]]:
+    """A factory of n small events, told apart by their error text."""
+
+    def make(count: int, start: int = 0, text: str = "note") -> list[Event]:
+        return [
+            Event(kinds.TurnFailed("t", f"u{i}", f"{text} {i}"), "run") for i in range(start, start + count)
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def start_python() -> Callable[..., subprocess.Popen[str]]:
+    """A function that starts Python code in another process, which imports Rollbook from this checkout."""
+
+    def start(code: str, *args: object) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, args)],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_python(start_python: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple[int, str, str]]:
+    """A function that runs Python code in another process: its exit code, stdout and stderr."""
+
+    def run(code: str, *args: object) -> tuple[int, str, str]:
+        process = start_python(code, *args)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Root of the repository."""
+    return ROOT
+
+
+def _turns() -> list[Any]:
+    """The turns of trajectory t1: a root, its child with two version spans, and a failed root."""
+    first = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
+    then = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "sure? é✓"}]
+    ask: dict[str, Any] = {"request": {"temperature": 1.0}, "requested_model": "gpt-x", "sampling": {"n": 1}}
+    ask |= {"honoured": {"seed": False}, "context_key": "c"}
+    done: dict[str, Any] = {
+        "logprob_semantics": {"temperature": 1.0},
+        "flags": [],
+        "timings": {"total_ms": 5},
+    }
+    prompt_1, prompt_2 = [1, 2, 3], [1, 2, 3, 10, 11, 4, 5]
+    f32, i32 = np.float32, np.int32
+    return [
+        kinds.TurnRequested("t1", "u1", "r1", None, "first", None, 0, first, **ask),
+        kinds.TurnCompleted(
+            *("t1", "u1", "actor", 0, np.array(prompt_1, i32), np.array([10, 11], i32)),
+            np.array([-0.5, -0.25], f32),
+            (kinds.VersionSpan("actor", 0, 0, 2),),
+            *(3, prompt_sha256(np.array(prompt_1, i32)), "stop", {"role": "assistant", "content": "4"}),
+            **done,
+        ),
+        kinds.TurnDelivered("t1", "u1", "sent"),
+        kinds.TurnRequested("t1", "u2", "r2", "u1", None, "u1", 2, then, **ask),
+        kinds.TurnCompleted(
+            *("t1", "u2", "actor", 1, np.array([4, 5], i32), np.array([12, 13, 14], i32)),
+            np.array([-1.0, -2.0, -4.0], f32),
+            (kinds.VersionSpan("actor", 0, 0, 1), kinds.VersionSpan("actor", 1, 1, 3)),
+            *(7, prompt_sha256(np.array(prompt_2, i32)), "length", {"role": "assistant", "content": "yes"}),
+            **done,
+        ),
+        kinds.TurnDelivered("t1", "u2", "echoed"),
+        kinds.TurnRequested("t1", "u3", "r3", None, "history_changed", None, 0, first[1:], **ask),
+        kinds.TurnFailed("t1", "u3", "the engine is gone"),
+    ]
+
+
+def _serve_records() -> list[Any]:
+    """What a proxy's lane holds."""
+    asked = [{"role": "user", "content": "hi"}]
+    return [
+        kinds.RunOpened("serve", {"port": 1}, "toy", "sha-tok", "sha-tpl", {"python": "3"}),
+        kinds.TrajectoryOpened("t1", "alpha", "g", "task-7", "train", {"k": "v"}),
+        *_turns(),
+        kinds.RewardAssigned("t1", "u1", 0.25),
+        kinds.RewardAssigned("t1", None, 0.5),
+        kinds.RewardAssigned("t1", None, 1.0, "agent", "e-serve-11"),
+        kinds.RewardAssigned("t1", None, 0.75, "judge"),
+        kinds.TrajectoryFinished("t1", "completed", True),
+        kinds.TrajectoryOpened("t2", "beta", None, None, "eval"),
+        kinds.TurnRequested("t2", "u4", "r4", None, "first", None, 0, asked, {}, None, {}, {}, "c"),
+        kinds.PolicyActivated("actor", 1, "embedded", "w1", "checkpoints/1"),
+    ]
+
+
+def _train_records() -> list[Any]:
+    """What a trainer's lane holds: a failed attempt, a committed one, and a planned step."""
+
+    def planned(step: int, attempt: int, version: int, cut: str, samples: list[Any]) -> Any:
+        return kinds.StepPlanned(
+            *(step, attempt, "actor", version, "train", cut, {"mask": "all"}, "rd", samples),
+            *([[[0], [1]]], {"name": "grpo"}, {"name": "adam"}, 0.001, 7, {"weights": "w0"}, {}),
+        )
+
+    u2, u1 = {"trajectory_id": "t1", "turn_id": "u2"}, {"trajectory_id": "t1", "turn_id": "u1"}
+    return [
+        kinds.PolicyPublished("actor", 1, 0, "checkpoints/1", "w1"),
+        kinds.CheckpointWritten("actor", 1, "checkpoints/1", "w1", "o1", None, 4096),
+        kinds.SampleDropped("t2", "u4", "split", "rd", 0, {"split": "eval"}),
+        planned(0, 0, 0, "serve=13", [u1]),
+        kinds.StepFailed(0, 0, "actor", "out of memory"),
+        planned(0, 1, 0, "serve=14,train=2", [u2, u1]),
+        kinds.StepCommitted(0, 1, "actor", 1, {"weights": "w1"}, {"loss": 0.125, "tokens": 5}),
+        planned(1, 0, 1, "serve=18,train=7", []),
+    ]
+
+
+@pytest.fixture(scope="session")
+def story() -> dict[str, list[Event]]:
+    """Lane -> events: at least one event of every kind, with fixed ids and times (one per second)."""
+    lanes = {"serve": _serve_records(), "train": _train_records()}
+    epoch = 1_700_000_000_000_000
+    return {
+        lane: [Event(r, "demo", f"e-{lane}-{i:02}", epoch + i * 1_000_000) for i, r in enumerate(records)]
+        for lane, records in lanes.items()
+    }
+
+
+@pytest.fixture
+def told(store: Store, story: dict[str, list[Event]]) -> Store:
+    """A store that holds the story."""
+    for lane, events in story.items():
+        with store.writer(lane) as writer:
+            writer.append(events).result(30)
+    return store
