@@ -1,0 +1,75 @@
+"""Benchmarks: Rollbook held against the machine's own limit, in one interleaved run each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rollbook.bench import append
+from rollbook.bench.figure import Figure, Outcome, Spread
+from rollbook.store.errors import ConfigError
+
+__all__ = ["Figure", "Outcome", "Spread", "run_bench"]
+
+
+def _append(folder: Path, on_round: Callable[[], None]) -> Outcome:
+    return append.outcome(append.measure(folder, append.Plan(), on_round))
+
+
+_BENCHES = {"append": (_append, append.Plan().rounds)}
+"""Name -> (benchmark, rounds it wants)."""
+
+
+def run_bench(name: str, folder: Path | None, as_json: bool) -> None:
+    """Run a benchmark in a new folder inside `folder` (default: the current one), and print it.
+
+    What it wrote is removed again. The figures go to stdout, progress to stderr.
+
+    Raises:
+        ConfigError: no such benchmark, or no such folder.
+    """
+    if name not in _BENCHES:
+        raise ConfigError(f"no benchmark {name!r}: use one of {', '.join(sorted(_BENCHES))}")
+    inside = Path.cwd() if folder is None else folder
+    if not inside.is_dir():
+        raise ConfigError(f"--folder {inside} is not a folder: name one on the disk to measure")
+    bench, rounds = _BENCHES[name]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=inside) as scratch,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        bar = progress.add_task(f"{name}: rounds", total=rounds)
+        found = bench(Path(scratch), lambda: progress.advance(bar))
+    if as_json:
+        print(orjson.dumps([f.as_json() for f in found.figures], option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print(found)
+
+
+def _print(found: Outcome) -> None:
+    console = Console()
+    spreads = Table("measured", "unit", box=None, header_style="bold", pad_edge=False)
+    for name in ("min", "median", "max"):
+        spreads.add_column(name, justify="right")
+    for s in found.spreads:
+        spreads.add_row(s.what, s.unit, *(_number(v) for v in (s.low, s.middle, s.high)))
+    figures = Table("figure", box=None, header_style="bold", pad_edge=False)
+    for name in ("value", "unit", "ratio", "runs", "against"):
+        figures.add_column(name, justify="right" if name in ("value", "ratio", "runs") else "left")
+    for f in found.figures:
+        ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
+        figures.add_row(f.figure, _number(f.value), f.unit, ratio, str(f.runs), f.against or "")
+    console.print(spreads)
+    console.print()
+    console.print(figures)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
