@@ -230,7 +230,5 @@ def _stop_ids(model: Path, tokenizer: Tokenizer, special: Json, config: Json) ->
     if found is None:
         found = config.get("eos_token_id")
     if found is None:
-        raise ModelError(
-            f"{model}: names no end-of-turn token: set eos_token_id in generation_config.json"
-        )
+        raise ModelError(f"{model}: names no end-of-turn token: set eos_token_id in generation_config.json")
     return tuple(int(i) for i in (found if isinstance(found, list) else [found]))

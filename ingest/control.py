@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict
 
 from rollbook.ingest.engine import Generation, Prompt, Sampling
+from rollbook.ingest.requests import Temperature
 from rollbook.store.errors import ModelError, RequestError
 from rollbook.store.events import Json, token_ids
 
@@ -19,6 +20,8 @@ class Controlled(Protocol):
 
     path: Path
     weights_digest: str
+    vocabulary: int
+    context_length: int
 
     def policy_version(self) -> int | None: ...
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation: ...
@@ -41,7 +44,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     max_new_tokens: int = 128
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     sampling_seed: int = 0
 
 
@@ -51,6 +54,17 @@ class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="allow")
     input_ids: list[int]
     sampling_params: SamplingParams = SamplingParams()
+
+
+def _check(body: GenerateBody, engine: Controlled) -> None:
+    """Refuse what would end the generation loop, and every request with it."""
+    ids, new = body.input_ids, body.sampling_params.max_new_tokens
+    if not ids or min(ids) < 0 or max(ids) >= engine.vocabulary:
+        text = f"input_ids must hold at least one id, each from 0 to {engine.vocabulary - 1}"
+        raise RequestError(400, "bad_request", text)
+    if new < 1 or len(ids) + new > engine.context_length:
+        text = f"max_new_tokens is {new}: send at least 1, and with {len(ids)} input_ids at most "
+        raise RequestError(400, "bad_request", text + f"{engine.context_length} in all")
 
 
 def loopback_only(request: Request) -> None:
@@ -83,6 +97,7 @@ def control_routes(engine: Controlled) -> APIRouter:
 
     @routes.post("/generate")
     async def generate(body: GenerateBody) -> Json:
+        _check(body, engine)
         params = body.sampling_params
         sampling = Sampling(params.max_new_tokens, params.temperature, params.sampling_seed)
         made = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)

@@ -108,6 +108,8 @@ class EmbeddedEngine:
         self._model: Any = loaded.to(device).eval()
         self._version, expected = published_version(model)
         self.weights_digest = self._verified(model, expected)
+        self.vocabulary = int(loaded.config.vocab_size)
+        self.context_length = int(getattr(loaded.config, "max_position_embeddings", 2**31))
         self._manager = self._make_manager(batch_tokens, cache_blocks)
         self._open = asyncio.Event()
         self._running = 0

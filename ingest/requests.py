@@ -22,6 +22,14 @@ def _finite(value: float) -> float:
 Reward = Annotated[float, AfterValidator(_finite)]
 
 
+def _greedy_if_tiny(value: float) -> float:
+    """Below 1e-6 logits over the temperature overflow: greedy is what such a value means."""
+    return 0.0 if value < 1e-6 else value
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_greedy_if_tiny)]
+
+
 class ChatRequest(BaseModel):
     """OpenAI chat completions, as far as the proxy reads it; every other field is kept as sent."""
 
@@ -29,7 +37,7 @@ class ChatRequest(BaseModel):
     model: str | None = None
     messages: list[Json]
     tools: list[Json] | None = None
-    temperature: float | None = Field(None, ge=0)
+    temperature: Temperature | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
