@@ -1,0 +1,467 @@
+"""Fixtures of the ingest tests: small models, a desk that takes turns in process, a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rollbook import store
+from rollbook.ingest.chat_template import ChatTokenizer, load_chat_tokenizer
+from rollbook.ingest.engine import Generation
+from rollbook.ingest.proxy import build_app
+from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.requests import ChatRequest, OpenTrajectory
+from rollbook.ingest.turns import AnsweredTurn, TurnTaker
+from rollbook.store.events import VersionSpan, token_ids
+from rollbook.store.trajectory import Trajectory, fold
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+# In the style of Qwen2.5: tools in the system message, tool results gathered in one user turn.
+CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+{%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role in ('system', 'developer') and not loop.first) %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + m.content }}
+{%- for call in (m.tool_calls or []) %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As Qwen3: thinking is dropped from every turn before the last user message.
+REWRITING = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+{%- set text = m.content %}
+{%- if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in text %}
+{%- set text = text.split('</think>')[-1] %}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+NO_SYSTEM = """\
+{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As DeepSeek V3: call arguments are concatenated, so they must be a string.
+STRING_ARGUMENTS = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in (m.tool_calls or []) %}
+{{- '<tool_call>' + call.function.name + ' ' + call.function.arguments + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As Llama 3.1: a message with calls does not show its content, so a sentinel in it is not rendered.
+HIDES_CONTENT = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.tool_calls %}{{- m.tool_calls[0].function.arguments | tojson }}{%- else %}
+{{- m.content }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# A turn ends with a line feed, an ordinary byte that merges with its neighbours.
+NOT_ATOMIC = """\
+{%- for m in messages %}{{- m.role + ': ' + m.content + '\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}
+"""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "rewriting": REWRITING,
+    "no_system": NO_SYSTEM,
+    "string_arguments": STRING_ARGUMENTS,
+    "hides_content": HIDES_CONTENT,
+    "not_atomic": NOT_ATOMIC,
+}
+
+WORDS = "What is the weather in Paris today? Add 37 and 58.\n\n{'city': 1}\n\n  calling the tool now\n\n"
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},
+]
+
+
+def make_tokenizer() -> Tokenizer:
+    """Byte-level BPE with ChatML's control tokens and ordinary tool markers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([WORDS, WORDS.replace(" ", "  ")], trainer)
+    return tokenizer
+
+
+def write_text_model(folder: Path, template: str, end: str = "<|im_end|>") -> Path:
+    """A model directory without weights: enough to serve a script."""
+    tokenizer = make_tokenizer()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    stops = [tokenizer.token_to_id(end)]
+    if end == "<|im_end|>":
+        stops.append(tokenizer.token_to_id("<|endoftext|>"))
+    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": stops}))
+    (folder / "config.json").write_bytes(orjson.dumps({"max_position_embeddings": 32768}))
+    (folder / "tokenizer_config.json").write_bytes(orjson.dumps({"eos_token": end}))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Model directories without weights, by the name of their template."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            end = "Ċ" if name == "not_atomic" else "<|im_end|>"
+            folder = tmp_path_factory.mktemp(f"model-{name}")
+            made[name] = write_text_model(folder, TEMPLATES[name], end)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def chat(text_model: Callable[[str], Path]) -> Callable[[str], ChatTokenizer]:
+    """Chat tokenizers, by the name of their template."""
+    made: dict[str, ChatTokenizer] = {}
+
+    def get(name: str = "chatml") -> ChatTokenizer:
+        if name not in made:
+            made[name] = load_chat_tokenizer(text_model(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's tiny Qwen3, random weights and all."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from rollbook.demo.model import make_model
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    make_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tools() -> list[dict[str, Any]]:
+    """Two tools."""
+    return TOOLS
+
+
+# A desk: turns taken in process, by an engine that samples ids no tokenizer would give ----------
+
+
+@dataclass
+class NoisyEngine:
+    """Answers with a script's text in ids that are mostly not the tokenizer's, with made-up logprobs."""
+
+    tokenizer: ChatTokenizer
+    answers: Callable[[Any, Any], Any]
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+    version: int = 3
+    name: str = "noisy"
+    honoured: frozenset[str] = frozenset({"temperature", "max_tokens", "seed"})
+    sent: list[np.ndarray] = field(default_factory=list)
+    made: list[Generation] = field(default_factory=list)
+
+    async def start(self, activated: Any) -> None:
+        """Nothing to get ready."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    def policy_version(self) -> int | None:
+        """The version it claims."""
+        return self.version
+
+    def control(self) -> None:
+        """No routes."""
+
+    def ids_of(self, text: str) -> list[int]:
+        """Ids of the text cut at random places, so that they are rarely canonical."""
+        ids: list[int] = []
+        while text:
+            size = self.rng.randint(1, 5)
+            ids += self.tokenizer.encode(text[:size]).tolist()
+            text = text[size:]
+        return ids
+
+    async def generate(self, prompt: Any, sampling: Any) -> Generation:
+        """The script's answer: a text, or (text, finish, last id or None)."""
+        self.sent.append(prompt.ids)
+        answer = self.answers(prompt.messages, prompt.tools)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        stop = self.tokenizer.stop_ids[0]
+        text, finish, last = answer if isinstance(answer, tuple) else (answer, "stop", stop)
+        ids = self.ids_of(text) + ([] if last is None else [last])
+        logprobs = np.array([-self.rng.random() for _ in ids], np.float32)
+        spans = (VersionSpan("actor", self.version, 0, len(ids)),)
+        made = Generation(token_ids(ids), logprobs, spans, finish, {"kind": "sampled", "temperature": 0.5})
+        self.made.append(made)
+        return made
+
+
+class Desk:
+    """A recorder, an engine and a turn taker over a store of their own."""
+
+    def __init__(self, path: Path, tokenizer: ChatTokenizer, answers: Callable[[Any, Any], Any]) -> None:
+        self.store = store.open(path, create=True)
+        self.tokenizer = tokenizer
+        self.recorder = Recorder(self.store, "serve", "default", tokenizer)
+        self.engine = NoisyEngine(tokenizer, answers)
+        self.taker = TurnTaker(self.recorder, self.engine)  # type: ignore[arg-type]
+        self.runner = asyncio.Runner()
+
+    def take(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
+        """One turn, taken and marked as delivered."""
+        return self.runner.run(self.take_async(messages, name, **body))
+
+    async def take_async(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
+        """One turn, taken and marked as delivered."""
+        live = self.recorder.find(name) or self.recorder.open(OpenTrajectory(id=name))
+        whole = orjson.loads(orjson.dumps({"messages": messages} | body))
+        answered = await self.taker.take(live, ChatRequest.model_validate(whole), whole)
+        self.recorder.mark_delivered(live, answered.turn_id, "sent")
+        return answered
+
+    def trajectory(self, name: str = "t") -> Trajectory:
+        """The trajectory as it can be folded from the log now."""
+        self.runner.run(self.recorder.settle())
+        return next(t for t in fold(self.store.events()).values() if t.opened.name == name)
+
+    def turn(self, answered: AnsweredTurn, name: str = "t") -> Any:
+        """A turn as folded from the log."""
+        return self.trajectory(name).turns[answered.turn_id]
+
+    def link(self, answered: AnsweredTurn, name: str = "t") -> str | None:
+        """The turn's parent id, or `root:` and the reason."""
+        asked = self.turn(answered, name).requested
+        return asked.parent_turn_id or f"root:{asked.root_reason}"
+
+    def close(self) -> None:
+        """Close the recorder."""
+        self.runner.close()
+        self.recorder.close()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, chat: Callable[[str], ChatTokenizer]) -> Iterator[Callable[..., Desk]]:
+    """Makes desks; closes them."""
+    made: list[Desk] = []
+
+    def make(answers: Callable[[Any, Any], Any], template: str = "chatml") -> Desk:
+        made.append(Desk(tmp_path / f"desk-{len(made)}", chat(template), answers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+# Servers ------------------------------------------------------------------------------------------
+
+
+class InProcess:
+    """The proxy as an ASGI application with its lifespan, called through httpx."""
+
+    def __init__(self, path: Path, engine: Any, tokenizer: ChatTokenizer) -> None:
+        self.store = store.open(path, create=True)
+        self.recorder = Recorder(self.store, "serve", "default", tokenizer)
+        self.engine = engine
+        self.app = build_app(self.recorder, engine)
+        self.runner = asyncio.Runner()
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        self.runner.run(self._lifespan.__aenter__())
+        # A handler that raises must come out as the 500 that a server would send.
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60)
+
+    def run(self, awaitable: Any) -> Any:
+        """Run a coroutine on the application's loop."""
+        return self.runner.run(awaitable)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        """POST."""
+        return self.run(self.client.post(path, **options))
+
+    def chat(self, name: str, *messages: Any, **body: Any) -> httpx.Response:
+        """One chat request in the trajectory `name`."""
+        return self.post(f"/t/{name}/v1/chat/completions", json={"messages": list(messages)} | body)
+
+    def settled(self) -> None:
+        """Wait for what was noted without waiting."""
+        self.run(self.recorder.settle())
+
+    def close(self) -> None:
+        """End the application's lifespan."""
+        self.run(self.client.aclose())
+        self.run(self._lifespan.__aexit__(None, None, None))
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., InProcess]]:
+    """Makes in-process proxies; closes them."""
+    made: list[InProcess] = []
+
+    def make(engine: Any, tokenizer: ChatTokenizer) -> InProcess:
+        made.append(InProcess(tmp_path_factory.mktemp("in-process") / "store", engine, tokenizer))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Served:
+    """A `rollbook serve` of its own."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self.path, self.arguments, self.port = folder, arguments, _free_port()
+        self.log = folder.with_suffix(".log")
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        command = [sys.executable, "-m", "rollbook.cli", "serve", "--store", str(self.path)]
+        command += ["--port", str(self.port), *self.arguments]
+        environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        for _ in range(600):
+            if self.process.poll() is not None:
+                raise RuntimeError(f"rollbook serve ended: {self.log.read_text()}")
+            try:
+                if httpx.get(f"{self.url}/healthz").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.05)
+        self.kill()
+        raise RuntimeError(f"rollbook serve did not answer: {self.log.read_text()}")
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Interrupt it as a person would; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self.process.returncode
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Starts servers; stops those that still run."""
+    made: list[Served] = []
+
+    def make(*arguments: str) -> Served:
+        made.append(Served(tmp_path_factory.mktemp("served") / "store", list(arguments)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+SCRIPT = '''
+import asyncio, json
+
+async def answer(messages, tools):
+    """Says what its last message asks for."""
+    text = messages[-1].get("content") or ""
+    if text.startswith("boom"):
+        raise RuntimeError("boom")
+    if text.startswith("sleep "):
+        await asyncio.sleep(float(text.split()[1]))
+    if text.startswith("call"):
+        function = {"name": "calc", "arguments": {"a": 1, "b": "\\u00e9"}}
+        call = {"id": "x", "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call] * (2 if "two" in text else 1)}
+    return f"{len(messages)}: {text}"
+'''
+
+
+@pytest.fixture(scope="session")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A script that says what its last message asks for."""
+    file = tmp_path_factory.mktemp("script") / "script.py"
+    file.write_text(SCRIPT)
+    return file

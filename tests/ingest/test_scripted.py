@@ -1,0 +1,201 @@
+"""The scripted engine: its scripts, its errors, and how they reach the client and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.ingest.chat_template import ChatTokenizer, compile_template
+from rollbook.ingest.engine import Generation, Prompt, Sampling
+from rollbook.ingest.scripted import ScriptedEngine, load_script
+from rollbook.ingest.serve import ServeOptions, make_engine
+from rollbook.store.errors import ConfigError, EngineError
+from rollbook.store.events import TurnFailed, token_ids
+from rollbook.store.trajectory import fold
+
+Chat = Callable[..., ChatTokenizer]
+
+USER = {"role": "user", "content": "Hello"}
+
+
+def _generate(tokenizer: ChatTokenizer, script: Any, messages: Any = (USER,)) -> Generation:
+    prompt = Prompt(token_ids([]), list(messages), None)
+    return asyncio.run(ScriptedEngine(tokenizer, script).generate(prompt, Sampling(8, 1.0, 0)))
+
+
+def test_text_becomes_the_ids_that_would_be_sampled(chat: Chat) -> None:
+    """A text answer is tokenized with its end-of-turn token and without what the template adds."""
+    made = _generate(chat(), lambda messages, tools: "  Hi\n")
+    assert chat().decode(made.completion_ids, special=True) == "  Hi\n<|im_end|>"
+    assert made.finish_reason == "stop"
+    assert made.logprobs is None
+    assert made.version_spans == ()
+    assert made.logprob_semantics == {"kind": "none", "why": "scripted"}
+
+
+def test_calls_become_the_templates_text(chat: Chat) -> None:
+    """A message with calls is written as this template writes calls."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    made = _generate(chat(), lambda m, t: {"role": "assistant", "content": "ok", "tool_calls": [call]})
+    assert chat().decode(made.completion_ids, special=True) == (
+        'ok\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    )
+
+
+def test_an_async_script_is_awaited(chat: Chat) -> None:
+    """A coroutine function serves as well."""
+
+    async def script(messages: Any, tools: Any) -> str:
+        await asyncio.sleep(0)
+        return f"{len(messages)} messages"
+
+    made = _generate(chat(), script, [USER, USER])
+    assert chat().decode(made.completion_ids) == "2 messages"
+
+
+def _raises(messages: Any, tools: Any) -> str:
+    raise KeyError("no such city")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (_raises, "KeyError.*no such city"),
+        (lambda m, t: None, "the script failed"),
+        (lambda m, t: 5, "the script failed"),
+        (lambda m, t: {"role": "assistant", "content": 5}, "cannot be rendered"),
+        (lambda m, t: {"role": "assistant", "content": "", "tool_calls": [{}]}, "cannot be rendered"),
+        (lambda m, t: "\ud800", "cannot be rendered"),
+    ],
+)
+def test_a_script_that_fails_is_an_engine_error(chat: Chat, script: Any, words: str) -> None:
+    """Whatever the script does wrong is the engine's failure, in its own words."""
+    with pytest.raises(EngineError, match=words):
+        _generate(chat(), script)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% if add_generation_prompt %}A:{% endif %}{{ messages|length }}<|im_end|>", "behind its prompt"),
+        (
+            "{{ messages[0].content }}{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}",
+            "not end",
+        ),
+        ("{{ messages[0].content }}<|im_end|>", "not end an answer"),
+    ],
+)
+def test_a_template_that_does_not_extend_is_an_engine_error(chat: Chat, source: str, words: str) -> None:
+    """If the template does not put an ended answer behind its prompt, there are no ids to give."""
+    tokenizer = replace(chat(), template=compile_template(source))
+    with pytest.raises(EngineError, match=words):
+        _generate(tokenizer, lambda m, t: "Hi")
+
+
+def test_a_function_in_a_file_or_module_is_loaded(tmp_path: Path) -> None:
+    """file.py:function and module:function."""
+    (tmp_path / "s.py").write_text("def answer(messages, tools):\n    return 'from file'\n")
+    assert load_script(f"{tmp_path}/s.py:answer")([], None) == "from file"
+    assert load_script("json:dumps") is json.dumps
+
+
+@pytest.mark.parametrize(
+    ("source", "spec", "words"),
+    [
+        ("", "answer", "file.py:function, module:function or file.jsonl"),
+        ("", "{}:answer", "has no attribute 'answer'"),
+        ("answer = 5", "{}:answer", "answer is not callable"),
+        ("def answer(:", "{}:answer", "SyntaxError"),
+        ("1 / 0", "{}:answer", "ZeroDivisionError"),
+        ("", "{}.missing.py:answer", "no file"),
+        ("", "no.such.module:answer", "No module named"),
+        ("", "{}.missing.jsonl", "No such file"),
+    ],
+)
+def test_a_script_that_cannot_be_loaded_says_why(tmp_path: Path, source: str, spec: str, words: str) -> None:
+    """The error names the option as given and the reason."""
+    file = tmp_path / "s.py"
+    file.write_text(source)
+    with pytest.raises(EngineError, match=words) as caught:
+        load_script(spec.format(file))
+    assert "--script" in str(caught.value)
+
+
+def test_a_jsonl_file_answers_by_messages(tmp_path: Path, chat: Chat) -> None:
+    """Replies are looked up by what was said, in any serialisation; unknown messages are an error."""
+    rows = [
+        {"messages": [USER], "reply": {"role": "assistant", "content": "Hi"}},
+        {"messages": [USER, USER], "reply": {"role": "assistant", "content": "Hi again"}},
+    ]
+    file = tmp_path / "s.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = load_script(str(file))
+    parts = {"content": [{"type": "text", "text": "Hello"}], "role": "user", "name": "ann"}
+    assert chat().decode(_generate(chat(), script, [parts]).completion_ids) == "Hi"
+    assert chat().decode(_generate(chat(), script, [USER, parts]).completion_ids) == "Hi again"
+    with pytest.raises(EngineError, match="has no reply to these 3 messages"):
+        _generate(chat(), script, [USER, USER, USER])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "",
+        "[]",
+        "5",
+        '{"messages": []}',
+        '{"messages": ["a"], "reply": {}}',
+        '{"messages": 5, "reply": {}}',
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    """An error in a script file names the file and the line."""
+    file = tmp_path / "s.jsonl"
+    good = json.dumps({"messages": [USER], "reply": {"role": "assistant", "content": "Hi"}})
+    file.write_text(f"{good}\n{good}\n{line}\n{good}\n")
+    with pytest.raises(EngineError, match=r"s\.jsonl: line 3: "):
+        load_script(str(file))
+
+
+def test_options_that_name_no_engine_are_refused(tmp_path: Path, chat: Chat) -> None:
+    """The scripted engine wants a script; an unknown engine is answered with those there are."""
+    options = ServeOptions(tmp_path, tmp_path, engine="scripted")
+    with pytest.raises(ConfigError, match="needs --script"):
+        make_engine(options, chat())
+    with pytest.raises(ConfigError, match="embedded, scripted"):
+        make_engine(replace(options, engine="quantum"), chat())
+
+
+def test_a_failure_is_a_502_and_a_failed_turn(in_process: Any, chat: Chat) -> None:
+    """The client gets 502 and may try again; the log keeps the failed turn, which is no parent."""
+    answers = iter([RuntimeError("teacher is ill"), "Hi", "Bye"])
+
+    def script(messages: Any, tools: Any) -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    proxy = in_process(ScriptedEngine(chat(), script), chat())
+    failed = proxy.chat("t", USER)
+    assert failed.status_code == 502
+    assert failed.json()["error"]["code"] == "engine_failed"
+    assert failed.json()["error"]["type"] == "server_error"
+    assert "teacher is ill" in failed.json()["error"]["message"]
+    assert "x-should-retry" not in failed.headers
+    assert proxy.chat("t", USER).json()["choices"][0]["message"]["content"] == "Hi"
+    proxy.settled()
+    (trajectory,) = fold(proxy.store.events()).values()
+    first, second = trajectory.turns.values()
+    assert isinstance(first.failed, TurnFailed)
+    assert "teacher is ill" in first.failed.error
+    assert first.completed is None
+    assert second.completed is not None
+    assert second.requested.parent_turn_id is None
