@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def make_model(folder: Path, seed: int) -> None:
         Qwen3Config,
         Qwen3ForCausalLM,
     )
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the demo shows its own
     tokenizer = _train_tokenizer(_texts(seed))
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     wrapped = PreTrainedTokenizerFast(
@@ -85,8 +88,11 @@ def _texts(seed: int) -> Iterable[str]:
 
     template = compile_template(CHAT_TEMPLATE)
     rng = random.Random(f"tokenizer-{seed}")
+    # Control tokens are atoms: what stands around them is learned apart from them.
+    atoms = re.compile("|".join(re.escape(token) for token in SPECIAL + MARKERS))
     for problem in problems(rng, 1500, held_out=False):
-        yield template.render(messages=conversation(problem), tools=TOOLS, add_generation_prompt=False)
+        text = template.render(messages=conversation(problem), tools=TOOLS, add_generation_prompt=False)
+        yield from (piece for piece in atoms.split(text) if piece)
 
 
 def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -106,6 +112,6 @@ def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.add_tokens(MARKERS)
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(MARKERS)
     return tokenizer

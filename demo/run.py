@@ -21,8 +21,8 @@ from rollbook.demo.task import Problem, calculate, problems
 from rollbook.store.errors import ConfigError
 
 RUN = "demo"
-TEACHER_CONVERSATIONS, OFFLINE_STEPS = 1600, 450
-ONLINE_STEPS, GROUPS, GROUP_SIZE = 24, 16, 8
+TEACHER_CONVERSATIONS, OFFLINE_STEPS = 1600, 300
+ONLINE_STEPS, GROUPS, GROUP_SIZE = 20, 16, 8
 HELD_OUT = 192
 MIN_GAIN = 0.3
 
@@ -33,7 +33,7 @@ model = "{model}"
 steps = {offline_steps}
 seed = {seed}
 threads = 2
-checkpoint_every = 90
+checkpoint_every = 60
 
 [algorithm]
 name = "sft"

@@ -19,6 +19,7 @@ from fastapi import APIRouter
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import logging
 
 from rollbook.ingest.control import control_routes
 from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
@@ -98,6 +99,7 @@ class EmbeddedEngine:
         self.policy = policy
         if threads:
             torch.set_num_threads(threads)
+        logging.disable_progress_bar()
         try:
             config = AutoConfig.from_pretrained(model)
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -106,10 +108,10 @@ class EmbeddedEngine:
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{model}: cannot be loaded as a causal language model: {error}") from error
         self._model: Any = loaded.to(device).eval()
-        self._version, expected = published_version(model)
-        self.weights_digest = self._verified(model, expected)
         self.vocabulary = int(loaded.config.vocab_size)
         self.context_length = int(getattr(loaded.config, "max_position_embeddings", 2**31))
+        self._version, expected = published_version(model)
+        self.weights_digest = self._verified(model, expected)
         self._manager = self._make_manager(batch_tokens, cache_blocks)
         self._open = asyncio.Event()
         self._running = 0

@@ -20,6 +20,10 @@ os.environ.setdefault("NCCL_ALGO", "Ring")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
+# Said at import, four times: the fused kernels of these are not needed.
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+
 @dataclass(slots=True)
 class MegatronParts:
     """A model in training: the bare module, its data-parallel wrapper, the optimizer, the config."""
@@ -69,12 +73,9 @@ def build(
     """A float32 Qwen3 as megatron's GPTModel (local spec), with megatron's DDP and Adam."""
     set_deterministic(threads)
     start_ranks(device, seed)
-    with warnings.catch_warnings():
-        # megatron warns about the fused kernels of Apex and TransformerEngine, which it does without
-        warnings.simplefilter("ignore")
-        config = _transformer_config(shape)
-        module = _gpt_model(shape, config).to(device)
-        return _wrap(module, config, optimizer, device)
+    config = _transformer_config(shape)
+    module = _gpt_model(shape, config).to(device)
+    return _wrap(module, config, optimizer, device)
 
 
 def _transformer_config(shape: Qwen3Shape) -> Any:
