@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 from typing import Any
 
@@ -132,23 +134,28 @@ def test_info_for_people(told: Store, monkeypatch: Any, capsys: Any) -> None:
 
 OPENER = """
 import sys
+from sqlalchemy import Engine, event
 from rollbook import store as rb
-from rollbook.store.catalog import Catalog
-store = rb.open(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-with store.writer(sys.argv[2]) as writer:
-    print(len(Catalog.beside(store.path).rows()["lanes"]) > 0)
+
+def stop(connection, cursor, statement, *rest):
+    if "CREATE TABLE lanes" in statement and sys.argv[2] == "first":
+        print("migrating", flush=True)
+        sys.stdin.readline()
+
+event.listen(Engine, "before_cursor_execute", stop)
+with rb.open(sys.argv[1]).writer(sys.argv[2]) as writer:
+    print(writer.lane)
 """
 
 
 def test_processes_may_open_a_new_store_together(store: Store, start_python: Any) -> None:
-    """Writers of a fresh store that start at the same moment all get a migrated catalog."""
-    processes = [start_python(OPENER, store.path, f"lane{i}") for i in range(2)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    assert [process.communicate(timeout=60) for process in processes] == [("True\n", "")] * 2
-    assert [r["name"] for r in Catalog.beside(store.path).rows()["lanes"]] == ["lane0", "lane1"]
+    """While one writer of a fresh store migrates the catalog, another one waits, and both go on."""
+    first = start_python(OPENER, store.path, "first")
+    assert first.stdout.readline() == "migrating\n"
+    second = start_python(OPENER, store.path, "second")
+    # A second process that did not wait would make the tables now, and the first one would fail.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        second.communicate(timeout=3)
+    assert first.communicate("\n", timeout=60) == ("first\n", "")
+    assert second.communicate(timeout=60) == ("second\n", "")
+    assert [r["name"] for r in Catalog.beside(store.path).rows()["lanes"]] == ["first", "second"]

@@ -16,6 +16,7 @@ from rollbook.store.codec import decode
 from rollbook.store.cut import holds
 from rollbook.store.errors import CorruptionError, CutError, FormatError
 from rollbook.store.events import Event, StepPlanned
+from rollbook.store.lane_reader import LaneReader
 
 LANES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
 
@@ -123,6 +124,15 @@ def test_a_cut_inside_a_frame(told: Store, story: Any, plain: Any, count: int) -
     """A cut may end anywhere, also inside a frame: exactly that many events are read."""
     got = list(told.events({"train": count}))
     assert [plain(e, place=False) for e in got] == [plain(e, place=False) for e in story["train"][:count]]
+
+
+def test_a_reader_goes_on_inside_a_frame(told: Store) -> None:
+    """A reader that stopped at a limit, also inside a frame, hands out the rest, each event once."""
+    reader = LaneReader(told.path / "lanes" / "train")
+    seqs = []
+    for limit in (3, 3, 5, 8, None):
+        seqs.append([e.seq for batch in reader.poll(limit) for e in decode(batch, "train")])
+    assert seqs == [[0, 1, 2], [], [3, 4], [5, 6, 7], []]
 
 
 def test_table_equals_events(told: Store, plain: Any) -> None:
