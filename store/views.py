@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollbook.store import view_columns
+from rollbook.store.view_columns import ViewColumn
+
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view: its name, one sentence on its rows, and its SQL."""
+    """A view: its name, one sentence on its rows, its SQL, and what each column means."""
 
     name: str
     doc: str
     sql: str
+    columns: tuple[ViewColumn, ...]
 
 
 def _text(field: str, of: str = "") -> str:
@@ -30,6 +34,7 @@ EVENTS = View(
     "events",
     "Every event of the log, one row each, as stored; `extra` holds the kind's rarer fields as JSON.",
     "SELECT * FROM log",
+    view_columns.EVENTS,
 )
 
 RUNS = View(
@@ -40,6 +45,7 @@ RUNS = View(
            {_json("config")} AS config, {_json("environment")} AS environment
     FROM log WHERE kind = 'run.opened'
     """,
+    view_columns.RUNS,
 )
 
 REWARDS = View(
@@ -56,6 +62,7 @@ REWARDS = View(
                WHERE kind = 'trajectory.opened') o USING (trajectory_id)
     WHERE kind = 'reward.assigned'
     """,
+    view_columns.REWARDS,
 )
 
 TURNS = View(
@@ -79,12 +86,14 @@ TURNS = View(
            {_text("requested_model", "q")} AS requested_model,
            {_json("sampling", "q")} AS sampling,
            r.reward, q.time AS requested, c.time AS completed,
-           date_diff('microsecond', q.time, c.time) / 1000.0 AS latency_ms, q.lane, q.seq
+           date_diff('microsecond', q.time, c.time) / 1000.0 AS latency_ms, q.lane, q.seq,
+           f.error, {_json("flags", "c")} AS flags, {_json("timings", "c")} AS timings
     FROM log q
     LEFT JOIN (SELECT trajectory_id, {_text("name")} AS trajectory FROM log
                WHERE kind = 'trajectory.opened') o USING (trajectory_id)
     LEFT JOIN (SELECT * FROM log WHERE kind = 'turn.completed') c USING (turn_id)
-    LEFT JOIN (SELECT turn_id FROM log WHERE kind = 'turn.failed') f USING (turn_id)
+    LEFT JOIN (SELECT turn_id, {_text("error")} AS error
+               FROM log WHERE kind = 'turn.failed') f USING (turn_id)
     LEFT JOIN (SELECT turn_id, max({_text("how")}) AS how FROM log
                WHERE kind = 'turn.delivered' GROUP BY turn_id) d USING (turn_id)
     LEFT JOIN (SELECT turn_id, last(reward ORDER BY lane, seq) AS reward FROM rewards
@@ -92,6 +101,7 @@ TURNS = View(
                GROUP BY turn_id) r USING (turn_id)
     WHERE q.kind = 'turn.requested'
     """,
+    view_columns.TURNS,
 )
 
 TRAJECTORIES = View(
@@ -119,6 +129,7 @@ TRAJECTORIES = View(
       USING (trajectory_id)
     WHERE o.kind = 'trajectory.opened'
     """,
+    view_columns.TRAJECTORIES,
 )
 
 TOKENS = View(
@@ -133,6 +144,7 @@ TOKENS = View(
                        unnest(completion_ids) AS token_id, unnest(logprobs) AS logprob, version_spans
                 FROM log WHERE kind = 'turn.completed' AND len(completion_ids) > 0))
     """,
+    view_columns.TOKENS,
 )
 
 POLICIES = View(
@@ -143,12 +155,14 @@ POLICIES = View(
            any_value(CAST({_text("parent_version")} AS BIGINT))
              FILTER (kind = 'policy.published') AS parent_version,
            any_value({_text("weights_digest")}) AS weights_digest,
-           any_value({_text("path")}) AS path,
+           coalesce(any_value({_text("path")}) FILTER (kind = 'policy.published'),
+                    any_value({_text("path")})) AS path,
            min(time) FILTER (kind = 'policy.published') AS published,
            min(time) FILTER (kind = 'policy.activated') AS activated
     FROM log WHERE kind IN ('policy.published', 'policy.activated')
     GROUP BY run, policy, policy_version
     """,
+    view_columns.POLICIES,
 )
 
 STEPS = View(
@@ -162,11 +176,12 @@ STEPS = View(
            {_text("algorithm.name", "p")} AS algorithm,
            {_text("cut", "p")} AS cut,
            CAST({_text("learning_rate", "p")} AS DOUBLE) AS learning_rate,
-           json_array_length({_json("samples", "p")}) AS samples,
+           CAST(json_array_length({_json("samples", "p")}) AS BIGINT) AS samples,
            CAST({_text("metrics.loss", "c")} AS DOUBLE) AS loss,
            {_json("metrics", "c")} AS metrics,
            {_json("digests", "c")} AS digests,
-           p.extra AS manifest, p.time AS planned, c.time AS committed
+           p.extra AS manifest, p.time AS planned, c.time AS committed,
+           {_text("phase", "p")} AS phase, {_text("error", "f")} AS error
     FROM log p
     LEFT JOIN (SELECT * FROM log WHERE kind = 'step.committed') c
       ON c.run = p.run AND c.step = p.step AND c.policy = p.policy
@@ -176,6 +191,7 @@ STEPS = View(
      AND {_text("attempt", "f")} = {_text("attempt", "p")}
     WHERE p.kind = 'step.planned'
     """,
+    view_columns.STEPS,
 )
 
 SAMPLES = View(
@@ -187,6 +203,7 @@ SAMPLES = View(
     FROM (SELECT *, generate_subscripts(refs, 1) - 1 AS position, unnest(refs) AS ref
           FROM (SELECT *, CAST(json_extract(manifest, '$.samples') AS JSON[]) AS refs FROM steps))
     """,
+    view_columns.SAMPLES,
 )
 
 DROPS = View(
@@ -197,6 +214,7 @@ DROPS = View(
            step, {_json("detail")} AS detail, time
     FROM log WHERE kind = 'sample.dropped'
     """,
+    view_columns.DROPS,
 )
 
 VIEWS: tuple[View, ...] = (

@@ -1,0 +1,54 @@
+"""`docs/sql.md`, rendered from the views: `python -m rollbook.store.sql_docs > docs/sql.md`. Pure."""
+
+from __future__ import annotations
+
+from rollbook.store.sql_examples import EXAMPLES, Example
+from rollbook.store.views import VIEWS, View
+
+INTRODUCTION = """# SQL over the log
+
+<!-- Generated: python -m rollbook.store.sql_docs > docs/sql.md -->
+
+`rollbook sql "..." --store DIR` asks the log in DuckDB's SQL; `rollbook.store.connect(DIR)` gives Python
+the same DuckDB connection. Both see what was durable when they connected, and only read: the processes
+that write are not disturbed. `--as-of` (Python: `as_of=`) takes an earlier cut: `lane=count,lane=count`, or
+`step:N` for what step N was planned on; all views then say what was known at that cut.
+
+```bash
+rollbook sql "select trajectory, reward from trajectories limit 5" --store demo-store
+rollbook sql "select count(*) as n from events" --store demo-store --as-of step:3 --format json
+```
+
+Times are UTC. A JSON column is taken apart with `->>'$.key'`. Lists count from 1, but token positions,
+steps and versions from 0. No view is stored: each is a query over `events`.
+"""
+
+EXAMPLES_INTRODUCTION = """## Questions
+
+Each stands as it can be run. Where a store holds several runs, add `where run = '...'`.
+"""
+
+
+def render() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION, "## Views\n", *map(_view, VIEWS)]
+    return "\n".join([*parts, EXAMPLES_INTRODUCTION, *map(_example, EXAMPLES)])
+
+
+def _view(view: View) -> str:
+    rows = [f"| `{c.name}` | `{_cell(c.type)}` | {_cell(c.doc)} |" for c in view.columns]
+    return "\n".join(
+        [f"### `{view.name}`\n", f"{view.doc}\n", "| column | type | meaning |", "|---|---|---|", *rows, ""]
+    )
+
+
+def _example(example: Example) -> str:
+    return "\n".join([f"### {example.question}\n", f"{example.doc}\n", "```sql", example.sql, "```", ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,201 @@
+"""Questions that people ask of a log, and their SQL, as data. Pure.
+
+A test runs each of them on a store that has an answer to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A question, what to know about its answer, and the query."""
+
+    question: str
+    doc: str
+    sql: str
+
+
+EXAMPLES: tuple[Example, ...] = (
+    Example(
+        "How does the reward move with the policy version?",
+        "`max_version` is the newest version that sampled a token of the trajectory; a teacher has none.",
+        """\
+SELECT max_version AS version, count(*) AS trajectories, avg(reward) AS reward,
+       avg(success::INT) AS success_rate
+FROM trajectories
+WHERE split = 'train' AND max_version IS NOT NULL
+GROUP BY version ORDER BY version""",
+    ),
+    Example(
+        "Which turns were slowest?",
+        "`latency_ms` runs from the request's event to the answer's; `held_us` of it the engine kept the\n"
+        "request waiting while weights were replaced.",
+        """\
+SELECT trajectory, turn_id, latency_ms, prompt_length, completion_length,
+       (timings->>'$.held_us')::BIGINT AS held_us
+FROM turns
+WHERE latency_ms IS NOT NULL
+ORDER BY latency_ms DESC LIMIT 10""",
+    ),
+    Example(
+        "Which tokens were very unlikely when they were sampled?",
+        "Natural logarithms: -10 is one in 22,026.",
+        """\
+SELECT trajectory, turn_id, position, token_id, logprob, tokens.policy_version
+FROM tokens JOIN turns USING (turn_id)
+WHERE logprob < -10
+ORDER BY logprob LIMIT 20""",
+    ),
+    Example(
+        "Which turns became roots, and why?",
+        "A root begins a sample of its own. `first_turn` is as it should be; any other reason says why the\n"
+        "request could not extend an earlier turn token for token.",
+        """\
+SELECT root_reason, count(*) AS turns, sum(prompt_length) AS prompt_tokens, any_value(turn_id) AS one_of_them
+FROM turns
+WHERE parent_turn_id IS NULL
+GROUP BY root_reason ORDER BY turns DESC""",
+    ),
+    Example(
+        "Which answers did the client perhaps never get?",
+        "Completed turns without proof of delivery. Their tokens are never trained.",
+        """\
+SELECT trajectory, turn_id, completion_length, completed
+FROM turns
+WHERE status = 'completed' AND delivered IS NULL
+ORDER BY completed""",
+    ),
+    Example(
+        "Which requests failed?",
+        "The error is the engine's, or the proxy's own.",
+        """\
+SELECT trajectory, turn_id, requested, error
+FROM turns
+WHERE status = 'failed'
+ORDER BY requested""",
+    ),
+    Example(
+        "How stale were the samples that each step consumed?",
+        "A sample is a path of turns; its staleness is the version the step started from less that of the\n"
+        "oldest token in it. (Where leaves share turns, only the first is trained on those.)",
+        """\
+WITH RECURSIVE path AS (
+  SELECT run, step, position, policy_version, turn_id AS node FROM samples WHERE status = 'committed'
+  UNION ALL
+  SELECT path.run, step, position, path.policy_version, turns.parent_turn_id
+  FROM path JOIN turns ON turns.turn_id = node WHERE turns.parent_turn_id IS NOT NULL
+), oldest AS (
+  SELECT path.run, step, position, any_value(path.policy_version) AS input_version,
+         min(list_min(list_transform(version_spans, lambda s: s.version))) AS version
+  FROM path JOIN turns ON turns.turn_id = node GROUP BY ALL
+)
+SELECT run, step, count(*) AS samples, avg(input_version - version) AS mean_staleness,
+       max(input_version - version) AS worst
+FROM oldest WHERE version IS NOT NULL
+GROUP BY run, step ORDER BY run, step""",
+    ),
+    Example(
+        "Which step trained on this trajectory?",
+        "None until it was consumed; several if a configuration goes over the log in epochs.",
+        """\
+SELECT trajectory, samples.step, samples.position, samples.turn_id
+FROM samples JOIN trajectories USING (trajectory_id)
+WHERE trajectory = 'task-1-0' AND samples.status = 'committed'
+ORDER BY samples.step, samples.position""",
+    ),
+    Example(
+        "Which trajectories did this step train on?",
+        "In the order in which they lay in its batch.",
+        """\
+SELECT position, trajectory, "group", reward, min_version, max_version
+FROM samples JOIN trajectories USING (trajectory_id)
+WHERE step = 0 AND samples.status = 'committed'
+ORDER BY position""",
+    ),
+    Example(
+        "What was kept out of training, by which rule?",
+        "`detail` holds the numbers that the rule compared.",
+        """\
+SELECT run, rule, count(*) AS samples, min(step) AS first_step, max(step) AS last_step,
+       any_value(detail) AS one_of_them
+FROM drops
+GROUP BY run, rule ORDER BY samples DESC""",
+    ),
+    Example(
+        "How many tokens did each version sample, and how many were trained on?",
+        "Trained on are the tokens of delivered turns in samples that a committed step consumed. Tokens\n"
+        "without a version are a teacher's.",
+        """\
+WITH RECURSIVE trained AS (
+  SELECT turn_id FROM samples WHERE status = 'committed'
+  UNION
+  SELECT parent_turn_id FROM trained JOIN turns USING (turn_id) WHERE parent_turn_id IS NOT NULL
+)
+SELECT tokens.run, tokens.policy_version, count(*) AS sampled,
+       count(*) FILTER (turns.delivered IS NOT NULL AND turn_id IN (FROM trained)) AS trained
+FROM tokens JOIN turns USING (turn_id)
+GROUP BY ALL ORDER BY ALL""",
+    ),
+    Example(
+        "Which groups teach nothing, because all their rewards are equal?",
+        "Group-relative advantages are zero where the standard deviation is.",
+        """\
+SELECT "group", task, count(*) AS trajectories, avg(reward) AS reward, stddev_samp(reward) AS deviation
+FROM trajectories
+WHERE "group" IS NOT NULL AND reward IS NOT NULL
+GROUP BY "group", task HAVING count(*) > 1
+ORDER BY deviation, reward""",
+    ),
+    Example(
+        "Where do these weights come from?",
+        "The lineage of a version: every step back to version 0, with what it consumed and where a\n"
+        "checkpoint of it lies.",
+        """\
+WITH RECURSIVE made AS MATERIALIZED (
+  SELECT * EXCLUDE (manifest) FROM steps WHERE status = 'committed'
+), lineage AS (
+  SELECT run, policy, max(policy_version) AS version FROM policies GROUP BY run, policy
+  UNION ALL
+  SELECT made.run, made.policy, made.policy_version
+  FROM lineage JOIN made ON made.run = lineage.run AND made.policy = lineage.policy
+                        AND made.output_version = lineage.version
+)
+SELECT lineage.run, version, made.step, made.algorithm, made.samples, made.cut,
+       policies.path AS checkpoint, coalesce(policies.weights_digest, made.digests->>'$.weights') AS weights
+FROM lineage
+LEFT JOIN made ON made.run = lineage.run AND made.policy = lineage.policy
+              AND made.output_version = version
+LEFT JOIN policies ON policies.run = lineage.run AND policies.policy = lineage.policy
+                  AND policies.policy_version = version
+ORDER BY lineage.run, version DESC""",
+    ),
+    Example(
+        "What did an agent say, turn by turn?",
+        "`new_messages` is what a request added to the turn it goes on from.",
+        """\
+SELECT turn_id, parent_turn_id, new_messages->>'$[#-1].content' AS last_message,
+       coalesce(content, reply->>'$.tool_calls') AS reply, policy_version, reward
+FROM turns
+WHERE trajectory = 'task-1-0'
+ORDER BY lane, seq""",
+    ),
+    Example(
+        "Whose reward counts?",
+        "All of a trajectory's rewards, superseded ones too. `trajectories.reward` is the agent's last one\n"
+        "in force.",
+        """\
+SELECT trajectory, turn_id, source, reward, superseded, time
+FROM rewards
+ORDER BY trajectory, lane, seq""",
+    ),
+    Example(
+        "How much does the log hold?",
+        "Events by kind and lane, and when they were written.",
+        """\
+SELECT kind, lane, count(*) AS events, min(time) AS first, max(time) AS last
+FROM events
+GROUP BY kind, lane ORDER BY kind, lane""",
+    ),
+)

@@ -1,0 +1,193 @@
+"""The columns of the SQL views, as data: name, DuckDB type, and meaning with its unit. Pure.
+
+A test holds names, order and types against what DuckDB says of each view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollbook.store.schema import COLUMNS
+
+SPANS = 'STRUCT("policy" VARCHAR, "version" BIGINT, "start" INTEGER, "end" INTEGER)[]'
+
+
+@dataclass(frozen=True, slots=True)
+class ViewColumn:
+    """A column of a view: its name, DuckDB type and meaning."""
+
+    name: str
+    type: str
+    doc: str
+
+
+RUN = ViewColumn("run", "VARCHAR", "the run")
+LANE = ViewColumn("lane", "VARCHAR", "the lane of the event this row began with")
+TRAJECTORY = ViewColumn("trajectory", "VARCHAR", "the client's name of the trajectory, unique in its run")
+TRAJECTORY_ID = ViewColumn("trajectory_id", "VARCHAR", "Rollbook's id of the trajectory, unique everywhere")
+TURN_ID = ViewColumn("turn_id", "VARCHAR", "the turn")
+POLICY = ViewColumn("policy", "VARCHAR", "named line of weights, by default actor")
+
+_EVENT_TYPES = {
+    "seq": "BIGINT",
+    "schema_version": "SMALLINT",
+    "time": "TIMESTAMP",
+    "policy_version": "BIGINT",
+    "step": "BIGINT",
+    "reward": "DOUBLE",
+    "prompt_ids": "INTEGER[]",
+    "completion_ids": "INTEGER[]",
+    "logprobs": "FLOAT[]",
+    "version_spans": SPANS,
+}
+EVENTS = (
+    ViewColumn("lane", "VARCHAR", "the lane; with seq, the event's place in the log"),
+    *(ViewColumn(c.name, _EVENT_TYPES.get(c.name, "VARCHAR"), c.doc) for c in COLUMNS),
+)
+
+RUNS = (
+    RUN,
+    ViewColumn("opened", "TIMESTAMP", "when the command began to write, UTC"),
+    ViewColumn("lane", "VARCHAR", "the lane it writes"),
+    ViewColumn("command", "VARCHAR", "serve or train"),
+    ViewColumn("model", "VARCHAR", "model directory given to serve; null for train (see config)"),
+    ViewColumn("config", "JSON", "everything the command was told"),
+    ViewColumn("environment", "JSON", "fingerprint of where it trains; empty for serve"),
+)
+
+REWARDS = (
+    RUN,
+    TRAJECTORY_ID,
+    TRAJECTORY,
+    ViewColumn("turn_id", "VARCHAR", "the turn rewarded; null where it is the whole trajectory"),
+    ViewColumn("reward", "DOUBLE", "the number"),
+    ViewColumn("source", "VARCHAR", "who gave it; agent unless said otherwise"),
+    ViewColumn("event_id", "VARCHAR", "how a later reward names it to supersede it"),
+    ViewColumn("time", "TIMESTAMP", "when it was assigned, UTC"),
+    LANE,
+    ViewColumn("seq", "BIGINT", "its place in the lane"),
+    ViewColumn("superseded", "BOOLEAN", "a later reward took its place"),
+)
+
+TURNS = (
+    RUN,
+    TRAJECTORY,
+    TRAJECTORY_ID,
+    TURN_ID,
+    ViewColumn("parent_turn_id", "VARCHAR", "the turn whose tokens it extends; null for a root"),
+    ViewColumn("root_reason", "VARCHAR", "why it extends none; null where it does"),
+    ViewColumn("status", "VARCHAR", "completed, failed, or running (no end was recorded)"),
+    ViewColumn(
+        "delivered", "VARCHAR", "sent: the client took the last byte; echoed: it showed the reply later"
+    ),
+    ViewColumn("policy", "VARCHAR", "that sampled its last token; null for a teacher"),
+    ViewColumn("policy_version", "BIGINT", "that sampled its last token; null for a teacher"),
+    ViewColumn("version_spans", SPANS, "which version made completion tokens start <= i < end"),
+    ViewColumn("prompt_delta", "INTEGER[]", "prompt token ids that the parent turn does not hold"),
+    ViewColumn("prompt_length", "BIGINT", "tokens of the whole prompt that the engine was sent"),
+    ViewColumn("completion_ids", "INTEGER[]", "sampled token ids, the end-of-turn token included"),
+    ViewColumn("logprobs", "FLOAT[]", "natural-log probability of each; null for a teacher"),
+    ViewColumn("completion_length", "BIGINT", "sampled tokens"),
+    ViewColumn("finish_reason", "VARCHAR", "stop, length or tool_calls, as the client was told"),
+    ViewColumn("content", "VARCHAR", "text of the reply; null where it only calls tools"),
+    ViewColumn("reply", "JSON", "the assistant message as sent"),
+    ViewColumn("new_messages", "JSON", "the request's messages that its base turn's request does not hold"),
+    ViewColumn("request", "JSON", "the rest of the request's body"),
+    ViewColumn("requested_model", "VARCHAR", "model name the client sent"),
+    ViewColumn("sampling", "JSON", "max_new_tokens, temperature and seed in force"),
+    ViewColumn("reward", "DOUBLE", "the agent's reward in force of this turn"),
+    ViewColumn("requested", "TIMESTAMP", "when the request was recorded, UTC"),
+    ViewColumn("completed", "TIMESTAMP", "when the answer was recorded, UTC"),
+    ViewColumn("latency_ms", "DOUBLE", "completed - requested, in ms"),
+    LANE,
+    ViewColumn("seq", "BIGINT", "place of its turn.requested in the lane"),
+    ViewColumn("error", "VARCHAR", "why it failed"),
+    ViewColumn("flags", "JSON", "list of oddities, such as malformed_tool_call"),
+    ViewColumn("timings", "JSON", "held_us and engine_us, in µs, where the engine tells them"),
+)
+
+TRAJECTORIES = (
+    RUN,
+    TRAJECTORY,
+    TRAJECTORY_ID,
+    ViewColumn("group", "VARCHAR", "trajectories compared with each other; quote it: a word of SQL"),
+    ViewColumn("task", "VARCHAR", "what it was about, as the client put it"),
+    ViewColumn("split", "VARCHAR", "train, eval (never trained) or teacher"),
+    ViewColumn("labels", "JSON", "the client's own, an object"),
+    ViewColumn("status", "VARCHAR", "open, completed, truncated, aborted or failed"),
+    ViewColumn("success", "BOOLEAN", "as the client said at its finish"),
+    ViewColumn("reward", "DOUBLE", "the agent's reward in force"),
+    ViewColumn("turns", "BIGINT", "completed turns"),
+    ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token"),
+    ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token"),
+    ViewColumn("opened", "TIMESTAMP", "UTC"),
+    ViewColumn("finished", "TIMESTAMP", "UTC; null while it is open"),
+    LANE,
+)
+
+TOKENS = (
+    RUN,
+    TRAJECTORY_ID,
+    TURN_ID,
+    ViewColumn("position", "BIGINT", "place in the turn's completion, from 0"),
+    ViewColumn("token_id", "INTEGER", "the token"),
+    ViewColumn("logprob", "FLOAT", "its natural-log probability; null for a teacher"),
+    ViewColumn("policy", "VARCHAR", "that sampled it; null for a teacher"),
+    ViewColumn("policy_version", "BIGINT", "that sampled it; null for a teacher"),
+)
+
+POLICIES = (
+    RUN,
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "optimizer steps taken; 0 is the model the run started from"),
+    ViewColumn("parent_version", "BIGINT", "the version it was trained from; null for 0"),
+    ViewColumn("weights_digest", "VARCHAR", "sha256 over the tensors' names, types, shapes and hashes"),
+    ViewColumn("path", "VARCHAR", "its checkpoint: relative to the store, or, if only served, as served"),
+    ViewColumn("published", "TIMESTAMP", "when its weights were written, UTC"),
+    ViewColumn("activated", "TIMESTAMP", "when an engine first served it, its weights digest compared, UTC"),
+)
+
+STEPS = (
+    RUN,
+    ViewColumn("step", "BIGINT", "optimizer step, from 0"),
+    ViewColumn("attempt", "BIGINT", "1 unless an earlier attempt did not commit"),
+    ViewColumn("status", "VARCHAR", "planned, committed or failed"),
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "version it starts from"),
+    ViewColumn("output_version", "BIGINT", "version it made; null unless committed"),
+    ViewColumn("algorithm", "VARCHAR", "sft or grpo"),
+    ViewColumn("cut", "VARCHAR", "the log it saw, as lane=count,lane=count"),
+    ViewColumn("learning_rate", "DOUBLE", "as applied"),
+    ViewColumn("samples", "BIGINT", "how many it consumes; which ones: view samples"),
+    ViewColumn("loss", "DOUBLE", "mean over its trained tokens"),
+    ViewColumn("metrics", "JSON", "loss, gradient_norm, trained_tokens, reward and others"),
+    ViewColumn("digests", "JSON", "stage -> digest of its result"),
+    ViewColumn("manifest", "VARCHAR", "JSON: everything that decides the step's bits"),
+    ViewColumn("planned", "TIMESTAMP", "UTC"),
+    ViewColumn("committed", "TIMESTAMP", "UTC"),
+    ViewColumn("phase", "VARCHAR", "digest of the configuration; steps of one phase share an optimizer"),
+    ViewColumn("error", "VARCHAR", "why it failed"),
+)
+
+SAMPLES = (
+    RUN,
+    ViewColumn("step", "BIGINT", "the step"),
+    ViewColumn("attempt", "BIGINT", "its attempt"),
+    ViewColumn("status", "VARCHAR", "the attempt's: planned, committed or failed"),
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "version the step starts from"),
+    ViewColumn("position", "BIGINT", "place in the batch, from 0"),
+    TRAJECTORY_ID,
+    ViewColumn("turn_id", "VARCHAR", "leaf turn: the sample is the path from its root to it"),
+)
+
+DROPS = (
+    RUN,
+    TRAJECTORY_ID,
+    ViewColumn("turn_id", "VARCHAR", "leaf turn of the sample"),
+    ViewColumn("rule", "VARCHAR", "staleness, zero_variance, no_reward or no_logprobs"),
+    ViewColumn("recipe", "VARCHAR", "digest of the recipe"),
+    ViewColumn("step", "BIGINT", "the step it was kept out of"),
+    ViewColumn("detail", "JSON", "what the rule held it against"),
+    ViewColumn("time", "TIMESTAMP", "UTC"),
+)

@@ -1,0 +1,138 @@
+"""A store that has an answer to every question of docs/sql.md, and the documents that show code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Event, Store
+from rollbook.store import events as kinds
+from rollbook.store.trajectory import prompt_sha256
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a document; `line` is where its code starts."""
+
+    path: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def documents() -> list[Path]:
+    """README.md if there is one, docs/*.md, and the README of each folder that has one."""
+    folders = [ROOT / name / "README.md" for name in ("store", "ingest", "train", "replay")]
+    return [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *folders) if path.exists()]
+
+
+def blocks(language: str) -> Iterator[Block]:
+    """Every fenced block of a language in the documents."""
+    for path in documents():
+        text = path.read_text()
+        for match in FENCE.finditer(text):
+            if match[1] == language:
+                yield Block(path, text.count("\n", 0, match.start()) + 2, language, match[2])
+
+
+def _ids(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def _trajectory(name: str, reward: float, version: int, *, logprob: float, delivered: bool) -> list[Any]:
+    """A finished trajectory of two turns, the second one a child of the first."""
+    key, root, child = f"id-{name}", f"{name}-1", f"{name}-2"
+    asked = [{"role": "user", "content": "2+2?"}]
+    told = [{"role": "assistant", "content": "four"}, {"role": "user", "content": "a digit, please"}]
+    span = (kinds.VersionSpan("actor", version, 0, 2),)
+    ask = ({"temperature": 1.0}, "m", {"max_new_tokens": 2, "temperature": 1.0, "seed": 0}, {}, "key")
+
+    def done(turn_id: str, delta: Any, prompt: Any, ids: Any, text: str) -> Any:
+        return kinds.TurnCompleted(
+            *(key, turn_id, "actor", version, delta, ids, np.array([-0.5, logprob], np.float32), span),
+            *(len(prompt), prompt_sha256(prompt), "stop", {"role": "assistant", "content": text}),
+            *({"temperature": 1.0}, [], {"held_us": 0, "engine_us": 900}),
+        )
+
+    return [
+        kinds.TrajectoryOpened(key, name, name.rsplit("-", 1)[0], "2+2", "train"),
+        kinds.TurnRequested(key, root, f"r-{root}", None, "first_turn", None, 0, asked, *ask),
+        done(root, _ids(1, 2), _ids(1, 2), _ids(3, 4), "four"),
+        kinds.TurnDelivered(key, root, "sent"),
+        kinds.TurnRequested(key, child, f"r-{child}", root, None, root, 1, told, *ask),
+        done(child, _ids(5), _ids(1, 2, 3, 4, 5), _ids(6, 4), "4"),
+        *([kinds.TurnDelivered(key, child, "sent")] if delivered else []),
+        kinds.RewardAssigned(key, None, reward),
+        kinds.TrajectoryFinished(key, "completed", reward > 0),
+    ]
+
+
+def _step(step: int, attempt: int, names: list[str]) -> Any:
+    refs = [{"trajectory_id": f"id-{name}", "turn_id": f"{name}-2"} for name in names]
+    return kinds.StepPlanned(
+        *(step, attempt, "actor", step, "phase", "serve=27", {"reward_source": "agent"}, "recipe", refs),
+        *([[[0, 1]]], {"name": "grpo"}, {"lr": 0.001}, 0.001, 7, {"input_weights": f"w{step}"}, {}),
+    )
+
+
+def _train_records() -> list[Any]:
+    written: list[Any] = []
+    for version in (0, 1, 2):
+        path = f"checkpoints/demo/actor/v{version:08d}"
+        written.append(kinds.CheckpointWritten("actor", version, path, f"w{version}", None, "phase", 9))
+        written.append(
+            kinds.PolicyPublished("actor", version, version - 1 if version else None, path, f"w{version}")
+        )
+    results: Any = ({"weights": "w1"}, {"loss": 0.5, "trained_tokens": 6})
+    return [
+        kinds.RunOpened("train", {"run": "demo"}, environment={"device": "cpu"}),
+        *written[:2],
+        _step(0, 1, ["task-1-0", "task-1-1"]),
+        kinds.StepFailed(0, 1, "actor", "out of memory"),
+        _step(0, 2, ["task-1-0", "task-1-1"]),
+        kinds.StepCommitted(0, 2, "actor", 1, *results),
+        *written[2:4],
+        kinds.SampleDropped("id-task-2-0", "task-2-0-2", "staleness", "recipe", 1, {"staleness": 3}),
+        _step(1, 1, ["task-2-1"]),
+        kinds.StepCommitted(1, 1, "actor", 2, {"weights": "w2"}, {"loss": 0.25, "trained_tokens": 2}),
+        *written[4:],
+    ]
+
+
+@pytest.fixture(scope="session")
+def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store at DIR/demo-store with at least one event of every kind, told as one short story."""
+    log = rb.open(tmp_path_factory.mktemp("docs") / "demo-store", create=True)
+    records = [
+        kinds.RunOpened("serve", {"port": 8000}, "model"),
+        kinds.PolicyActivated("actor", 0, "embedded", "w0", "/model"),
+        *_trajectory("task-1-0", 1.0, 0, logprob=-12.0, delivered=True),
+        *_trajectory("task-1-1", 0.0, 0, logprob=-0.1, delivered=True),
+        *_trajectory("task-2-0", 1.0, 0, logprob=-0.1, delivered=False),
+        *_trajectory("task-2-1", 1.0, 1, logprob=-0.1, delivered=True),
+        kinds.RewardAssigned("id-task-2-1", "task-2-1-1", 0.5, "judge"),
+        kinds.TrajectoryOpened("id-broken", "broken"),
+        kinds.TurnRequested(
+            "id-broken", "b1", "r-b1", None, "first_turn", None, 0, [], {}, None, {}, {}, "key"
+        ),
+        kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
+    ]
+    for lane, told in (("serve", records), ("train", _train_records())):
+        with log.writer(lane) as writer:
+            writer.append([Event(record, "demo") for record in told]).result(30)
+    held = {e.kind for e in log.events()}
+    assert held == set(kinds.RECORDS), f"add an event of {set(kinds.RECORDS) - held}"
+    return log

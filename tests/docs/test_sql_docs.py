@@ -1,0 +1,73 @@
+"""docs/sql.md says what the views are, and its queries answer the questions above them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store.sql_docs import render
+from rollbook.store.sql_examples import EXAMPLES, Example
+from rollbook.store.views import VIEWS, View
+
+
+def test_the_page_is_the_rendered_one(root: Path) -> None:
+    """docs/sql.md is generated, never edited."""
+    page = (root / "docs" / "sql.md").read_text()
+    assert page == render(), "docs/sql.md is old: run python -m rollbook.store.sql_docs > docs/sql.md"
+
+
+def test_the_page_shows_every_view_and_question() -> None:
+    """Each view has its table and each example its block."""
+    page = render()
+    assert all(f"### `{view.name}`\n" in page for view in VIEWS)
+    assert all(f"### {e.question}\n" in page and e.sql in page for e in EXAMPLES)
+    assert len({e.question for e in EXAMPLES}) == len(EXAMPLES) >= 12
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
+def test_documented_columns_are_the_views_own(store: Store, view: View) -> None:
+    """Names, order and types are what DuckDB says, already on an empty store; each has a meaning."""
+    found = rb.connect(store.path).execute(f'DESCRIBE "{view.name}"').fetchall()
+    assert [(c.name, c.type) for c in view.columns] == [(row[0], row[1]) for row in found]
+    assert all(c.doc for c in view.columns)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.question)
+def test_each_question_has_an_answer(one_of_everything: Store, example: Example) -> None:
+    """The query runs on a store with one of everything, and gives rows."""
+    assert rb.connect(one_of_everything.path).execute(example.sql).fetchall()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.question)
+def test_each_question_may_be_asked_of_an_empty_store(store: Store, example: Example) -> None:
+    """The query gives no rows, and no error, before the first event."""
+    assert rb.connect(store.path).execute(example.sql).fetchall() == []
+
+
+def _answer(store: Store, question: str) -> list[Any]:
+    [example] = [e for e in EXAMPLES if question in e.question]
+    return rb.connect(store.path).execute(example.sql).fetchall()
+
+
+def test_answers(one_of_everything: Store) -> None:
+    """Where a query does more than look up, its numbers are right."""
+    ask = one_of_everything
+    assert _answer(ask, "reward move") == [
+        (0, 3, pytest.approx(2 / 3), pytest.approx(2 / 3)),
+        (1, 1, 1.0, 1.0),
+    ]
+    unlikely = [("task-1-0", "task-1-0-1", 1, 4, -12.0, 0), ("task-1-0", "task-1-0-2", 1, 4, -12.0, 0)]
+    assert sorted(_answer(ask, "very unlikely")) == unlikely
+    assert [row[1] for row in _answer(ask, "perhaps never get")] == ["task-2-0-2"]
+    assert _answer(ask, "How stale") == [("demo", 0, 2, 0.0, 0), ("demo", 1, 1, 0.0, 0)]
+    assert _answer(ask, "Which step trained") == [("task-1-0", 0, 0, "task-1-0-2")]
+    assert [row[:2] for row in _answer(ask, "did this step")] == [(0, "task-1-0"), (1, "task-1-1")]
+    assert _answer(ask, "tokens did each version") == [("demo", 0, 12, 8), ("demo", 1, 4, 4)]
+    groups = _answer(ask, "teach nothing")
+    assert [(row[0], row[2], row[4] == 0) for row in groups] == [("task-2", 2, True), ("task-1", 2, False)]
+    lineage = _answer(ask, "weights come from")
+    assert [(row[1], row[2], row[7]) for row in lineage] == [(2, 1, "w2"), (1, 0, "w1"), (0, None, "w0")]
