@@ -217,11 +217,15 @@ def test_new_weights_answer_also_where_the_prefix_was_cached(
     served: Any, tiny_model: Path, other_model: Path
 ) -> None:
     """After an update every logprob is the new weights', the version is stamped and the log says so."""
-    long = {"role": "user", "content": "What is 37 plus 58? " * 20}
+    long = {"role": "user", "content": "What is 37 plus 58? " * 50}
     options = {"max_tokens": 16, "seed": 3}
     for _ in range(2):
         before = served.chat("old", long, **options)
     assert before.headers["x-rollbook-policy-version"] == "0"
+    cache = served.engine._manager.batch_processor.cache
+    prefix = _prompt(served, long["content"])
+    assert cache.search_prefix_match("probe", prefix.ids.tolist()) == 256  # so there is one to forget
+    cache.free_blocks("probe")
     answer = _update(served, other_model, 7)
     assert answer.status_code == 200, answer.text
     assert answer.json()["success"] is True
