@@ -67,6 +67,7 @@ async def solve(client: AsyncOpenAI, url: str, job: dict[str, Any]) -> float:
             answer = choice.message.content if choice.finish_reason == "stop" else None
             break
         for call in choice.message.tool_calls:
+            assert call.type == "function"
             result = calculator(call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     reward = float(answer is not None and answer.strip() == job["answer"])

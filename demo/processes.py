@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import orjson
@@ -39,7 +39,7 @@ class Process:
         self._log = folder / f"{name}.log"
         self._file = self._log.open("wb")
         outputs = {"stdout": self._file, "stderr": self._file} | pipes
-        self.child = subprocess.Popen(command, env=_environment(), **outputs)
+        self.child: subprocess.Popen[bytes] = subprocess.Popen(command, env=_environment(), **outputs)
 
     def check(self) -> None:
         """Raise DemoError if it ended with an error."""
@@ -65,7 +65,7 @@ class Process:
         """Last lines of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -101,21 +101,14 @@ def control_routes(engine: Controlled) -> APIRouter:
         params = body.sampling_params
         sampling = Sampling(params.max_new_tokens, params.temperature, params.sampling_seed)
         made = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)
-        ids = made.completion_ids.tolist()
-        numbers = [] if made.logprobs is None else made.logprobs.tolist()
-        spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in made.version_spans]
-        reason: Json = {"type": made.finish_reason}
-        reason |= {"matched": ids[-1]} if made.finish_reason == "stop" else {"length": len(ids)}
-        meta = {
-            "finish_reason": reason,
-            "prompt_tokens": len(body.input_ids),
-            "completion_tokens": len(ids),
-            "output_token_logprobs": [[p, i, None] for p, i in zip(numbers, ids, strict=True)],
-            "weight_versions": spans,
-            "weight_version": spans[-1]["version"],
-        }
-        return {"output_ids": ids, "meta_info": meta}
+        return _generated(made, len(body.input_ids))
 
+    _add_weight_routes(routes, engine)
+    _add_flow_routes(routes, engine)
+    return routes
+
+
+def _add_weight_routes(routes: APIRouter, engine: Controlled) -> None:
     @routes.post("/update_weights_from_disk")
     async def update_weights(body: UpdateWeights) -> Json:
         version = None if body.weight_version is None else _version(body.weight_version)
@@ -131,6 +124,8 @@ def control_routes(engine: Controlled) -> APIRouter:
     async def weights_checker() -> Json:
         return {"success": True, "digest": engine.weights_digest}
 
+
+def _add_flow_routes(routes: APIRouter, engine: Controlled) -> None:
     @routes.post("/pause_generation")
     async def pause() -> Json:
         await engine.pause()
@@ -147,7 +142,23 @@ def control_routes(engine: Controlled) -> APIRouter:
         await engine.flush_cache()
         return {"success": True}
 
-    return routes
+
+def _generated(made: Generation, prompt_tokens: int) -> Json:
+    """A generation in SGLang's form."""
+    ids = made.completion_ids.tolist()
+    numbers = [] if made.logprobs is None else made.logprobs.tolist()
+    spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in made.version_spans]
+    reason: Json = {"type": made.finish_reason}
+    reason |= {"matched": ids[-1]} if made.finish_reason == "stop" else {"length": len(ids)}
+    meta = {
+        "finish_reason": reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(ids),
+        "output_token_logprobs": [[p, i, None] for p, i in zip(numbers, ids, strict=True)],
+        "weight_versions": spans,
+        "weight_version": spans[-1]["version"],
+    }
+    return {"output_ids": ids, "meta_info": meta}
 
 
 def _version(text: str) -> int:

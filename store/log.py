@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -150,16 +151,21 @@ class Tail:
         self._store = store
         self._start = start
         self._readers: dict[str, LaneReader] = {}
+        self._read: list[Event] = []
 
     def poll(self) -> list[Event]:
-        """Events that became durable since the last poll: lane by lane, each in order."""
-        events: list[Event] = []
+        """Events that became durable since the last poll: lane by lane, each in order.
+
+        Raises:
+            CorruptionError: a lane is damaged; what was read of others comes with the next poll.
+        """
         for lane in self._store.lanes():
             if lane not in self._readers:
                 self._readers[lane] = LaneReader(lane_folder(self._store.path, lane))
             start = self._start.get(lane, 0)
             for batch in self._readers[lane].poll():
-                events += [e for e in codec.decode(batch, lane) if e.seq >= start]
+                self._read += [e for e in codec.decode(batch, lane) if e.seq >= start]
+        events, self._read = self._read, []
         return events
 
     def cut(self) -> dict[str, int]:
@@ -185,6 +191,8 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
     if not marker.exists():
         if not create:
             raise NotAStoreError(f"{folder} is not a Rollbook store (it holds no STORE.json)")
+        if folder.exists() and not folder.is_dir():
+            raise NotAStoreError(f"{folder} is a file, not a folder")
         _create(folder, marker)
     try:
         meta = orjson.loads(marker.read_bytes())
@@ -199,14 +207,19 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
 
 
 def _create(folder: Path, marker: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Make an empty store. Two processes may do so at once: the marker of one of them stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    strangers = [f for f in folder.iterdir() if f.name not in ("lanes", marker.name)]
+    if any(f for f in strangers if f.suffix != ".creating"):
         raise NotAStoreError(f"{folder} exists and is not a Rollbook store: name an empty or a new folder")
-    (folder / "lanes").mkdir(parents=True)
+    (folder / "lanes").mkdir(exist_ok=True)
     meta = {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()}
-    temporary = marker.with_suffix(".tmp")
+    temporary = folder / f"{new_id()}.creating"
     with temporary.open("wb") as file:
         file.write(orjson.dumps(meta))
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(marker)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, marker)
+    temporary.unlink()
     fsync_folder(folder)

@@ -122,7 +122,7 @@ class _Builder:
     failed: dict[str, TurnFailed] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)
     finished: TrajectoryFinished | None = None
-    rewards: list[tuple[str, RewardAssigned]] = field(default_factory=list)
+    rewards: list[tuple[str, int, str, RewardAssigned]] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         match event.record:
@@ -135,7 +135,7 @@ class _Builder:
             case TurnDelivered() as record:
                 self.delivered.setdefault(record.turn_id, record.how)
             case RewardAssigned() as record:
-                self.rewards.append((event.event_id, record))
+                self.rewards.append((event.lane, event.seq, event.event_id, record))
             case TrajectoryFinished() as record:
                 self.finished = record
 
@@ -150,27 +150,48 @@ class _Builder:
             )
             for position, (turn_id, requested) in enumerate(self.requested.items())
         }
-        return Trajectory(self.run, self.opened, turns, self.finished, tuple(self.rewards))
+        # Lanes may be read in any order: which reward came last must not depend on it.
+        rewards = tuple((event_id, r) for _, _, event_id, r in sorted(self.rewards, key=_place))
+        return Trajectory(self.run, self.opened, turns, self.finished, rewards)
+
+
+def _place(reward: tuple[str, int, str, RewardAssigned]) -> tuple[str, int]:
+    return reward[0], reward[1]
 
 
 class TrajectoryFold:
-    """Folds events into trajectories as they come. Events of one trajectory must come in order."""
+    """Folds events into trajectories as they come.
+
+    Events of one lane must come in order. Lanes may come in any: a reward from another lane that
+    comes before the trajectory's opening is kept until then.
+    """
 
     def __init__(self) -> None:
         self._builders: dict[str, _Builder] = {}
+        self._early: dict[str, list[Event]] = {}
+        self._forgotten: set[str] = set()
 
     def add(self, event: Event) -> str | None:
-        """Take one event; the id of the trajectory it belongs to, if any."""
+        """Take one event; the id of the trajectory it belongs to, if that has been opened."""
         record: Any = event.record
-        if isinstance(record, TrajectoryOpened):
-            self._builders[record.trajectory_id] = _Builder(event.run, record)
-            return record.trajectory_id
         trajectory_id: str | None = getattr(record, "trajectory_id", None)
-        builder = self._builders.get(trajectory_id) if trajectory_id else None
-        if builder is None:
+        if trajectory_id is None or trajectory_id in self._forgotten:
             return None
-        builder.add(event)
+        if isinstance(record, TrajectoryOpened):
+            builder = self._builders[trajectory_id] = _Builder(event.run, record)
+            for early in self._early.pop(trajectory_id, ()):
+                builder.add(early)
+        elif trajectory_id in self._builders:
+            self._builders[trajectory_id].add(event)
+        else:
+            self._early.setdefault(trajectory_id, []).append(event)
+            return None
         return trajectory_id
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop a trajectory and ignore what may still come for it."""
+        self._builders.pop(trajectory_id, None)
+        self._forgotten.add(trajectory_id)
 
     def __getitem__(self, trajectory_id: str) -> Trajectory:
         return self._builders[trajectory_id].build()

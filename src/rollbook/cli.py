@@ -187,15 +187,18 @@ def demo(
 
 def main() -> None:
     """Entry point: errors that Rollbook foresaw are one line on stderr and exit code 2."""
-    from rollbook.store.errors import RollbookError
-
     try:
         app()
-    except RollbookError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except BrokenPipeError:
         sys.exit(0)
+    except Exception as error:
+        # Imported only now, so that --help stays quick.
+        from rollbook.store.errors import RollbookError
+
+        if not isinstance(error, RollbookError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -201,8 +201,9 @@ def test_messages_do_not_share_the_log() -> None:
 
 
 def test_fold_as_it_goes() -> None:
-    """`add` names the trajectory an event belongs to; events of unknown ones belong to none."""
+    """`add` names the trajectory an event belongs to, once that is open; earlier events are kept."""
     folding = TrajectoryFold()
+    assert folding.add(Event(RewardAssigned("t", None, 0.5, "judge"), "run", lane="a", seq=0)) is None
     assert folding.add(Event(TurnFailed("t", "u", "x"), "run")) is None
     assert folding.add(Event(TrajectoryOpened("t", "name"), "run")) == "t"
     assert folding.add(Event(_requested("t", "u", None, 0, []), "run")) == "t"
@@ -210,3 +211,16 @@ def test_fold_as_it_goes() -> None:
     assert folding.add(Event(TurnDelivered("t", "u", "sent"), "run")) == "t"
     assert list(folding) == ["t"]
     assert folding["t"].turns["u"].delivered == "echoed"
+    assert folding["t"].reward("judge") == 0.5
+    folding.forget("t")
+    assert folding.add(Event(TurnDelivered("t", "u", "sent"), "run")) is None
+    assert list(folding) == []
+
+
+def test_the_reward_in_force_does_not_depend_on_the_order_of_lanes() -> None:
+    """Rewards are ordered by lane and place in it, whichever lane was read first."""
+    opened = Event(TrajectoryOpened("t", "t"), "run", lane="b", seq=0)
+    one = Event(RewardAssigned("t", None, 1.0), "run", lane="a", seq=7)
+    two = Event(RewardAssigned("t", None, 2.0), "run", lane="b", seq=1)
+    for order in ([opened, one, two], [one, opened, two], [opened, two, one]):
+        assert fold(order)["t"].reward() == 2.0
