@@ -1,11 +1,7 @@
-"""A store that has an answer to every question of docs/sql.md, and the documents that show code."""
+"""A store that has an answer to every question of docs/sql.md."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,37 +11,6 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.trajectory import prompt_sha256
-
-ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block of a document; `line` is where its code starts."""
-
-    path: Path
-    line: int
-    language: str
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line}"
-
-
-def documents() -> list[Path]:
-    """README.md if there is one, docs/*.md, and the README of each folder that has one."""
-    folders = [ROOT / name / "README.md" for name in ("store", "ingest", "train", "replay")]
-    return [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *folders) if path.exists()]
-
-
-def blocks(language: str) -> Iterator[Block]:
-    """Every fenced block of a language in the documents."""
-    for path in documents():
-        text = path.read_text()
-        for match in FENCE.finditer(text):
-            if match[1] == language:
-                yield Block(path, text.count("\n", 0, match.start()) + 2, language, match[2])
 
 
 def _ids(*values: int) -> Any:

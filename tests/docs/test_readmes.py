@@ -1,0 +1,161 @@
+"""What the documents show works: commands parse, SQL runs, Python compiles and, where it says so, runs.
+
+A Python block whose first line is `# runs` is run in a folder that holds a store named `demo-store`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from rollbook import store as rb
+from rollbook.cli import app
+from rollbook.store import Store
+from rollbook.train.config import parse_config
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("store", "ingest", "train", "replay")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OPERATORS = {"&", "&&", "|", "||", ";", ";;", ">", ">>", "<"}
+RUNS = "# runs\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a document; `line` is where its code starts."""
+
+    path: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """The fenced blocks of a document that name a language."""
+    text = path.read_text()
+    return [Block(path, text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in FENCE.finditer(text)]
+
+
+def documents() -> list[Path]:
+    """README.md, docs/*.md, and the README of each layer, as far as they are there."""
+    paths = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *(ROOT / f / "README.md" for f in FOLDERS)]
+    return [path for path in paths if path.exists()]
+
+
+def blocks(language: str) -> list[Block]:
+    """Every block of a language in the documents."""
+    return [block for path in documents() for block in blocks_of(path) if block.language == language]
+
+
+def commands(code: str) -> Iterator[list[str]]:
+    """The words of each `rollbook` command in shell code, without `rollbook` itself."""
+    for line in code.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        command: list[str] = []
+        for word in [*lexer, ";"]:
+            if word in OPERATORS:
+                if command[:1] == ["rollbook"]:
+                    yield command[1:]
+                command = []
+            elif command or not (word == "$" or re.fullmatch(r"[A-Z_]+=.*", word)):
+                command.append(word)
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    """The parameters that a command line gives its command; nothing is run.
+
+    Raises:
+        KeyError: there is no such command.
+        Exception: typer's usage error: no such option, or a value that does not fit.
+    """
+    command: Any = typer.main.get_command(app)
+    name = "rollbook"
+    while words and words[0] in getattr(command, "commands", {}):
+        name, *words = words
+        command = command.commands[name]
+    if hasattr(command, "commands"):
+        raise KeyError(f"{name} {' '.join(words)}")
+    params: dict[str, Any] = command.make_context(name, list(words)).params
+    return params
+
+
+def test_the_layers_have_their_documents() -> None:
+    """Each layer has a README of at most 75 lines with its promises and limits."""
+    for folder in FOLDERS:
+        text = (ROOT / folder / "README.md").read_text()
+        assert text.count("\n") <= 75, folder
+        assert all(f"\n## {part}\n" in text for part in ("Example", "Promises", "Limits")), folder
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=str)
+def test_commands_parse(block: Block, one_of_everything: Store) -> None:
+    """Every `rollbook` command has a sub-command, options and values that exist; its SQL runs."""
+    for words in commands(block.code):
+        params = parse(words)
+        if "query" in params:
+            rb.connect(one_of_everything.path).execute(params["query"])
+
+
+@pytest.mark.parametrize("block", blocks("sql"), ids=str)
+def test_queries_run(block: Block, one_of_everything: Store) -> None:
+    """Every SQL block gives rows on a store with one of everything."""
+    assert rb.connect(one_of_everything.path).execute(block.code).fetchall()
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_compiles_and_runs(
+    block: Block, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every Python block compiles; those marked `# runs` run beside a store named demo-store."""
+    code = compile(block.code, str(block), "exec")
+    if block.code.startswith(RUNS):
+        shutil.copytree(one_of_everything.path, tmp_path / "demo-store")
+        monkeypatch.chdir(tmp_path)
+        exec(code, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_configurations_load(block: Block) -> None:
+    """Every TOML block is a CONFIG of `rollbook train` without an unknown or missing key."""
+    parse_config(tomllib.loads(block.code), str(block))
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    """Every relative link names a file that is there."""
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+    broken = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    assert broken == []
+
+
+def test_the_reader_of_commands() -> None:
+    """Comments, continued lines, pipes, quotes and variables are understood; other commands are not ours."""
+    code = 'A=1 rollbook sql "select 1; select 2" --store d | head  # rollbook no\n# rollbook no\n'
+    code += "ls && rollbook \\\n  store info --store d &\necho rollbook\n"
+    assert list(commands(code)) == [
+        ["sql", "select 1; select 2", "--store", "d"],
+        ["store", "info", "--store", "d"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["nope", "store", "sql 'select 1'", "replay step x --store d", "demo --nope"]
+)
+def test_what_does_not_parse(line: str) -> None:
+    """An unknown command or option, a missing one, and an ill-typed value are all found."""
+    with pytest.raises(Exception, match=r".") as caught:
+        parse(shlex.split(line))
+    assert isinstance(caught.value, KeyError) or "UsageError" in str(type(caught.value).__mro__)
