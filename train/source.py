@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -74,10 +74,12 @@ class EpochSource:
         return self._samples[order[place]]
 
 
-@dataclass(slots=True)
-class _Group:
-    trajectories: int = 0
-    samples: list[Sample] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What is used together: a group's trajectories, or (`leaf`) one sample of a trajectory."""
+
+    trajectories: tuple[str, ...]
+    leaf: str | None = None
 
 
 class QueueSource:
@@ -98,8 +100,8 @@ class QueueSource:
         self._config, self._more, self._cut = config, more, cut
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()
-        self._groups: dict[str, _Group] = {}
-        self._ready: deque[list[Sample]] = deque()
+        self._groups: dict[str, list[str]] = {}
+        self._ready: deque[_Unit] = deque()
         self._waiting_since = 0.0
 
     def take(self, version: int) -> Selection | None:
@@ -110,30 +112,54 @@ class QueueSource:
         """
         algorithm = self._config.algorithm
         wanted = algorithm.groups if isinstance(algorithm, GrpoConfig) else algorithm.batch_size
-        drops: list[Drop] = []
-        kept: list[Sample] = []
-        units = 0
-        while units < wanted or not kept:
-            if not self._fill():
+        units: list[_Unit] = []
+        while True:
+            kept, drops, full = self._choose(units, version)
+            if full >= wanted and kept:
+                return Selection(kept, drops, self._cut())
+            missing = max(wanted - full, 1)
+            if not self._fill(missing):
                 return None
-            unit = self._ready.popleft()
-            fit, unfit = select(unit, self._config.recipe, algorithm, version)
-            drops += unfit
-            kept += fit
-            # A dropped unit gives its place back, but a flat group has had its turn in the step.
-            units += 1 if fit or all(d.rule == "zero_variance" for d in unfit) else 0
-        return Selection(kept, drops, self._cut())
+            units += [self._ready.popleft() for _ in range(missing)]
 
-    def _fill(self) -> bool:
-        """Wait until a unit is ready; false at the end of the stream."""
+    def _choose(self, units: list[_Unit], version: int) -> tuple[list[Sample], list[Drop], int]:
+        """The units' samples that are kept, those dropped, and how many of the units count."""
+        algorithm = self._config.algorithm
+        kept: list[Sample] = []
+        drops: list[Drop] = []
+        full = 0
+        for unit in units:
+            fit, unfit = select(self._samples(unit), self._config.recipe, algorithm, version)
+            kept += fit
+            drops += unfit
+            # A dropped unit gives its place back, but a flat group has had its turn in the step.
+            full += 1 if fit or (unfit and all(d.rule == "zero_variance" for d in unfit)) else 0
+        return kept, drops, full
+
+    def _samples(self, unit: _Unit) -> list[Sample]:
+        """The unit's samples as of every event handed out: a replay at the cut sees the same rewards."""
+        recipe = self._config.recipe
+        return [
+            sample
+            for trajectory_id in unit.trajectories
+            for sample in samples_of(self._folding[trajectory_id], recipe.reward_source)
+            if is_candidate(sample, recipe)
+            and sample.leaf_turn_id not in self._used
+            and unit.leaf in (None, sample.leaf_turn_id)
+        ]
+
+    def _fill(self, count: int) -> bool:
+        """Wait until so many units are ready; false at the end of the stream."""
         self._waiting_since = time.monotonic()
-        while not self._ready:
+        while (ready := len(self._ready)) < count:
             events = self._more()
             if events is None:
                 return False
             for event in events:
                 self._add(event)
-            if not events:
+            if len(self._ready) > ready:
+                self._waiting_since = time.monotonic()
+            elif not events:
                 self._check_patience()
                 time.sleep(POLL_S)
         return True
@@ -157,19 +183,18 @@ class QueueSource:
         samples = [s for s in samples_of(trajectory, recipe.reward_source) if is_candidate(s, recipe)]
         fresh = [s for s in samples if s.leaf_turn_id not in self._used]
         if not isinstance(self._config.algorithm, GrpoConfig):
-            self._ready.extend([s] for s in fresh)
+            self._ready.extend(_Unit((trajectory_id,), s.leaf_turn_id) for s in fresh)
         elif trajectory.opened.split in recipe.splits and (fresh or not samples):
-            self._add_to_group(trajectory.opened.group or trajectory_id, fresh)
+            self._add_to_group(trajectory.opened.group or trajectory_id, trajectory_id)
 
-    def _add_to_group(self, name: str, samples: list[Sample]) -> None:
+    def _add_to_group(self, name: str, trajectory_id: str) -> None:
         assert isinstance(self._config.algorithm, GrpoConfig)
-        group = self._groups.setdefault(name, _Group())
-        group.trajectories += 1
-        group.samples += samples
-        if group.trajectories >= self._config.algorithm.group_size:
-            del self._groups[name]
-            if group.samples:
-                self._ready.append(group.samples)
+        group = self._groups.setdefault(name, [])
+        group.append(trajectory_id)
+        if len(group) >= self._config.algorithm.group_size:
+            unit = _Unit(tuple(self._groups.pop(name)))
+            if self._samples(unit):
+                self._ready.append(unit)
 
 
 def make_source(
