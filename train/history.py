@@ -93,22 +93,28 @@ class History:
 
 
 def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
-    """The training history of a policy in a run."""
+    """The training history of a policy in a run.
+
+    A drop counts when its step committed: an attempt that did not is planned anew, drops and all.
+    """
     history = History(run, policy)
-    planned: dict[tuple[int, int], StepPlanned] = {}
+    planned: dict[tuple[int, int], tuple[StepPlanned, list[str]]] = {}
+    drops: list[str] = []  # of the plan that follows: both were appended together
     for event in events:
         record = event.record
         if event.run != run or getattr(record, "policy", policy) != policy:
             continue
         match record:
+            case SampleDropped():
+                drops.append(record.turn_id)
             case StepPlanned():
-                planned[record.step, record.attempt] = record
+                planned[record.step, record.attempt] = (record, drops)
+                drops = []
                 history.attempts[record.step] = max(record.attempt, history.attempts.get(record.step, 0))
             case StepCommitted():
-                manifest = planned[record.step, record.attempt]
+                manifest, dropped = planned[record.step, record.attempt]
                 history.steps[record.step] = CommittedStep(manifest, record)
+                history.dropped.update(dropped)
             case CheckpointWritten():
                 history.checkpoints.append(record)
-            case SampleDropped():
-                history.dropped.add(record.turn_id)
     return history
