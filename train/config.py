@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SPLITS, Json
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
+"""Part of a checkpoint's path, so it must not lead out of the store."""
 Split = Literal["train", "teacher"]
 
 assert {"train", "teacher", "eval"} == set(SPLITS)
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class SftConfig(_Table):
@@ -70,13 +73,15 @@ class OptimizerConfig(_Table):
     """Step at which the schedule ends; absent: `steps`."""
     wsd_decay_steps: Positive | None = None
     """WSD: steps of the final, linear decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
 
     @model_validator(mode="after")
-    def _wsd(self) -> OptimizerConfig:
+    def _consistent(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is more than lr {self.lr:g}")
         if (self.decay == "WSD") != (self.wsd_decay_steps is not None):
             raise ValueError('wsd_decay_steps goes with decay = "WSD", and only with it')
         return self
@@ -93,8 +98,8 @@ class SyncConfig(_Table):
 class TrainConfig(_Table):
     """All of a CONFIG file."""
 
-    run: str = "default"
-    policy: str = "actor"
+    run: Name = "default"
+    policy: Name = "actor"
     model: Path
     """Hugging Face model directory the run starts from (version 0); read only when the run is new."""
     steps: Positive
@@ -152,7 +157,7 @@ def parse_config(values: Json, name: str) -> TrainConfig:
     """
     try:
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
-        return TrainConfig.model_validate_json(orjson.dumps(values))
+        return TrainConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         lines = [
             f"  {'.'.join(str(p) for p in e['loc'] if p not in ('sft', 'grpo')) or 'file'}: {_say(e)}"
