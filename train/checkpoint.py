@@ -103,13 +103,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     file = path / MANIFEST
     if not file.exists():
         raise ModelError(f"{path}: holds no {MANIFEST}, so it is no checkpoint")
-    manifest = orjson.loads(file.read_bytes())
+    try:
+        manifest = orjson.loads(file.read_bytes())
+        digests = {what: manifest[f"{what}_digest"] for what in ("weights", "optimizer")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error!r}") from error
     weights = read_weights(path)
     optimizer: Tensors | None = None
-    if manifest["optimizer_digest"] is not None:
+    if digests["optimizer"] is not None:
         optimizer = _load(path / OPTIMIZER)
-    for what, tensors in (("weights", weights), ("optimizer", optimizer)):
-        expected = manifest[f"{what}_digest"]
+    for (what, expected), tensors in zip(digests.items(), (weights, optimizer), strict=True):
         if tensors is not None and digest_tensors(tensors) != expected:
             raise ModelError(f"{path}: the {what} are damaged (they are not what {MANIFEST} names)")
     return Checkpoint(weights, optimizer)

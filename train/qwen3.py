@@ -51,13 +51,23 @@ def read_shape(model: Path) -> Qwen3Shape:
     file = model / "config.json"
     if not file.exists():
         raise ModelError(f"{model}: holds no config.json, so it is no model directory")
-    config: dict[str, Any] = orjson.loads(file.read_bytes())
+    try:
+        config: dict[str, Any] = orjson.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file}: not JSON: {error}") from error
     if config.get("model_type") != "qwen3":
         raise ModelError(
             f"{model}: architecture {config.get('model_type')!r} cannot be trained; this release trains qwen3"
         )
     if config.get("attention_bias") or config.get("use_sliding_window") or _scaled_rope(config):
         raise ModelError(f"{model}: attention_bias, sliding windows and rope scaling are not supported")
+    try:
+        return _shape(config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{file}: a key is missing or ill-typed: {error!r}") from error
+
+
+def _shape(config: dict[str, Any]) -> Qwen3Shape:
     rope = config.get("rope_parameters") or {}
     return Qwen3Shape(
         layers=config["num_hidden_layers"],
@@ -85,18 +95,48 @@ def to_megatron(tensors: Tensors, shape: Qwen3Shape) -> Tensors:
     Raises:
         ModelError: a tensor is missing, or not of the config's shape.
     """
-    try:
-        mapped = {
-            "embedding.word_embeddings.weight": _padded(tensors["model.embed_tokens.weight"], shape),
-            "decoder.final_layernorm.weight": tensors["model.norm.weight"],
-        }
-        if not shape.tied:
-            mapped["output_layer.weight"] = _padded(tensors["lm_head.weight"], shape)
-        for layer in range(shape.layers):
-            mapped |= _layer_to_megatron(tensors, shape, layer)
-    except (KeyError, RuntimeError) as error:
-        raise ModelError(f"the weights do not fit their config.json: {error}") from error
+    for name, expected in _expected_shapes(shape).items():
+        if name not in tensors:
+            raise ModelError(f"the weights do not fit their config.json: {name} is missing")
+        if tuple(tensors[name].shape) != expected:
+            found = tuple(tensors[name].shape)
+            raise ModelError(f"the weights do not fit their config.json: {name} is {found}, not {expected}")
+    mapped = {
+        "embedding.word_embeddings.weight": _padded(tensors["model.embed_tokens.weight"], shape),
+        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+    }
+    if not shape.tied:
+        mapped["output_layer.weight"] = _padded(tensors["lm_head.weight"], shape)
+    for layer in range(shape.layers):
+        mapped |= _layer_to_megatron(tensors, shape, layer)
     return mapped
+
+
+def _expected_shapes(shape: Qwen3Shape) -> dict[str, tuple[int, ...]]:
+    """Shape of every Hugging Face tensor."""
+    hidden, size = shape.hidden, shape.head_dim
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not shape.tied:
+        expected["lm_head.weight"] = (shape.vocab, hidden)
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (shape.heads * size, hidden),
+        "self_attn.k_proj": (shape.kv_heads * size, hidden),
+        "self_attn.v_proj": (shape.kv_heads * size, hidden),
+        "self_attn.o_proj": (hidden, shape.heads * size),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
+        "mlp.gate_proj": (shape.ffn, hidden),
+        "mlp.up_proj": (shape.ffn, hidden),
+        "mlp.down_proj": (hidden, shape.ffn),
+    }
+    for i in range(shape.layers):
+        expected |= {f"model.layers.{i}.{name}.weight": dims for name, dims in layer.items()}
+    return expected
 
 
 def _layer_to_megatron(tensors: Tensors, shape: Qwen3Shape, layer: int) -> Tensors:
