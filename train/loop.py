@@ -77,8 +77,8 @@ def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Sour
             due = trainer.done % config.checkpoint_every == 0 or trainer.done == config.steps
             trainer.publish(checkpoint=due)
             progress.update(bar, completed=trainer.done, description=_describe(outcome))
-        if outcome is not None and trainer.done < config.steps:
-            trainer.publish(checkpoint=True)
+        # Also where a crash came between the last step and its checkpoint: what follows starts from it.
+        trainer.ensure_checkpoint()
     if outcome is None:
         console.print("nothing to do: every step of this configuration is committed")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.embedded import read_weights
+from rollbook.ingest.embedded import digest_tensors, read_weights
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import TrainError
+from rollbook.store.errors import ModelError, TrainError
 from rollbook.store.events import (
     CheckpointWritten,
     PolicyPublished,
@@ -89,6 +89,8 @@ class Trainer:
 
     def _restore(self, base: CheckpointWritten, steps: list[int]) -> None:
         held = read_checkpoint(self._log.path / base.path)
+        if digest_tensors(held.weights) != base.weights_digest:
+            raise ModelError(f"{self._log.path / base.path}: its weights are not those the log names")
         self.policy.load_weights(held.weights)
         same_phase = base.phase == self._phase and held.optimizer is not None
         self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
@@ -181,6 +183,11 @@ class Trainer:
         self._note_checkpoint(record)
         if config.sync is not None:
             self._sync(record)
+
+    def ensure_checkpoint(self) -> None:
+        """Write a checkpoint of this version, unless one is there."""
+        if self._checkpointed != self.version:
+            self.publish(checkpoint=True)
 
     def _sync(self, record: CheckpointWritten) -> None:
         assert self._config.sync is not None
