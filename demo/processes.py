@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import httpx
 import orjson
@@ -39,7 +39,9 @@ class Process:
         self._log = folder / f"{name}.log"
         self._file = self._log.open("wb")
         outputs = {"stdout": self._file, "stderr": self._file} | pipes
-        self.child: subprocess.Popen[bytes] = subprocess.Popen(command, env=_environment(), **outputs)
+        self.child = cast(
+            "subprocess.Popen[bytes]", subprocess.Popen(command, env=_environment(), **outputs)
+        )
 
     def check(self) -> None:
         """Raise DemoError if it ended with an error."""

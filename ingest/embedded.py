@@ -145,6 +145,11 @@ class EmbeddedEngine:
         self._open.clear()
         await asyncio.to_thread(self._manager.stop, block=True)
 
+    def failure(self) -> str | None:
+        """The error that ended the generation loop, if one did."""
+        error = self._manager.background_thread_status.fatal_error
+        return None if error is None else f"the generation loop ended: {error!r}"
+
     def policy_version(self) -> int | None:
         """The version of the weights in memory."""
         return self._version
@@ -155,6 +160,12 @@ class EmbeddedEngine:
         Raises:
             EngineError: generation failed.
         """
+        if len(prompt.ids) and int(prompt.ids.max()) >= self.vocabulary:
+            # It would end the generation loop for everybody.
+            raise EngineError(
+                f"the tokenizer made id {int(prompt.ids.max())}, but the model's vocabulary is "
+                f"{self.vocabulary}: they are not of one model"
+            )
         arrived = time.perf_counter()
         while not self._open.is_set():  # it may have closed again before this task woke
             await self._open.wait()

@@ -77,5 +77,8 @@ class Engine(Protocol):
     def policy_version(self) -> int | None:
         """The version being served, or None for an engine without weights."""
 
+    def failure(self) -> str | None:
+        """Why it can answer nothing any more, or None."""
+
     def control(self) -> APIRouter | None:
         """Routes that control it, served under `/engine` on loopback only."""

@@ -78,9 +78,11 @@ def build_app(recorder: Recorder, engine: Engine) -> FastAPI:
 
 def _add_health(app: FastAPI, recorder: Recorder, engine: Engine) -> None:
     @app.get("/healthz")
-    async def healthz() -> Json:
+    async def healthz(response: Response) -> Json:
+        failure = recorder.writer.failure or engine.failure()
+        response.status_code = 503 if failure else 200
         return {
-            "status": "ok",
+            "status": failure or "ok",
             "run": recorder.run,
             "lane": recorder.lane,
             "engine": engine.name,
@@ -91,18 +93,19 @@ def _add_health(app: FastAPI, recorder: Recorder, engine: Engine) -> None:
 def _add_trajectory_routes(app: FastAPI, recorder: Recorder) -> None:
     @app.post("/v1/trajectories", status_code=201)
     async def open_trajectory(request: Request) -> Json:
-        live = recorder.open(await _read(request, OpenTrajectory))
+        live = recorder.draft(await _read(request, OpenTrajectory))
+        recorder.record_opening(live)
         await recorder.settle()
         return {"id": live.opened.name, "trajectory_id": live.opened.trajectory_id}
 
-    @app.post("/v1/trajectories/{name}/finish")
+    @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
         live = await recorder.finish(name, await _read(request, FinishTrajectory))
         return {"id": name, "status": "finished", "turns": len(live.completed)}
 
 
 def _add_chat_routes(app: FastAPI, recorder: Recorder, taker: TurnTaker) -> None:
-    @app.post("/t/{name}/v1/chat/completions")
+    @app.post("/t/{name:path}/v1/chat/completions")
     async def chat_by_path(name: str, request: Request) -> Response:
         header = request.headers.get("x-rollbook-trajectory")
         if header not in (None, name):
@@ -129,7 +132,7 @@ async def _chat(recorder: Recorder, taker: TurnTaker, name: str, request: Reques
     if chat.stream:
         text = "stream=true: this release answers without streaming; send stream=false"
         raise RequestError(400, "stream_not_served", text)
-    live = recorder.find(name) or _open_by_headers(recorder, name, request)
+    live = recorder.find(name) or _draft_by_headers(recorder, name, request)
     if live.finished:
         text = f"trajectory {name!r} is finished: open another for more turns"
         raise RequestError(409, "trajectory_finished", text)
@@ -156,7 +159,7 @@ async def _chat(recorder: Recorder, taker: TurnTaker, name: str, request: Reques
     return DeliveredResponse(_completion(chat, answered), headers, sent)
 
 
-def _open_by_headers(recorder: Recorder, name: str, request: Request) -> LiveTrajectory:
+def _draft_by_headers(recorder: Recorder, name: str, request: Request) -> LiveTrajectory:
     headers = request.headers
     split: Any = check_split(headers.get("x-rollbook-split", "train"))
     wanted = _validated(
@@ -168,7 +171,7 @@ def _open_by_headers(recorder: Recorder, name: str, request: Request) -> LiveTra
             "split": split,
         },
     )
-    return recorder.open(wanted)
+    return recorder.draft(wanted)
 
 
 def _completion(chat: ChatRequest, answered: AnsweredTurn) -> Json:

@@ -119,8 +119,8 @@ class Recorder:
 
     # Trajectories -----------------------------------------------------------------------------
 
-    def open(self, wanted: OpenTrajectory) -> LiveTrajectory:
-        """Open a trajectory.
+    def draft(self, wanted: OpenTrajectory) -> LiveTrajectory:
+        """A trajectory that is not recorded before `record_opening`: its first request may be refused.
 
         Raises:
             RequestError: 409, the run has one of that name.
@@ -131,10 +131,13 @@ class Recorder:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
         opened = TrajectoryOpened(trajectory_id, name, wanted.group, wanted.task, wanted.split, wanted.labels)
-        live = LiveTrajectory(opened, self.lane)
-        self._by_name[name] = live
-        self.note(opened)
-        return live
+        return LiveTrajectory(opened, self.lane)
+
+    def record_opening(self, live: LiveTrajectory) -> None:
+        """Record a drafted trajectory, once."""
+        if live.opened.name not in self._by_name:
+            self._by_name[live.opened.name] = live
+            self.note(live.opened)
 
     def find(self, name: str) -> LiveTrajectory | None:
         """The trajectory of that name in this run.

@@ -76,6 +76,10 @@ class ScriptedEngine:
         """None: a script has no weights."""
         return None
 
+    def failure(self) -> str | None:
+        """None: a script fails by single requests."""
+        return None
+
     def control(self) -> APIRouter | None:
         """None: there is nothing to control."""
         return None

@@ -99,6 +99,11 @@ class LaneWriter:
                 self._queue.put((tuple(events), future))
         return future
 
+    @property
+    def failure(self) -> str | None:
+        """Why the lane takes nothing more, or None."""
+        return None if self._failure is None else str(self._failure)
+
     def close(self) -> None:
         """Commit what is pending and give the lane back. Safe to call twice."""
         with self._gate:

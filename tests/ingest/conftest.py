@@ -279,7 +279,7 @@ class Desk:
 
     async def take_async(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
         """One turn, taken and marked as delivered."""
-        live = self.recorder.find(name) or self.recorder.open(OpenTrajectory(id=name))
+        live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
         whole = orjson.loads(orjson.dumps({"messages": messages} | body))
         answered = await self.taker.take(live, ChatRequest.model_validate(whole), whole)
         self.recorder.mark_delivered(live, answered.turn_id, "sent")

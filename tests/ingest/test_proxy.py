@@ -242,7 +242,16 @@ def test_bad_input_is_a_400_and_records_no_turn(
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert answer.headers["x-should-retry"] == "false"
     assert _chat(http, "next-" + name, USER).status_code == 200  # and the log still takes events
-    assert _sql(server, "select count(*) from turns where trajectory = ?", name) == [(0,)]
+    for view in ("turns", "trajectories"):
+        assert _sql(server, f"select count(*) from {view} where trajectory = ?", name) == [(0,)]
+
+
+def test_a_name_may_hold_slashes(http: httpx.Client, server: Any, name: str) -> None:
+    """Task names such as `org/repo/7` work in every route."""
+    path = f"{name}/repo/7"
+    assert http.post(f"/t/{path}/v1/chat/completions", json={"messages": [USER]}).status_code == 200
+    assert http.post(f"/v1/trajectories/{path}/finish", json={"reward": 0.5}).json()["turns"] == 1
+    assert _sql(server, "select reward from trajectories where trajectory = ?", path) == [(0.5,)]
 
 
 def test_arguments_that_spell_half_a_surrogate_are_a_400(http: httpx.Client, name: str) -> None:
@@ -501,6 +510,9 @@ def test_a_write_that_fails_on_disk_is_a_503_from_then_on(
         patch.setattr(os, "fdatasync", fdatasync)
         assert proxy.chat("u", USER).status_code == 503
     assert proxy.chat("v", USER).status_code == 503
+    health = proxy.run(proxy.client.get("/healthz"))
+    assert health.status_code == 503
+    assert "No space left on device" in health.json()["status"]
     trajectories = fold(proxy.store.events()).values()
     assert [t.opened.name for t in trajectories] == ["t"]
 
@@ -558,6 +570,6 @@ def test_another_lanes_open_trajectory_is_refused(proxy: Any, chat: Any) -> None
         assert done is not None
         assert done.finished
         with pytest.raises(RequestError, match="choose another id"):
-            other.open(OpenTrajectory(id="mine"))
+            other.draft(OpenTrajectory(id="mine"))
     finally:
         other.close()

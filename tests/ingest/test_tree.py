@@ -310,13 +310,13 @@ def test_a_tokenizer_that_merges_the_end_never_extends(desk: Any) -> None:
 
 
 def test_a_system_message_the_template_refuses_is_a_400(desk: Any) -> None:
-    """A template without system messages refuses the request, and no turn is recorded."""
+    """A template without system messages refuses the request, and nothing is recorded of it."""
     from rollbook.store.errors import RequestError
 
     d = desk(_script("Sunny."), "no_system")
     with pytest.raises(RequestError, match="System role not supported"):
         d.take([{"role": "system", "content": "s"}, USER])
-    assert d.trajectory().turns == {}
+    assert list(d.store.events()) == []
 
 
 # Forests -------------------------------------------------------------------------------------------
