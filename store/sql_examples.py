@@ -116,11 +116,13 @@ ORDER BY position""",
     ),
     Example(
         "What was kept out of training, by which rule?",
-        "`detail` holds the numbers that the rule compared.",
+        "`detail` holds the numbers that the rule compared. A drop counts once its step has committed;\n"
+        "a later attempt at the step notes it again.",
         """\
-SELECT run, rule, count(*) AS samples, min(step) AS first_step, max(step) AS last_step,
+SELECT run, rule, count(DISTINCT turn_id) AS samples, min(step) AS first_step, max(step) AS last_step,
        any_value(detail) AS one_of_them
 FROM drops
+WHERE (run, step) IN (SELECT (run, step) FROM steps WHERE status = 'committed')
 GROUP BY run, rule ORDER BY samples DESC""",
     ),
     Example(
