@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from fastapi import APIRouter
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging
@@ -24,50 +22,11 @@ from transformers.utils import logging
 from rollbook.ingest.control import control_routes
 from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
 from rollbook.ingest.sampling import SeededManager
-from rollbook.store.digest import combine, tensor_line
+from rollbook.ingest.weights import digest_tensors, published_version, read_weights
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Logprobs, VersionSpan, token_ids
 
 SEMANTICS = {"kind": "sampled", "of": "softmax(logits / temperature)", "filters": []}
-
-
-def digest_tensors(tensors: dict[str, torch.Tensor]) -> str:
-    """The digest of `store.digest` over torch tensors of any dtype and device."""
-    lines = []
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        lines.append(tensor_line(name, dtype, tensor.shape, data))
-    return combine(lines)
-
-
-def read_weights(model: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face model directory's safetensors files.
-
-    Raises:
-        ModelError: there are none, or they cannot be read.
-    """
-    files = sorted(model.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{model}: holds no safetensors weights")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in (f for f in files if f.name.startswith("model")):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        except Exception as error:
-            raise ModelError(f"{file}: cannot be read: {error}") from error
-    return tensors
-
-
-def published_version(model: Path) -> tuple[int, str | None]:
-    """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model."""
-    file = model / "rollbook.json"
-    if not file.exists():
-        return 0, None
-    manifest = orjson.loads(file.read_bytes())
-    return int(manifest["policy_version"]), str(manifest["weights_digest"])
 
 
 class EmbeddedEngine:

@@ -14,7 +14,7 @@ BELOW = {
     "replay": {"store", "ingest", "train"},
 }
 TORCH = {"torch", "transformers", "megatron", "safetensors"}
-TORCH_IN_INGEST = {"embedded.py", "sampling.py"}
+TORCH_IN_INGEST = {"embedded.py", "sampling.py", "weights.py"}
 
 
 def _imports(source: str) -> set[str]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from rollbook.ingest.embedded import digest_tensors
+from rollbook.ingest.weights import Tensors, digest_tensors
 from rollbook.store.errors import ModelError
 from rollbook.train.batch import MicroBatch
 from rollbook.train.config import OptimizerConfig
 from rollbook.train.megatron_model import MegatronParts, build
-from rollbook.train.qwen3 import Qwen3Shape, Tensors, to_huggingface, to_megatron
+from rollbook.train.qwen3 import Qwen3Shape, to_huggingface, to_megatron
 
 LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(logits [B, T, V], micro-batch) -> scalar loss of the micro-batch, already normalized."""

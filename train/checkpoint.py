@@ -16,12 +16,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollbook.ingest.embedded import digest_tensors, read_weights
+from rollbook.ingest.weights import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import new_id
 from rollbook.store.lane_files import fsync_folder
-from rollbook.train.qwen3 import Tensors
 
 MANIFEST = "rollbook.json"
 OPTIMIZER = "optimizer.safetensors"

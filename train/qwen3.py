@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 import torch
 
+from rollbook.ingest.weights import Tensors
 from rollbook.store.errors import ModelError
 
-Tensors = dict[str, torch.Tensor]
 VOCAB_DIVISOR = 128
 
 

@@ -1,0 +1,56 @@
+"""Weights as named tensors: read from a model directory, and digested wherever they are.
+
+Engines verify what they loaded with this, and the trainer what it wrote: one digest for both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import torch
+from safetensors import safe_open
+
+from rollbook.store.digest import combine, tensor_line
+from rollbook.store.errors import ModelError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def digest_tensors(tensors: Tensors) -> str:
+    """The digest of `store.digest` over torch tensors of any dtype and device."""
+    lines = []
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        lines.append(tensor_line(name, dtype, tensor.shape, data))
+    return combine(lines)
+
+
+def read_weights(model: Path) -> Tensors:
+    """The tensors of a Hugging Face model directory's safetensors files.
+
+    Raises:
+        ModelError: there are none, or they cannot be read.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{model}: holds no safetensors weights")
+    tensors: Tensors = {}
+    for file in (f for f in files if f.name.startswith("model")):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise ModelError(f"{file}: cannot be read: {error}") from error
+    return tensors
+
+
+def published_version(model: Path) -> tuple[int, str | None]:
+    """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model."""
+    file = model / "rollbook.json"
+    if not file.exists():
+        return 0, None
+    manifest = orjson.loads(file.read_bytes())
+    return int(manifest["policy_version"]), str(manifest["weights_digest"])
