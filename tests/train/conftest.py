@@ -1,0 +1,79 @@
+"""Fixtures of the training tests; most of what they give is in `fabric.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store
+
+FABRIC = Path(__file__).parent / "fabric.py"
+
+
+def _load_fabric() -> Any:
+    """The module `fabric.py`, once per session whichever folder asks first."""
+    name = "rollbook_test_fabric"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, FABRIC)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def fabric() -> Any:
+    """The module that fabricates trajectories, models and stores."""
+    return _load_fabric()
+
+
+@pytest.fixture(scope="session")
+def recorded_path(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded store on which nothing was trained. Copy it; never write."""
+    path: Path = fabric.record_store(tmp_path_factory.mktemp("recorded") / "store").path
+    return path
+
+
+@pytest.fixture
+def recorded(recorded_path: Path, tmp_path: Path) -> Callable[..., Store]:
+    """Makes copies of the recorded store."""
+
+    def make(name: str = "store") -> Store:
+        return rb.open(shutil.copytree(recorded_path, tmp_path / name))
+
+    return make
+
+
+@pytest.fixture
+def trained(fabric: Any, tmp_path: Path) -> Callable[..., Store]:
+    """Makes copies of the trained store."""
+
+    def make(name: str = "trained") -> Store:
+        return rb.open(shutil.copytree(fabric.trained_path(), tmp_path / name))
+
+    return make
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`rollbook ...` in this process: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        from rollbook.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["rollbook", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run

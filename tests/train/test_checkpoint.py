@@ -1,0 +1,176 @@
+"""Checkpoints: whole or not there, exact, checked when read, and loadable by transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+
+from rollbook.ingest.weights import digest_tensors, read_weights
+from rollbook.store.errors import ModelError
+from rollbook.store.events import CheckpointWritten
+from rollbook.train.backend import TrainablePolicy
+from rollbook.train.checkpoint import MANIFEST, OPTIMIZER, read_checkpoint, write_checkpoint
+from rollbook.train.config import OptimizerConfig
+from rollbook.train.qwen3 import Tensors, read_shape
+
+
+def _optimizer() -> Tensors:
+    """A state like Adam's: moments and a step count that is a scalar."""
+    torch.manual_seed(5)
+    return {"a.exp_avg": torch.randn(3, 4), "a.exp_avg_sq": torch.rand(3, 4), "a.step": torch.tensor(7.0)}
+
+
+def _write(store: Path, model: Path, version: int = 1, weights: Tensors | None = None) -> CheckpointWritten:
+    weights = read_weights(model) if weights is None else weights
+    return write_checkpoint(store, "run", "actor", version, weights, _optimizer(), like=model, phase="p")
+
+
+def test_round_trip(fabric: Any, tmp_path: Path) -> None:
+    """Weights and optimizer state come back bit for bit, and the event names their digests."""
+    model = fabric.model_folder()
+    weights = read_weights(model)
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    record = _write(tmp_path, model, 3, weights)
+    assert record.path == "checkpoints/run/actor/v00000003"
+    held = read_checkpoint(tmp_path / record.path)
+    assert held.optimizer is not None
+    for found, given in ((held.weights, weights), (held.optimizer, _optimizer())):
+        assert found.keys() == given.keys()
+        for name, tensor in given.items():
+            assert found[name].shape == tensor.shape
+            assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+    assert record.weights_digest == digest_tensors(weights)
+    assert record.optimizer_digest == digest_tensors(_optimizer())
+    files = [f for f in (tmp_path / record.path).iterdir() if f.name != MANIFEST]
+    assert record.bytes == sum(f.stat().st_size for f in files)
+
+
+def test_weights_alone(fabric: Any, tmp_path: Path) -> None:
+    """Without an optimizer no such file is written, and reading gives None for it."""
+    model = fabric.model_folder()
+    record = write_checkpoint(tmp_path, "r", "actor", 0, read_weights(model), None, like=model, phase=None)
+    assert record.optimizer_digest is None
+    assert read_checkpoint(tmp_path / record.path).optimizer is None
+    assert not (tmp_path / record.path / OPTIMIZER).exists()
+
+
+def test_the_next_step_is_the_same_after_a_round_trip(fabric: Any, tmp_path: Path) -> None:
+    """A policy restored from a checkpoint has the same digests, and so has its next step."""
+    model = fabric.model_folder()
+    shape = read_shape(model)
+
+    def policy() -> TrainablePolicy:
+        return TrainablePolicy(
+            shape, OptimizerConfig(lr=0.01), steps=5, device=torch.device("cpu"), seed=0, threads=1
+        )
+
+    def step(one: TrainablePolicy, scale: float) -> tuple[str, str]:
+        for gradient in one.gradients().values():
+            gradient.copy_(torch.linspace(-scale, scale, gradient.numel()).view_as(gradient))
+        one.optimizer_step(0.01)
+        return one.weights_digest(), one.optimizer_digest()
+
+    first = policy()
+    first.load_weights(read_weights(model))
+    assert first.optimizer_state() == {}
+    step(first, 1.0)
+    record = write_checkpoint(
+        tmp_path, "r", "actor", 1, first.weights(), first.optimizer_state(), like=model, phase="p"
+    )
+    held = read_checkpoint(tmp_path / record.path)
+    second = policy()
+    second.load_weights(held.weights)
+    second.load_optimizer_state(held.optimizer or {})
+    assert (second.weights_digest(), second.optimizer_digest()) == (
+        record.weights_digest,
+        record.optimizer_digest,
+    )
+    assert step(second, 2.0) == step(first, 2.0)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", OPTIMIZER])
+@pytest.mark.parametrize("place", [0, 9, 40, -1, -200])
+def test_a_flipped_byte_is_found(fabric: Any, tmp_path: Path, file: str, place: int) -> None:
+    """One changed byte, in a file's head or in its numbers, is a ModelError that names the file's folder."""
+    record = _write(tmp_path, fabric.model_folder())
+    target = tmp_path / record.path / file
+    data = bytearray(target.read_bytes())
+    place = max(place, -len(data) // 3)
+    data[place] ^= 0x10
+    target.write_bytes(data)
+    with pytest.raises(ModelError, match="v00000001"):
+        read_checkpoint(tmp_path / record.path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weights_digest": "x"}'])
+def test_a_damaged_manifest(fabric: Any, tmp_path: Path, content: bytes) -> None:
+    """A manifest that cannot be read, or names no digests, is a ModelError too."""
+    record = _write(tmp_path, fabric.model_folder())
+    (tmp_path / record.path / MANIFEST).write_bytes(content)
+    with pytest.raises(ModelError, match=MANIFEST):
+        read_checkpoint(tmp_path / record.path)
+
+
+@pytest.mark.parametrize("file", [MANIFEST, "model.safetensors", OPTIMIZER])
+def test_a_missing_file(fabric: Any, tmp_path: Path, file: str) -> None:
+    """A checkpoint without one of its files cannot be read."""
+    record = _write(tmp_path, fabric.model_folder())
+    (tmp_path / record.path / file).unlink()
+    with pytest.raises(ModelError):
+        read_checkpoint(tmp_path / record.path)
+
+
+def test_what_a_crash_left_does_no_harm(fabric: Any, tmp_path: Path) -> None:
+    """A half-written folder, of this process id or another, is neither read nor in the way."""
+    record = _write(tmp_path, fabric.model_folder(), 1)
+    place = (tmp_path / record.path).parent
+    import os
+
+    for pid in (os.getpid(), 99999):
+        left = place / f".v00000002.{pid}"
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"half")
+        (left / "junk").write_bytes(b"junk")
+    again = _write(tmp_path, fabric.model_folder(), 2)
+    assert again.path == "checkpoints/run/actor/v00000002"
+    assert not (tmp_path / again.path / "junk").exists()
+    assert read_checkpoint(tmp_path / again.path).optimizer is not None
+
+
+def test_an_earlier_attempt_at_a_version_is_kept(fabric: Any, tmp_path: Path) -> None:
+    """A version that was written before gets a second folder; the first stays as it was."""
+    model = fabric.model_folder()
+    first = _write(tmp_path, model)
+    before = (tmp_path / first.path / MANIFEST).read_bytes()
+    weights = {name: tensor + 1 for name, tensor in read_weights(model).items()}
+    second = _write(tmp_path, model, 1, weights)
+    assert second.path != first.path
+    assert second.path.startswith(first.path + "-")
+    assert (tmp_path / first.path / MANIFEST).read_bytes() == before
+    assert digest_tensors(read_checkpoint(tmp_path / first.path).weights) == first.weights_digest
+    assert digest_tensors(read_checkpoint(tmp_path / second.path).weights) == second.weights_digest
+
+
+def test_transformers_loads_it(fabric: Any, tmp_path: Path) -> None:
+    """A checkpoint is a model directory: transformers finds equal tensors in it, and it can be `like`."""
+    from transformers import AutoModelForCausalLM
+
+    model = fabric.model_folder()
+    weights = {name: tensor * 2 for name, tensor in read_weights(model).items()}
+    record = _write(tmp_path, model, 1, weights)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / record.path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+    child = write_checkpoint(
+        tmp_path, "run", "actor", 2, weights, None, like=tmp_path / record.path, phase="p"
+    )
+    names = {f.name for f in (tmp_path / child.path).iterdir()}
+    assert names == {f.name for f in model.iterdir()} | {MANIFEST}, "the optimizer does not go along"
+    manifest = orjson.loads((tmp_path / child.path / MANIFEST).read_bytes())
+    assert manifest["policy_version"] == 2
+    shutil.rmtree(tmp_path / record.path)
+    assert read_checkpoint(tmp_path / child.path).weights.keys() == weights.keys()

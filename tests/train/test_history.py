@@ -1,0 +1,128 @@
+"""The training history folded from events: steps, attempts, and where a state starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollbook.store.errors import TrainError
+from rollbook.store.events import SampleDropped, StepFailed
+from rollbook.train.history import History, fold_history
+
+
+def _history(fabric: Any, *made: Any, run: str = "demo") -> History:
+    return fold_history(fabric.events(made, run), fabric.RUN, "actor")
+
+
+def _steps(fabric: Any, count: int, phase: str = "p", first: int = 0) -> list[Any]:
+    """Committed steps of a phase; each makes the version after it."""
+    return [
+        record
+        for step in range(first, first + count)
+        for record in (
+            fabric.planned(step, step, phase, turns=[f"t{step}.0"]),
+            fabric.committed(step, step + 1),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "base", "between"),
+    [(0, 0, []), (1, 0, [0]), (2, 2, []), (3, 2, [2]), (4, 4, []), (5, 4, [4]), (6, 4, [4, 5])],
+)
+def test_base_within_a_phase(fabric: Any, step: int, base: int, between: list[int]) -> None:
+    """The nearest checkpoint at or before the step's input version, and the steps from there."""
+    history = _history(
+        fabric,
+        fabric.checkpoint(0, None, None),
+        *_steps(fabric, 6),
+        fabric.checkpoint(2),
+        fabric.checkpoint(4),
+    )
+    found, steps = history.base_for(step, "p")
+    assert found.policy_version == base
+    assert [s.planned.step for s in steps] == between
+
+
+def test_weights_alone_serve_only_at_a_phases_start(fabric: Any) -> None:
+    """A checkpoint without an optimizer in mid-phase is passed over for one that restores it."""
+    history = _history(
+        fabric,
+        fabric.checkpoint(0, None, None),
+        *_steps(fabric, 4),
+        fabric.checkpoint(2),
+        fabric.checkpoint(3, "p", None),
+        fabric.checkpoint(4, "p", None),
+    )
+    found, steps = history.base_for(4, "p")
+    assert found.policy_version == 2
+    assert [s.planned.step for s in steps] == [2, 3]
+
+
+def test_two_phases(fabric: Any) -> None:
+    """A phase starts from the weights where the other ended, and later from its own checkpoints."""
+    first = [fabric.checkpoint(0, None, None), *_steps(fabric, 3, "sft"), fabric.checkpoint(2, "sft")]
+    first.append(fabric.checkpoint(3, "sft"))
+    history = _history(fabric, *first)
+    found, steps = history.base_for(3, "grpo")
+    assert (found.policy_version, found.phase, steps) == (3, "sft", [])
+    history = _history(fabric, *first, *_steps(fabric, 3, "grpo", 3), fabric.checkpoint(5, "grpo"))
+    chosen = {}
+    for step, phase in ((2, "sft"), (3, "grpo"), (4, "grpo"), (5, "grpo"), (6, "grpo")):
+        found, steps = history.base_for(step, phase)
+        chosen[step] = (found.policy_version, found.phase, [s.planned.step for s in steps])
+    assert chosen == {
+        2: (2, "sft", []),
+        3: (3, "sft", []),
+        4: (3, "sft", [3]),
+        5: (5, "grpo", []),
+        6: (5, "grpo", [5]),
+    }
+    assert [s.planned.step for s in history.of_phase("grpo")] == [3, 4, 5]
+
+
+def test_no_checkpoint_to_start_from(fabric: Any) -> None:
+    """A new phase needs the weights where the other ended; without them the error names the step."""
+    history = _history(fabric, fabric.checkpoint(0, None, None), *_steps(fabric, 3, "sft"))
+    with pytest.raises(TrainError, match="before step 3"):
+        history.base_for(3, "grpo")
+    assert history.base_for(3, "sft")[0].policy_version == 0
+    with pytest.raises(TrainError, match="no checkpoint"):
+        _history(fabric).base_for(0, "sft")
+
+
+def test_only_committed_steps_consume(fabric: Any) -> None:
+    """What a planned step names, or drops, is not used up until that attempt commits."""
+    drop = SampleDropped("t8", "t8.0", "staleness", "r", 0, {})
+    lost = [drop, fabric.planned(0, 0, turns=["t0.0", "t1.0"])]
+    history = _history(fabric, *lost)
+    assert (history.consumed(), history.dropped, history.next_step) == (set(), set(), 0)
+    again = fabric.planned(0, 0, attempt=2, turns=["t1.0", "t2.0"])
+    history = _history(
+        fabric, *lost, StepFailed(0, 1, "actor", "x"), again, fabric.committed(0, 1, attempt=2)
+    )
+    assert history.consumed() == {"t1.0", "t2.0"}
+    assert history.dropped == set(), "the first attempt's drop was never committed"
+    history = _history(fabric, *lost, fabric.committed(0, 1))
+    assert (history.consumed(), history.dropped) == ({"t0.0", "t1.0"}, {"t8.0"})
+
+
+def test_attempts_are_counted(fabric: Any) -> None:
+    """The highest attempt of each step is known, committed or not; the committed manifest is its own."""
+    plans = [fabric.planned(0, 0, attempt=a, turns=[f"a{a}.0"]) for a in (1, 2, 3)]
+    history = _history(fabric, *plans[:2], fabric.committed(0, 1, attempt=2), fabric.planned(1, 1))
+    assert history.attempts == {0: 2, 1: 1}
+    assert history.steps[0].planned.samples[0]["turn_id"] == "a2.0"
+    assert history.next_step == 1
+
+
+def test_other_runs_and_policies_are_apart(fabric: Any) -> None:
+    """A run's history holds nothing of another run, or of another policy of the same run."""
+    events = fabric.events([fabric.checkpoint(0, None, None), *_steps(fabric, 2)])
+    other = fabric.events([fabric.checkpoint(0, None, None), *_steps(fabric, 5)], "other")
+    history = fold_history([*other, *events], fabric.RUN, "actor")
+    assert sorted(history.steps) == [0, 1]
+    assert len(history.checkpoints) == 1
+    assert fold_history(events, fabric.RUN, "critic").steps == {}
+    assert sorted(fold_history([*other, *events], "other", "actor").steps) == [0, 1, 2, 3, 4]
