@@ -39,9 +39,7 @@ class Process:
         self._log = folder / f"{name}.log"
         self._file = self._log.open("wb")
         outputs = {"stdout": self._file, "stderr": self._file} | pipes
-        self.child = cast(
-            "subprocess.Popen[bytes]", subprocess.Popen(command, env=_environment(), **outputs)
-        )
+        self.child = cast("subprocess.Popen[bytes]", subprocess.Popen(command, env=_environment(), **outputs))
 
     def check(self) -> None:
         """Raise DemoError if it ended with an error."""

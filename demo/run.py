@@ -245,7 +245,9 @@ def run_demo(path: Path, seed: int, replace: bool) -> int:
         demo = Demo(path.absolute(), seed, console, progress)
         store.open(demo.path, create=True)
         demo.folder.mkdir()
+        shown = demo.bar("making a tiny model", 1)
         make_model(demo.folder / "model", seed)
+        shown(1)
         record_teacher(demo)
         options = ("--store", demo.path, "--model", demo.folder / "model", "--run", RUN)
         with Server("engine", demo.folder, *options, "--threads", 2) as server:

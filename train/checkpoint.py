@@ -85,12 +85,17 @@ def write_checkpoint(
         "optimizer_digest": record.optimizer_digest,
     }
     (building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+    _make_durable(building, target)
+    return record
+
+
+def _make_durable(building: Path, target: Path) -> None:
+    """Give a finished folder its name, every byte of it on disk first."""
     for file in building.iterdir():
         _fsync(file)
     fsync_folder(building)
     building.rename(target)
     fsync_folder(target.parent)
-    return record
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -116,6 +116,7 @@ class QueueSource:
         while True:
             kept, drops, full = self._choose(units, version)
             if full >= wanted and kept:
+                self._forget(units)
                 return Selection(kept, drops, self._cut())
             missing = max(wanted - full, 1)
             if not self._fill(missing):
@@ -148,6 +149,12 @@ class QueueSource:
             and unit.leaf in (None, sample.leaf_turn_id)
         ]
 
+    def _forget(self, units: list[_Unit]) -> None:
+        """Keep nothing of trajectories that no waiting unit needs: the log has them."""
+        waiting = {t for unit in self._ready for t in unit.trajectories}
+        for trajectory_id in {t for unit in units for t in unit.trajectories} - waiting:
+            self._folding.forget(trajectory_id)
+
     def _fill(self, count: int) -> bool:
         """Wait until so many units are ready; false at the end of the stream."""
         self._waiting_since = time.monotonic()
@@ -177,15 +184,16 @@ class QueueSource:
         if trajectory_id is None or event.kind != "trajectory.finished":
             return
         trajectory = self._folding[trajectory_id]
-        if trajectory.run != self._config.run:
-            return
         recipe = self._config.recipe
         samples = [s for s in samples_of(trajectory, recipe.reward_source) if is_candidate(s, recipe)]
         fresh = [s for s in samples if s.leaf_turn_id not in self._used]
-        if not isinstance(self._config.algorithm, GrpoConfig):
-            self._ready.extend(_Unit((trajectory_id,), s.leaf_turn_id) for s in fresh)
-        elif trajectory.opened.split in recipe.splits and (fresh or not samples):
+        wanted = trajectory.run == self._config.run and trajectory.opened.split in recipe.splits
+        if not wanted or (samples and not fresh):
+            self._folding.forget(trajectory_id)
+        elif isinstance(self._config.algorithm, GrpoConfig):
             self._add_to_group(trajectory.opened.group or trajectory_id, trajectory_id)
+        else:
+            self._ready.extend(_Unit((trajectory_id,), s.leaf_turn_id) for s in fresh)
 
     def _add_to_group(self, name: str, trajectory_id: str) -> None:
         assert isinstance(self._config.algorithm, GrpoConfig)
