@@ -20,8 +20,8 @@ os.environ.setdefault("NCCL_ALGO", "Ring")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-# Said at import, four times: the fused kernels of these are not needed.
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+# Megatron says over and over that Apex and TransformerEngine, whose kernels are not used, are missing.
+warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 @dataclass(slots=True)
