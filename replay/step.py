@@ -130,9 +130,9 @@ def _history(log: Store, step: int, run: str | None, policy: str) -> History:
     return history
 
 
-def replay_command(step: int, path: Path, run: str | None, as_json: bool) -> int:
+def replay_command(step: int, path: Path, run: str | None, policy: str, as_json: bool) -> int:
     """Replay a step and print the comparison; the exit code, 0 if bit for bit and 1 if not."""
-    result = replay_step(store.open(path), step, run)
+    result = replay_step(store.open(path), step, run, policy)
     if as_json:
         values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
         print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())

@@ -143,12 +143,13 @@ def replay_step(
     step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
     store: StoreOption,
     run: Run = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
     json: AsJson = False,
 ) -> None:
     """Re-run a past optimizer step from the log and compare every stage bit for bit."""
     from rollbook.replay.step import replay_command
 
-    raise typer.Exit(replay_command(step, store, run, json))
+    raise typer.Exit(replay_command(step, store, run, policy, json))
 
 
 @store_app.command("info")

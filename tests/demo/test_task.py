@@ -1,0 +1,94 @@
+"""The demo's task and its teacher."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rollbook.demo.agent import TOOLS as AGENT_TOOLS
+from rollbook.demo.agent import calculator
+from rollbook.demo.task import (
+    CONFUSE,
+    REFUSE,
+    SLIP,
+    TOOLS,
+    calculate,
+    is_held_out,
+    parse,
+    problems,
+    teacher,
+)
+
+
+def _answers(count: int) -> tuple[int, int, int]:
+    """Of so many first turns: refusals, calls with the right operator, calls with another one."""
+    refused = right = wrong = 0
+    for problem in problems(random.Random(1), count, held_out=False):
+        reply = teacher([{"role": "user", "content": problem.text}], TOOLS)
+        if "tool_calls" not in reply:
+            refused += 1
+        elif reply["tool_calls"][0]["function"]["arguments"]["op"] == problem.op:
+            right += 1
+        else:
+            wrong += 1
+    return refused, right, wrong
+
+
+def test_every_question_is_understood() -> None:
+    """A problem's text states its numbers and operator, in every phrasing."""
+    for problem in problems(random.Random(0), 300, held_out=False):
+        assert parse(problem.text) == problem
+
+
+def test_a_foreign_question_is_refused() -> None:
+    """The teacher knows this task only."""
+    with pytest.raises(ValueError, match="Who are you"):
+        parse("Who are you?")
+
+
+def test_held_out_pairs_are_never_trained_on() -> None:
+    """Training and held-out problems share no pair of numbers, and the held-out are a tenth."""
+    trained = {(p.a, p.b) for p in problems(random.Random(0), 3000, held_out=False)}
+    held_out = {(p.a, p.b) for p in problems(random.Random(0), 3000, held_out=True)}
+    assert trained.isdisjoint(held_out)
+    share = sum(is_held_out(a, b) for a in range(10, 100) for b in range(10, 100)) / 8100
+    assert share == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_teacher_errs_as_often_as_it_should() -> None:
+    """Refusals and mixed-up operators come at their rates, within four standard errors."""
+    refused, right, wrong = _answers(4000)
+    assert refused / 4000 == pytest.approx(REFUSE, abs=0.023)
+    assert wrong / (right + wrong) == pytest.approx(CONFUSE, abs=0.035)
+
+
+def test_the_teacher_slips_one_digit() -> None:
+    """A copied result differs from the tool's in at most one digit, at the rate of slips."""
+    slips = 0
+    for number in range(1000, 4000):
+        reply = teacher([{"role": "tool", "content": str(number)}], TOOLS)["content"]
+        wrong = sum(a != b for a, b in zip(reply, str(number), strict=True))
+        assert wrong <= 1
+        slips += wrong
+    assert slips / 3000 == pytest.approx(SLIP, abs=0.022)
+
+
+def test_the_teacher_is_a_function_of_the_messages() -> None:
+    """The same messages get the same answer, so a retry changes nothing."""
+    messages = [{"role": "user", "content": "What is 37 plus 58?"}]
+    assert teacher(messages, TOOLS) == teacher(messages, TOOLS)
+
+
+@pytest.mark.parametrize(("op", "result"), [("+", 95), ("-", -21), ("*", 2146)])
+def test_the_agents_calculator_is_the_tasks(op: str, result: int) -> None:
+    """The agent brings its own calculator and tool description; both are the task's."""
+    assert calculate(37, op, 58) == result
+    assert calculator(f'{{"a": 37, "op": "{op}", "b": 58}}') == str(result)
+    assert AGENT_TOOLS == TOOLS
+
+
+@pytest.mark.parametrize("arguments", ["", "[]", '{"a": 1}', '{"a": 1, "b": 2, "op": "/"}', '{"a": "x"}'])
+def test_a_wrong_call_is_told_to_the_model(arguments: str) -> None:
+    """The agent never dies of what a model wrote."""
+    assert calculator(arguments).startswith("error: ")
