@@ -1,0 +1,133 @@
+"""Fixtures of the replay tests: copies of a trained store, and ways to tamper with them unseen."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rollbook import store as rb
+from rollbook.ingest.embedded import digest_tensors
+from rollbook.store import Event, Store
+from rollbook.store.codec import decode, encode
+from rollbook.store.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, scan
+from rollbook.store.lane_files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.schema import LOG_SCHEMA
+
+FABRIC = Path(__file__).parents[1] / "train" / "fabric.py"
+
+
+@pytest.fixture(scope="session")
+def fabric() -> Any:
+    """The module that fabricates trajectories, models and stores, shared with the training tests."""
+    name = "rollbook_test_fabric"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, FABRIC)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture
+def trained(fabric: Any, tmp_path: Path) -> Callable[..., Store]:
+    """Makes copies of the trained store."""
+
+    def make(name: str = "trained") -> Store:
+        return rb.open(shutil.copytree(fabric.trained_path(), tmp_path / name))
+
+    return make
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`rollbook ...` in this process: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        from rollbook.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["rollbook", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+# Tampering ----------------------------------------------------------------------------------------
+
+
+def _rewrite(log: Store, lane: str, change: Callable[[Event], Any]) -> int:
+    """Write a lane's files anew with changed records and valid checksums; how many were changed.
+
+    `change` gives an event's new record, or None to leave it. Every frame keeps its events; their crc,
+    the chain through the segments, and the watermark are what a writer would have made them.
+    """
+    folder = lane_folder(log.path, lane)
+    chain, changed, offset, number = EMPTY_CHAIN, 0, 0, 0
+    for number in segment_numbers(folder):
+        path = segment_path(folder, number)
+        data = path.read_bytes()
+        buffers: list[bytes] = []
+        for frame in scan(memoryview(data), 0, len(data)):
+            payload: Any = bytes(frame.payload)
+            if frame.kind == BATCH_FRAME:
+                batch = pa.ipc.read_record_batch(pa.py_buffer(payload), LOG_SCHEMA)
+                events = list(decode(batch, lane))
+                records = [change(event) for event in events]
+                changed += sum(record is not None for record in records)
+                made = [
+                    event if record is None else replace(event, record=record)
+                    for event, record in zip(events, records, strict=True)
+                ]
+                payload = encode(made, frame.first_seq).serialize()
+            parts, chain = encode_frame(frame.kind, payload, frame.first_seq, frame.count, chain)
+            buffers += [bytes(part) for part in parts]
+        path.write_bytes(b"".join(buffers))
+        offset = path.stat().st_size
+    mark = read_watermark(folder)
+    (folder / "WATERMARK").write_bytes(Watermark(number, offset, mark.next_seq).pack())
+    return changed
+
+
+def _edit_event(log: Store, kind: str, change: Callable[[Any], Any], **where: Any) -> None:
+    """Change the one record of this kind whose attributes are these, and nothing else."""
+
+    def one(event: Event) -> Any:
+        matches = event.kind == kind and all(getattr(event.record, k) == v for k, v in where.items())
+        return change(event.record) if matches else None
+
+    changed = {lane: _rewrite(log, lane, one) for lane in log.lanes()}
+    assert sum(changed.values()) == 1, f"{kind} {where}: {changed}"
+
+
+def _edit_checkpoint(log: Store, version: int, what: str) -> None:
+    """Change one number of a checkpoint's weights or optimizer, and its manifest to fit."""
+    folder = log.path / f"checkpoints/demo/actor/v{version:08d}"
+    file = folder / ("model.safetensors" if what == "weights" else "optimizer.safetensors")
+    tensors = load_file(file)
+    name = next(n for n in sorted(tensors) if tensors[n].dim() == 2 and "embed" not in n)
+    tensors[name].view(-1)[5] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+    manifest = orjson.loads((folder / "rollbook.json").read_bytes())
+    manifest[f"{what}_digest"] = digest_tensors(tensors)
+    (folder / "rollbook.json").write_bytes(orjson.dumps(manifest))
+
+
+@pytest.fixture(scope="session")
+def tamper() -> Any:
+    """Ways to change a store so that every checksum still holds."""
+    return SimpleNamespace(rewrite=_rewrite, event=_edit_event, checkpoint=_edit_checkpoint)
