@@ -68,8 +68,23 @@ def _print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
         table.add_column(name, justify="right" if number and rows else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(_cell(value)) for value in row))
-    Console().print(table)
+    console = Console()
+    widths = [max([len(n), *(len(_cell(row[i])) for row in rows)]) for i, n in enumerate(names)]
+    if sum(widths) + 2 * len(widths) <= console.width:
+        console.print(table)
+    else:
+        _print_expanded(console, names, rows)
     Console(stderr=True).print(f"[dim]{len(rows)} rows[/]")
+
+
+def _print_expanded(console: Console, names: list[str], rows: list[tuple[Any, ...]]) -> None:
+    """A line per value: for rows that are wider than the terminal."""
+    width = max(len(name) for name in names)
+    for number, row in enumerate(rows, 1):
+        console.print(f"[dim]-- row {number} --[/]")
+        for name, value in zip(names, row, strict=True):
+            line = Text(f"{name:<{width}}  ", style="bold").append(_cell(value), style="not bold")
+            console.print(line, overflow="fold", soft_wrap=True)
 
 
 def _cell(value: Any) -> str:

@@ -284,6 +284,19 @@ def test_sql_as_csv(told: Store, rollbook: Any) -> None:
     ]
 
 
+def test_sql_rows_wider_than_the_terminal(told: Store, rollbook: Any) -> None:
+    """Rows that do not fit are printed a line per value, whole, instead of squeezed into columns."""
+    query = "select turn_id, * exclude (turn_id) from turns order by seq limit 2"
+    status, out, _ = rollbook("sql", query, "--store", told.path)
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[0] == "-- row 1 --"
+    assert lines[1].split() == ["turn_id", "u1"]
+    second = lines.index("-- row 2 --")
+    assert lines[second + 1].split() == ["turn_id", "u2"]
+    assert ["completion_ids", "[12,13,14]"] in [line.split() for line in lines[second:]]
+
+
 def test_sql_as_table(told: Store, rollbook: Any) -> None:
     """The default is a table, numbers to the right, long cells shortened, the count on stderr."""
     query = (
