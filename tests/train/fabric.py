@@ -233,7 +233,7 @@ GRPO = {
     "checkpoint_every": 2,
     "idle_timeout_s": 5.0,
     "algorithm": {"name": "grpo", "groups": 2, "group_size": 4},
-    "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+    "optimizer": {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.01},
 }
 
 

@@ -202,6 +202,17 @@ def test_history_is_not_repeated(fabric: Any, store: Store) -> None:
     assert _names(_queue(fabric, store, history).take(0)) == ["t4", "t5"]
 
 
+def test_a_group_read_in_another_order_is_not_mixed(fabric: Any, store: Store) -> None:
+    """Lanes may be read in another order after a restart: used trajectories do not count for a group."""
+    for i in range(4):
+        fabric.append(store, fabric.records(f"t{i}", group="g", reward=float(i)))
+    done = [fabric.planned(0, 0, turns=["t0.0", "t2.0"]), fabric.committed(0, 1)]
+    history = fold_history(fabric.events(done), fabric.RUN, "actor")
+    assert _names(_queue(fabric, store, history).take(1)) == ["t1", "t3"]
+    source = _queue(fabric, store, history, algorithm={"name": "sft", "batch_size": 1})
+    assert [_names(source.take(1)) for _ in range(2)] == [["t1"], ["t3"]]
+
+
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_what_comes_after_the_finish_counts(fabric: Any, store: Store, source: str) -> None:
     """A reward or delivery behind the finish, but inside the step's cut, is in the step's samples.
