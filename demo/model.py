@@ -63,7 +63,7 @@ def make_model(folder: Path, seed: int) -> None:
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         intermediate_size=256,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -21,8 +21,8 @@ from rollbook.demo.task import Problem, calculate, problems
 from rollbook.store.errors import ConfigError
 
 RUN = "demo"
-TEACHER_CONVERSATIONS, OFFLINE_STEPS = 1600, 270
-ONLINE_STEPS, GROUPS, GROUP_SIZE = 20, 16, 8
+TEACHER_CONVERSATIONS, OFFLINE_STEPS = 1600, 450
+ONLINE_STEPS, GROUPS, GROUP_SIZE = 22, 16, 8
 HELD_OUT = 192
 MIN_GAIN = 0.3
 
@@ -33,7 +33,7 @@ model = "{model}"
 steps = {offline_steps}
 seed = {seed}
 threads = 2
-checkpoint_every = 54
+checkpoint_every = 90
 
 [algorithm]
 name = "sft"
@@ -43,8 +43,8 @@ batch_size = 64
 splits = ["teacher"]
 
 [optimizer]
-lr = 2e-3
-min_lr = 1e-4
+lr = 3e-3
+min_lr = 1.5e-4
 warmup_steps = 30
 decay = "WSD"
 wsd_decay_steps = {decay_steps}
