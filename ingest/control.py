@@ -26,7 +26,7 @@ class Controlled(Protocol):
     def policy_version(self) -> int | None: ...
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation: ...
     async def pause(self) -> None: ...
-    def resume(self) -> None: ...
+    async def resume(self) -> None: ...
     async def flush_cache(self) -> None: ...
     async def update_weights(self, path: Path, version: int | None) -> str: ...
 
@@ -133,7 +133,7 @@ def _add_flow_routes(routes: APIRouter, engine: Controlled) -> None:
 
     @routes.post("/continue_generation")
     async def resume() -> Json:
-        engine.resume()
+        await engine.resume()
         return {"status": "running"}
 
     @routes.get("/flush_cache")
@@ -162,7 +162,7 @@ def _generated(made: Generation, prompt_tokens: int) -> Json:
 
 
 def _version(text: str) -> int:
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         message = f"weight_version {text!r} is not a policy version: send a non-negative integer"
         raise RequestError(400, "bad_version", message)
     return int(text)

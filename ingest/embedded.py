@@ -1,6 +1,7 @@
 """The embedded engine: transformers continuous batching in this process, on CPU or GPU.
 
-Weights change between requests, never within one: an update holds new requests, lets the running
+It computes in float32, the trainer's type, so that its logprobs are the trainer's; other checkpoints
+are widened. Weights change between requests, never within one: an update holds new requests, lets the running
 ones end, loads, digests the loaded tensors against the checkpoint's, forgets every cached prefix and
 goes on. So each turn has one policy version, and it is the one that made its tokens.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from transformers.utils import logging
 from rollbook.ingest.control import control_routes
 from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
 from rollbook.ingest.sampling import SeededManager
-from rollbook.ingest.weights import digest_tensors, published_version, read_weights
+from rollbook.ingest.weights import digest_tensors, published_version, read_weights, widened
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Logprobs, VersionSpan, token_ids
 
@@ -62,7 +65,7 @@ class EmbeddedEngine:
         try:
             config = AutoConfig.from_pretrained(model)
             loaded = AutoModelForCausalLM.from_pretrained(
-                model, config=config, dtype="auto", attn_implementation="sdpa"
+                model, config=config, dtype=torch.float32, attn_implementation="sdpa"
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{model}: cannot be loaded as a causal language model: {error}") from error
@@ -70,13 +73,15 @@ class EmbeddedEngine:
         self.vocabulary = int(loaded.config.vocab_size)
         self.context_length = int(getattr(loaded.config, "max_position_embeddings", 2**31))
         self._version, expected = published_version(model)
+        if expected is None:
+            expected = digest_tensors(widened(read_weights(model)))
         self.weights_digest = self._verified(model, expected)
         self._manager = self._make_manager(batch_tokens, cache_blocks)
         self._open = asyncio.Event()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._updating = asyncio.Lock()
+        self._changing = asyncio.Lock()
         self._serial = 0
 
     def _make_manager(self, batch_tokens: int, cache_blocks: int | None) -> SeededManager:
@@ -190,17 +195,27 @@ class EmbeddedEngine:
         self._open.clear()
         await self._idle.wait()
 
-    def resume(self) -> None:
-        """Let requests in again."""
-        self._open.set()
+    async def resume(self) -> None:
+        """Let requests in again; not before an update or a flush that is under way has ended."""
+        async with self._changing:
+            self._open.set()
 
     async def flush_cache(self) -> None:
         """Forget every cached prefix. Waits for running requests first."""
-        was_open = self._open.is_set()
-        await self.pause()
-        await asyncio.to_thread(self._forget_prefixes)
-        if was_open:
-            self.resume()
+        async with self._held():
+            await asyncio.to_thread(self._forget_prefixes)
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """No request runs inside; one change at a time; afterwards requests flow if they did before."""
+        async with self._changing:
+            was_open = self._open.is_set()
+            await self.pause()
+            try:
+                yield
+            finally:
+                if was_open:
+                    self._open.set()
 
     def _forget_prefixes(self) -> None:
         with self._manager.pause():
@@ -214,29 +229,27 @@ class EmbeddedEngine:
             ModelError: the checkpoint is another architecture's, damaged, or not what it says it is;
                 the old weights stay in place.
         """
-        async with self._updating:
-            was_open = self._open.is_set()
-            await self.pause()
-            try:
-                digest = await asyncio.to_thread(self._load, path)
-                self._version = published_version(path)[0] if version is None else version
-                self.path, self.weights_digest = path, digest
-                await self._activated(self._version, digest, path)
-            finally:
-                if was_open:
-                    self.resume()
+        own_version, own_digest = published_version(path)
+        if own_digest is not None and version not in (None, own_version):
+            raise ModelError(f"{path} is version {own_version} of its policy, not {version}")
+        async with self._held():
+            digest = await asyncio.to_thread(self._load, path)
+            self._version = own_version if version is None else version
+            self.path, self.weights_digest = path, digest
+            await self._activated(self._version, digest, path)
         return digest
 
     def _load(self, path: Path) -> str:
-        tensors = read_weights(path)
+        stored = read_weights(path)
         own = self._own_tensors()
-        kinds = [{n: (t.shape, t.dtype) for n, t in held.items()} for held in (tensors, own)]
-        if kinds[0] != kinds[1]:
-            odd = sorted(n for n in kinds[0] | kinds[1] if kinds[0].get(n) != kinds[1].get(n))
+        shapes = [{n: t.shape for n, t in held.items()} for held in (stored, own)]
+        if shapes[0] != shapes[1]:
+            odd = sorted(n for n in shapes[0] | shapes[1] if shapes[0].get(n) != shapes[1].get(n))
             raise ModelError(f"{path}: another architecture's checkpoint (differs in {odd[:3]})")
         expected = published_version(path)[1]
-        if expected is not None and digest_tensors(tensors) != expected:
+        if expected is not None and digest_tensors(stored) != expected:
             raise ModelError(f"{path}: the weights are not those its manifest names; copy it anew")
+        tensors = widened(stored)
         with self._manager.pause(), torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
@@ -250,12 +263,12 @@ class EmbeddedEngine:
             tensors.pop("lm_head.weight", None)
         return tensors
 
-    def _verified(self, path: Path, expected: str | None) -> str:
+    def _verified(self, path: Path, expected: str) -> str:
         """Digest of the tensors in memory, equal to the checkpoint's."""
         own = digest_tensors(self._own_tensors())
-        if expected is not None and own != expected:
+        if own != expected:
             raise ModelError(
                 f"{path}: after loading, the weights digest is {own[:16]}, not {expected[:16]}: the "
-                "checkpoint is damaged, or of another dtype or architecture"
+                "checkpoint is damaged, or not of this architecture"
             )
         return own

@@ -100,14 +100,14 @@ def _add_trajectory_routes(app: FastAPI, recorder: Recorder) -> None:
 
     @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
-        live = await recorder.finish(name, await _read(request, FinishTrajectory))
-        return {"id": name, "status": "finished", "turns": len(live.completed)}
+        turns = await recorder.finish(name, await _read(request, FinishTrajectory))
+        return {"id": name, "status": "finished", "turns": turns}
 
 
 def _add_chat_routes(app: FastAPI, recorder: Recorder, taker: TurnTaker) -> None:
     @app.post("/t/{name:path}/v1/chat/completions")
     async def chat_by_path(name: str, request: Request) -> Response:
-        header = request.headers.get("x-rollbook-trajectory")
+        header = _header(request, "trajectory")
         if header not in (None, name):
             text = f"the path names trajectory {name!r}, the header {header!r}: send one of them"
             raise RequestError(400, "trajectory_conflict", text)
@@ -115,7 +115,7 @@ def _add_chat_routes(app: FastAPI, recorder: Recorder, taker: TurnTaker) -> None
 
     @app.post("/v1/chat/completions")
     async def chat_by_header(request: Request) -> Response:
-        name = request.headers.get("x-rollbook-trajectory")
+        name = _header(request, "trajectory")
         if not name:
             text = (
                 "no trajectory named: use the base_url http://HOST:PORT/t/ID/v1, or send the header "
@@ -132,7 +132,9 @@ async def _chat(recorder: Recorder, taker: TurnTaker, name: str, request: Reques
     if chat.stream:
         text = "stream=true: this release answers without streaming; send stream=false"
         raise RequestError(400, "stream_not_served", text)
-    live = recorder.find(name) or _draft_by_headers(recorder, name, request)
+    wanted = _wanted(name, request)
+    live = recorder.find(name) or recorder.draft(wanted)
+    _check_unchanged(live, wanted, request)
     if live.finished:
         text = f"trajectory {name!r} is finished: open another for more turns"
         raise RequestError(409, "trajectory_finished", text)
@@ -159,19 +161,33 @@ async def _chat(recorder: Recorder, taker: TurnTaker, name: str, request: Reques
     return DeliveredResponse(_completion(chat, answered), headers, sent)
 
 
-def _draft_by_headers(recorder: Recorder, name: str, request: Request) -> LiveTrajectory:
-    headers = request.headers
-    split: Any = check_split(headers.get("x-rollbook-split", "train"))
-    wanted = _validated(
-        OpenTrajectory,
-        {
-            "id": name,
-            "group": headers.get("x-rollbook-group"),
-            "task": headers.get("x-rollbook-task"),
-            "split": split,
-        },
-    )
-    return recorder.draft(wanted)
+def _wanted(name: str, request: Request) -> OpenTrajectory:
+    """The trajectory that the path and headers speak of."""
+    group, task = _header(request, "group"), _header(request, "task")
+    split = check_split(_header(request, "split") or "train")
+    return _validated(OpenTrajectory, {"id": name, "group": group, "task": task, "split": split})
+
+
+def _header(request: Request, field: str) -> str | None:
+    """A Rollbook header's value. HTTP libraries send and give Latin-1; people write UTF-8."""
+    value = request.headers.get(f"x-rollbook-{field}")
+    try:
+        return value if value is None else value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _check_unchanged(live: LiveTrajectory, wanted: OpenTrajectory, request: Request) -> None:
+    """Refuse a header that says otherwise than the trajectory was opened with.
+
+    Raises:
+        RequestError: 409, naming both values.
+    """
+    for field in ("group", "task", "split"):
+        sent, opened = getattr(wanted, field), getattr(live.opened, field)
+        if f"x-rollbook-{field}" in request.headers and sent != opened:
+            text = f"trajectory {wanted.id!r} was opened with {field} {opened!r}, not {sent!r}"
+            raise RequestError(409, "trajectory_conflict", text)
 
 
 def _completion(chat: ChatRequest, answered: AnsweredTurn) -> Json:
@@ -231,7 +247,8 @@ def _error(status: int, code: str, message: str, headers: dict[str, str] | None 
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "code": code, "param": None}}
     # What will not change by itself must not be tried again.
-    retry = {"x-should-retry": "false"} if status in (400, 403, 404, 409, 422) else {}
+    final = status in (400, 403, 404, 409, 422) and code != "trajectory_busy"
+    retry = {"x-should-retry": "false"} if final else {}
     return Response(orjson.dumps(body), status, retry | (headers or {}), media_type="application/json")
 
 

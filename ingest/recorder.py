@@ -7,7 +7,6 @@ log: a restarted recorder reads it back and goes on with the trajectories that a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from rollbook.store.events import (
     TurnDelivered,
 )
 from rollbook.store.ids import new_id
-from rollbook.store.trajectory import Trajectory, Turn, fold
+from rollbook.store.trajectory import Trajectory, Turn
 
 RESPONSE_PREFIX = "chatcmpl-"
 
@@ -48,7 +47,7 @@ class LiveTrajectory:
     def forget(self) -> None:
         """Drop what only an open trajectory needs."""
         self.finished = True
-        self.tree = TurnTree()
+        self.tree, self.completed, self.delivered = TurnTree(), [], set()
 
 
 class Recorder:
@@ -69,30 +68,22 @@ class Recorder:
             raise
 
     def _restore(self) -> None:
+        """Read back the run's trajectories: of finished ones the name, of open ones all of it."""
         lanes: dict[str, str] = {}
-
-        def noting_lanes() -> Iterator[Event]:
-            for event in self.store.events():
-                if isinstance(event.record, TrajectoryOpened) and event.run == self.run:
-                    lanes[event.record.trajectory_id] = event.lane
-                yield event
-
-        for trajectory_id, trajectory in fold(noting_lanes()).items():
-            if trajectory.run == self.run:
-                live = self._restored(trajectory, lanes[trajectory_id])
-                self._by_name[trajectory.opened.name] = live
-
-    def _restored(self, trajectory: Trajectory, lane: str) -> LiveTrajectory:
-        live = LiveTrajectory(trajectory.opened, lane)
-        for turn in trajectory.turns.values():
-            if turn.completed is not None:
-                live.tree.add(tree_turn(trajectory, turn))
-                live.completed.append(turn.turn_id)
-            if turn.delivered:
-                live.delivered.add(turn.turn_id)
-        if trajectory.finished is not None:
-            live.forget()
-        return live
+        open_: set[str] = set()
+        for event in self.store.events():
+            record = event.record
+            if event.run != self.run:
+                continue
+            if isinstance(record, TrajectoryOpened):
+                self._by_name[record.name] = LiveTrajectory(record, event.lane, finished=True)
+                lanes[record.trajectory_id] = event.lane
+                open_.add(record.trajectory_id)
+            elif isinstance(record, TrajectoryFinished):
+                open_.discard(record.trajectory_id)
+        for trajectory_id, trajectory in self.store.trajectories(ids=open_).items():
+            live = _restored(trajectory, lanes[trajectory_id])
+            self._by_name[trajectory.opened.name] = live
 
     async def write(self, *records: Record) -> list[Event]:
         """Append records together; returns once they are durable.
@@ -151,8 +142,8 @@ class Recorder:
             raise RequestError(409, "other_lane", text)
         return live
 
-    async def finish(self, name: str, body: FinishTrajectory) -> LiveTrajectory:
-        """Record the outcome and rewards; no turns may follow.
+    async def finish(self, name: str, body: FinishTrajectory) -> int:
+        """Record the outcome and rewards; no turns may follow. The number of completed turns.
 
         Raises:
             RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
@@ -180,8 +171,9 @@ class Recorder:
         except BaseException:
             live.finished = False
             raise
+        turns = len(live.completed)
         live.forget()
-        return live
+        return turns
 
     def mark_delivered(self, live: LiveTrajectory, turn_id: str, how: str) -> None:
         """Note that a client has a turn's reply (once)."""
@@ -192,6 +184,17 @@ class Recorder:
     def close(self) -> None:
         """Commit what is pending and give the lane back."""
         self.writer.close()
+
+
+def _restored(trajectory: Trajectory, lane: str) -> LiveTrajectory:
+    live = LiveTrajectory(trajectory.opened, lane)
+    for turn in trajectory.turns.values():
+        if turn.completed is not None:
+            live.tree.add(tree_turn(trajectory, turn))
+            live.completed.append(turn.turn_id)
+        if turn.delivered:
+            live.delivered.add(turn.turn_id)
+    return live
 
 
 def turn_rewards(live: LiveTrajectory, body: FinishTrajectory) -> list[Record]:

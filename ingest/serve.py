@@ -72,9 +72,22 @@ def serve(options: ServeOptions) -> None:
     Raises:
         RollbookError: something named in the options cannot be used.
     """
-    log = store.open(options.store, create=True)
     tokenizer = load_chat_tokenizer(options.model)
     engine = make_engine(options, tokenizer)
+    listener = _listen(options.host, options.port)
+    log = store.open(options.store, create=True)
+    # One proxy a run: a client's name means one trajectory in it.
+    with log.claim(f"recording run {options.run}", "name another run with --run"):
+        _serve(options, log, tokenizer, engine, listener)
+
+
+def _serve(
+    options: ServeOptions,
+    log: store.Store,
+    tokenizer: ChatTokenizer,
+    engine: Engine,
+    listener: socket.socket,
+) -> None:
     recorder = Recorder(log, options.lane, options.run, tokenizer)
     recorder.note(
         RunOpened(
@@ -85,7 +98,6 @@ def serve(options: ServeOptions) -> None:
             tokenizer.template_digest,
         )
     )
-    listener = _listen(options.host, options.port)
     _announce(options, listener.getsockname()[1], recorder)
     config = uvicorn.Config(
         build_app(recorder, engine), log_level="warning", access_log=False, timeout_keep_alive=75

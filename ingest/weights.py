@@ -48,9 +48,21 @@ def read_weights(model: Path) -> Tensors:
 
 
 def published_version(model: Path) -> tuple[int, str | None]:
-    """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model."""
+    """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model.
+
+    Raises:
+        ModelError: its manifest is damaged.
+    """
     file = model / "rollbook.json"
     if not file.exists():
         return 0, None
-    manifest = orjson.loads(file.read_bytes())
-    return int(manifest["policy_version"]), str(manifest["weights_digest"])
+    try:
+        manifest = orjson.loads(file.read_bytes())
+        return int(manifest["policy_version"]), str(manifest["weights_digest"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file}: damaged: {error!r}") from error
+
+
+def widened(tensors: Tensors) -> Tensors:
+    """The tensors in float32: exact for bfloat16 and float16, and nothing new where they are float32."""
+    return {name: tensor.float() for name, tensor in tensors.items()}

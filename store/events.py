@@ -202,7 +202,7 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class SampleDropped:
-    """A recipe's rule kept a sample (named by its leaf turn) out of training."""
+    """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step."""
 
     KIND: ClassVar[str] = "sample.dropped"
     trajectory_id: str
@@ -211,6 +211,7 @@ class SampleDropped:
     recipe: str
     step: int
     detail: Json
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)

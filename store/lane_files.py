@@ -81,22 +81,22 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def take_lock(folder: Path) -> int:
-    """Take the lane for this process; the descriptor holds the lock until it is closed.
+def take_lock(file: Path, what: str, remedy: str) -> int:
+    """Take a lock for this process; the descriptor holds it until it is closed.
+
+    Args:
+        what: what is locked, and `remedy` what to do when it is: both for the error's message.
 
     Raises:
         LaneLockedError: another process holds it.
     """
-    fd = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
-        raise LaneLockedError(
-            f"lane {folder.name!r} of {folder.parent.parent} is being written by process {holder}: "
-            "stop that process, or name another lane with --lane"
-        ) from None
+        raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd

@@ -65,7 +65,11 @@ class LaneWriter:
         self._segment_bytes = segment_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
         lane_files.fsync_folder(self._folder.parent)
-        self._lock_fd = lane_files.take_lock(self._folder)
+        self._lock_fd = lane_files.take_lock(
+            self._folder / "LOCK",
+            f"lane {lane!r} of {store} is being written by",
+            "name another lane with --lane",
+        )
         self._fd = self._watermark_fd = -1
         self._mark = Watermark(0, 0, 0)
         try:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import orjson
 import pyarrow as pa
@@ -18,7 +19,7 @@ from rollbook.store.errors import CutError, FormatError, NotAStoreError
 from rollbook.store.events import Event, StepPlanned
 from rollbook.store.frame import FORMAT_VERSION
 from rollbook.store.ids import new_id, now_us
-from rollbook.store.lane_files import fsync_folder, lane_folder, read_watermark
+from rollbook.store.lane_files import fsync_folder, lane_folder, read_watermark, take_lock
 from rollbook.store.lane_reader import LaneReader
 from rollbook.store.lane_writer import LaneWriter
 from rollbook.store.schema import LOG_SCHEMA
@@ -37,7 +38,9 @@ class Store:
 
     def lanes(self) -> list[str]:
         """Names of the lanes that have been opened for writing, sorted."""
-        return sorted(p.parent.name for p in self.path.glob("lanes/*/WATERMARK"))
+        # A lane that lost its watermark is listed by its segments, so that reading it is refused.
+        files = [*self.path.glob("lanes/*/WATERMARK"), *self.path.glob("lanes/*/*.wal")]
+        return sorted({file.parent.name for file in files})
 
     def head(self) -> dict[str, int]:
         """The cut that holds everything durable now."""
@@ -70,9 +73,10 @@ class Store:
             if not isinstance(record, StepPlanned) or run not in (None, event.run):
                 continue
             if str(record.step) == number:
-                cuts[event.run] = record.cut  # a later attempt replaces an earlier one
+                cuts[event.run, record.policy] = record.cut  # a later attempt replaces an earlier one
         if len(cuts) != 1:
-            found = f"runs {sorted(cuts)} have one; name the run" if cuts else "no run planned it"
+            several = ", ".join(f"{run} ({policy})" for run, policy in sorted(cuts))
+            found = f"planned in runs (policies) {several}; name the run" if cuts else "no run planned it"
             raise CutError(f"cut {text!r}: {found}")
         return parse_cut(next(iter(cuts.values())))
 
@@ -138,6 +142,22 @@ class Store:
     def tail(self, start: Cut | None = None) -> Tail:
         """A reader that hands out events as they become durable, from `start` (default: the first)."""
         return Tail(self, start or {})
+
+    @contextlib.contextmanager
+    def claim(self, what: str, remedy: str) -> Iterator[None]:
+        """Be the only process that does `what` with this store, such as training a policy of a run.
+
+        Raises:
+            LaneLockedError: another process does.
+        """
+        folder = self.path / "claims"
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{quote(what, safe=' ')}.lock"
+        fd = take_lock(file, f"{what} in {self.path} is being done by", remedy)
+        try:
+            yield
+        finally:
+            os.close(fd)
 
     def catalog(self) -> Catalog:
         """The store's catalog."""

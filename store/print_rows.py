@@ -33,6 +33,8 @@ def run_query(store: Path, query: str, format_: str, as_of: str, run: str | None
     """
     connection = connect(store, as_of=as_of, run=run)
     try:
+        if not duckdb.extract_statements(query):
+            raise QueryError("the query is empty: write e.g. select * from trajectories")
         result = connection.execute(query)
         names = [column[0] for column in result.description or ()]
         rows = result.fetchall()

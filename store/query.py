@@ -23,7 +23,7 @@ def connect(
     """
     store = open_store(path)
     table = store.table(store.cut(as_of, run))
-    connection = duckdb.connect(":memory:")
+    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
     connection.register("log", table)
     for view in VIEWS:
         connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')

@@ -190,4 +190,5 @@ DROPS = (
     ViewColumn("step", "BIGINT", "the step it was kept out of"),
     ViewColumn("detail", "JSON", "what the rule held it against"),
     ViewColumn("time", "TIMESTAMP", "UTC"),
+    ViewColumn("attempt", "BIGINT", "attempt at the step; only those of committed attempts are final"),
 )

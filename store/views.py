@@ -211,7 +211,8 @@ DROPS = View(
     "A sample that a recipe's rule kept out of training, and why.",
     f"""
     SELECT run, trajectory_id, turn_id, {_text("rule")} AS rule, {_text("recipe")} AS recipe,
-           step, {_json("detail")} AS detail, time
+           step, {_json("detail")} AS detail, time,
+           CAST(coalesce({_text("attempt")}, '1') AS BIGINT) AS attempt
     FROM log WHERE kind = 'sample.dropped'
     """,
     view_columns.DROPS,

@@ -65,6 +65,7 @@ def write_checkpoint(
     for file in like.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", ".bin") and file.name != MANIFEST:
             shutil.copy2(file, building / file.name)
+    _name_dtype(building / "config.json", weights)
     _save(weights, building / "model.safetensors")
     if optimizer is not None:
         _save(optimizer, building / OPTIMIZER)
@@ -120,6 +121,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if tensors is not None and digest_tensors(tensors) != expected:
             raise ModelError(f"{path}: the {what} are damaged (they are not what {MANIFEST} names)")
     return Checkpoint(weights, optimizer)
+
+
+def _name_dtype(config: Path, weights: Tensors) -> None:
+    """Have config.json name the type of the weights beside it, whatever the base model's was."""
+    values = orjson.loads(config.read_bytes())
+    values.pop("torch_dtype", None)
+    values["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
 
 
 def _save(tensors: Tensors, file: Path) -> None:

@@ -1,7 +1,8 @@
-"""Runs unmodified megatron-core on a host without CUDA: whatever names "the CUDA device" gets the CPU.
+"""Runs unmodified megatron-core on the CPU: whatever names "the CUDA device" gets the CPU.
 
-Every patch redirects a device name or makes a stream inert; no arithmetic is replaced, and nothing is
-done where CUDA is present. Written against megatron-core 0.16.1, whose internals two patches name.
+Every patch redirects a device name or makes a stream inert; no arithmetic is replaced. It is installed
+only in a process that trains on the CPU. Written against megatron-core 0.16.1, whose internals two
+patches name.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class _Inert:
 
 
 def install() -> bool:
-    """Patch torch and megatron once; true if this host needed it and it was not done before."""
+    """Patch torch and megatron, once; true if it was not done before. Not to be undone."""
     global _installed
-    if _installed or torch.cuda.is_available():
+    if _installed:
         return False
     _installed = True
     _redirect_identity()

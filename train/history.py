@@ -42,6 +42,22 @@ class History:
         """Number of the step that comes next."""
         return max(self.steps, default=-1) + 1
 
+    def of_family(self, family: str) -> list[CommittedStep]:
+        """Committed steps of a configuration, in order: of all the phases it was trained in."""
+        return [s for _, s in sorted(self.steps.items()) if family_of(s.planned.phase) == family]
+
+    def phase_to_train(self, family: str) -> str:
+        """The phase that goes on or begins when a configuration is trained now.
+
+        A phase is an unbroken row of steps: one that another configuration's steps followed is over,
+        and its configuration begins a further one (`family#2`), with a new optimizer.
+        """
+        last = self.steps[max(self.steps)].planned.phase if self.steps else ""
+        if family_of(last) == family:
+            return last
+        phases = {s.planned.phase for s in self.of_family(family)}
+        return f"{family}#{len(phases) + 1}" if phases else family
+
     def of_phase(self, phase: str) -> list[CommittedStep]:
         """The phase's committed steps, in order."""
         return [s for _, s in sorted(self.steps.items()) if s.planned.phase == phase]
@@ -65,8 +81,8 @@ class History:
         ]
         if not usable:
             raise TrainError(
-                f"run {self.run!r} has no checkpoint to start from before step {step}: it was not "
-                "written, or its segment is gone"
+                f"run {self.run!r} has no checkpoint of version {version} to start from: the training that "
+                "made it was interrupted. Let it finish first, with its own CONFIG"
             )
         base = max(usable, key=lambda c: c.policy_version)
         between = [
@@ -92,6 +108,11 @@ class History:
         return checkpoint.policy_version == start
 
 
+def family_of(phase: str) -> str:
+    """The configuration that a phase belongs to."""
+    return phase.partition("#")[0]
+
+
 def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
     """The training history of a policy in a run.
 
@@ -102,7 +123,10 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
     drops: list[str] = []  # of the plan that follows: both were appended together
     for event in events:
         record = event.record
-        if event.run != run or getattr(record, "policy", policy) != policy:
+        if event.run != run:
+            continue
+        if getattr(record, "policy", policy) != policy:
+            drops = [] if isinstance(record, StepPlanned) else drops
             continue
         match record:
             case SampleDropped():

@@ -9,12 +9,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollbook import store
 from rollbook.store import Store
-from rollbook.store.cut import Cut, parse_cut
+from rollbook.store.cut import Cut, format_cut, parse_cut
+from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
-from rollbook.train.history import History, fold_history
-from rollbook.train.source import Source, make_source
+from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.source import Selection, Source, make_source
 from rollbook.train.trainer import StepOutcome, Trainer
 
 
@@ -26,35 +27,61 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
     """
     console = Console(stderr=True)
     log = store.open(path)
-    with log.writer(lane) as writer:
+    if source == "tail" and as_of != "head":
+        raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
+    what = f"training policy {config.policy} of run {config.run}"
+    with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
         history = fold_history(log.events(), config.run, config.policy)
-        phase = config.phase(source)
-        cut = _phase_cut(log, history, phase, as_of, config.run)
-        trainer = Trainer(config, log, writer, history, phase)
+        family = config.phase(source)
+        done = len(history.of_family(family))
+        if done >= config.steps and family_of(history.phase_to_train(family)) != _last_family(history):
+            console.print("nothing to do: every step of this configuration is committed")
+            return
+        cut = _phase_cut(log, history, family, as_of, config.run)
+        trainer = Trainer(config, log, writer, history, family)
         try:
-            _announce(console, trainer, config, source)
+            _announce(console, trainer, config, source, cut)
             trainer.write(
                 RunOpened("train", config.as_json(), environment=fingerprint(trainer.policy.device))
             )
             trainer.sync_current()
-            feed = make_source(config, log, history, source, cut, trainer.done)
+            feed = make_source(config, log, history, source, cut, family, trainer.version)
             _steps(console, trainer, config, feed)
         finally:
             trainer.close()
 
 
-def _phase_cut(log: Store, history: History, phase: str, as_of: str, run: str) -> Cut:
-    """The cut a phase trains at: decided when it starts, and kept when it goes on."""
-    earlier = history.of_phase(phase)
-    return parse_cut(earlier[0].planned.cut) if earlier else log.cut(as_of, run)
+def _last_family(history: History) -> str | None:
+    """The configuration whose step was the last to commit."""
+    return family_of(history.steps[max(history.steps)].planned.phase) if history.steps else None
 
 
-def _announce(console: Console, trainer: Trainer, config: TrainConfig, source: str) -> None:
+def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) -> Cut:
+    """The cut a configuration trains at: decided when it starts, and kept when it goes on.
+
+    Raises:
+        ConfigError: `--as-of` names another cut than it started at.
+    """
+    wanted = log.cut(as_of, run)
+    earlier = history.of_family(family)
+    if not earlier:
+        return wanted
+    cut = parse_cut(earlier[0].planned.cut)
+    if as_of != "head" and cut != wanted:
+        raise ConfigError(
+            f"--as-of {as_of}: this configuration started at {format_cut(cut)} and goes on there; change "
+            "its seed or recipe to start anew"
+        )
+    return cut
+
+
+def _announce(console: Console, trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> None:
     if trainer.done:
         console.print(f"going on after {trainer.done} of {config.steps} steps")
     console.print(
         f"training run [bold]{config.run}[/] with {config.algorithm.name} from the "
-        f"{'tail of the log' if source == 'tail' else 'log at a cut'}, from version {trainer.version}"
+        f"{'tail of the log' if source == 'tail' else f'log at {format_cut(cut)}'}, "
+        f"from version {trainer.version}"
     )
 
 
@@ -65,13 +92,14 @@ def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Sour
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    outcome: StepOutcome | None = None
+    if trainer.done >= config.steps:
+        console.print("nothing to do: every step of this configuration is committed")
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("steps", total=config.steps, completed=trainer.done)
         while trainer.done < config.steps:
-            selection = source.take(trainer.version)
+            selection = _next(trainer, source)
             if selection is None:
-                console.print("the log holds no more complete batches at this cut")
+                console.print(f"{trainer.done} of {config.steps} steps: no further batch fills at this cut")
                 break
             outcome = trainer.take_step(selection)
             due = trainer.done % config.checkpoint_every == 0 or trainer.done == config.steps
@@ -79,8 +107,17 @@ def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Sour
             progress.update(bar, completed=trainer.done, description=_describe(outcome))
         # Also where a crash came between the last step and its checkpoint: what follows starts from it.
         trainer.ensure_checkpoint()
-    if outcome is None:
-        console.print("nothing to do: every step of this configuration is committed")
+
+
+def _next(trainer: Trainer, source: Source) -> Selection | None:
+    """The next selection; where none comes, what the recipe dropped is recorded all the same."""
+    selection = None
+    try:
+        selection = source.take(trainer.version)
+    finally:
+        if selection is None:
+            trainer.note_drops(source.unfilled(trainer.version))
+    return selection
 
 
 def _describe(outcome: StepOutcome) -> str:

@@ -44,7 +44,8 @@ def choose_device(wanted: str) -> torch.device:
 
 def start_ranks(device: torch.device, seed: int) -> None:
     """One process group of this process alone, megatron's groups in it, and its random state."""
-    cpu_device.install()
+    if device.type == "cpu":
+        cpu_device.install()
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

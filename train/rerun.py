@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from rollbook.store import Store, parse_cut
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned
@@ -49,9 +51,16 @@ def samples_at_cut(log: Store, plan: StepPlanned) -> dict[str, Sample]:
 
 
 def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedStep]) -> Iterator[RerunStep]:
-    """Run committed steps again on a policy that is in the state before the first of them."""
+    """Run committed steps again on a policy that is in the state before the first of them.
+
+    Each runs with the number of threads it was recorded with, and leaves it set.
+
+    Raises:
+        ReplayError: the log does not hold a sample that a manifest names.
+    """
     for step in steps:
         plan = step.planned
+        torch.set_num_threads(int(plan.environment["threads"]))
         found = input_digests(policy, plan.seed)
         result = run_step(policy, plan, batch_of(plan, samples_at_cut(log, plan)))
         recorded = plan.input_digests | step.committed.digests

@@ -43,21 +43,27 @@ class Source(Protocol):
     def take(self, version: int) -> Selection | None:
         """The next step's samples, or None when there are no more. `version` is the trainer's."""
 
+    def unfilled(self, version: int) -> list[Drop]:
+        """What the recipe drops of the samples that are left when no further step can be filled."""
+
 
 class EpochSource:
     """Supervised samples at a cut, in epochs; any step's batch can be computed at once."""
 
-    def __init__(self, config: TrainConfig, samples: Sequence[Sample], cut: Cut, done: int) -> None:
+    def __init__(
+        self, config: TrainConfig, samples: Sequence[Sample], cut: Cut, done: int, version: int
+    ) -> None:
         if isinstance(config.algorithm, GrpoConfig):
             raise TypeError("epochs are for supervised fine-tuning")
         candidates = [s for s in samples if is_candidate(s, config.recipe)]
-        self._samples, self._drops = select(candidates, config.recipe, config.algorithm, 0)
+        self._samples, drops = select(candidates, config.recipe, config.algorithm, version)
+        self._drops = [] if done else drops  # recorded once, with the first step
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.batch_size
         self._next = done
         if not self._samples:
             raise TrainError(
                 f"no sample of splits {config.recipe.splits} at this cut: "
-                f"{len(samples)} samples in all, {len(self._drops)} dropped by the recipe"
+                f"{len(samples)} samples in all, {len(drops)} dropped by the recipe"
             )
 
     def take(self, version: int) -> Selection | None:
@@ -67,6 +73,10 @@ class EpochSource:
         picked = [self._at(position) for position in range(first, first + self._size)]
         drops, self._drops = self._drops, []
         return Selection(picked, drops, self._cut)
+
+    def unfilled(self, version: int) -> list[Drop]:
+        """Nothing: epochs have no end."""
+        return []
 
     def _at(self, position: int) -> Sample:
         epoch, place = divmod(position, len(self._samples))
@@ -102,6 +112,7 @@ class QueueSource:
         self._folding = TrajectoryFold()
         self._groups: dict[str, list[str]] = {}
         self._ready: deque[_Unit] = deque()
+        self._held: list[_Unit] = []
         self._waiting_since = 0.0
 
     def take(self, version: int) -> Selection | None:
@@ -112,7 +123,7 @@ class QueueSource:
         """
         algorithm = self._config.algorithm
         wanted = algorithm.groups if isinstance(algorithm, GrpoConfig) else algorithm.batch_size
-        units: list[_Unit] = []
+        units = self._held = []
         while True:
             kept, drops, full = self._choose(units, version)
             if full >= wanted and kept:
@@ -122,6 +133,10 @@ class QueueSource:
             if not self._fill(missing):
                 return None
             units += [self._ready.popleft() for _ in range(missing)]
+
+    def unfilled(self, version: int) -> list[Drop]:
+        """Of the units taken and waiting, what the recipe drops; the others stay waiting in the log."""
+        return self._choose([*self._held, *self._ready], version)[1]
 
     def _choose(self, units: list[_Unit], version: int) -> tuple[list[Sample], list[Drop], int]:
         """The units' samples that are kept, those dropped, and how many of the units count."""
@@ -206,15 +221,22 @@ class QueueSource:
 
 
 def make_source(
-    config: TrainConfig, log: Store, history: History, source: str, cut: Cut, done: int
+    config: TrainConfig, log: Store, history: History, source: str, cut: Cut, family: str, version: int
 ) -> Source:
-    """The source that `--source` names, set to go on after `done` steps of the phase."""
+    """The source that `--source` names, set to go on after the configuration's committed steps.
+
+    Args:
+        version: the trainer's; a configuration that goes on keeps the one that it started from.
+    """
     if source == "tail":
         tail = log.tail()
         return QueueSource(config, history, tail.poll, tail.cut)
     if isinstance(config.algorithm, GrpoConfig):
         batches = iter([list(log.events(cut))])
         return QueueSource(config, history, lambda: next(batches, None), lambda: cut)
+    earlier = history.of_family(family)
+    start = earlier[0].planned.policy_version if earlier else version
     trajectories = fold(log.events(cut)).values()
     finished = [t for t in trajectories if t.run == config.run and t.finished is not None]
-    return EpochSource(config, all_samples(finished, config.recipe.reward_source), cut, done)
+    samples = all_samples(finished, config.recipe.reward_source)
+    return EpochSource(config, samples, cut, len(earlier), start)

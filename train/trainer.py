@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.weights import digest_tensors, read_weights
+from rollbook.ingest.weights import digest_tensors, read_weights, widened
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json
@@ -24,10 +24,11 @@ from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition
 from rollbook.train.checkpoint import read_checkpoint, write_checkpoint
 from rollbook.train.config import TrainConfig
-from rollbook.train.environment import fingerprint
+from rollbook.train.environment import differences, fingerprint
 from rollbook.train.history import History
-from rollbook.train.megatron_model import choose_device
+from rollbook.train.megatron_model import choose_device, set_deterministic
 from rollbook.train.qwen3 import read_shape
+from rollbook.train.recipe import Drop
 from rollbook.train.rerun import rerun_steps
 from rollbook.train.samples import Sample
 from rollbook.train.source import Selection
@@ -52,14 +53,14 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, log: Store, writer: LaneWriter, history: History, phase: str
+        self, config: TrainConfig, log: Store, writer: LaneWriter, history: History, family: str
     ) -> None:
         self._config, self._log, self._writer = config, log, writer
-        self._history, self._phase = history, phase
+        self._history, self._phase = history, history.phase_to_train(family)
         self._catalog = log.catalog()
         if not history.checkpoints:
             self._adopt_model()
-        base, between = history.base_for(history.next_step, phase)
+        base, between = history.base_for(history.next_step, self._phase)
         self._like = log.path / base.path
         device = choose_device(config.device)
         self.policy = TrainablePolicy(
@@ -73,7 +74,7 @@ class Trainer:
         self._restore(base, [s.planned.step for s in between])
         self.version = base.policy_version + len(between)
         self.step = history.next_step
-        self.done = len(history.of_phase(phase))
+        self.done = len(history.of_family(family))
         self._environment = fingerprint(device)
         self._checkpointed = base.policy_version if not between else -1
 
@@ -82,8 +83,9 @@ class Trainer:
         model = self._config.model
         read_shape(model)
         config = self._config
+        weights = widened(read_weights(model))  # training is in float32
         record = write_checkpoint(
-            self._log.path, config.run, config.policy, 0, read_weights(model), None, like=model, phase=None
+            self._log.path, config.run, config.policy, 0, weights, None, like=model, phase=None
         )
         self._note_checkpoint(record)
 
@@ -95,12 +97,16 @@ class Trainer:
         same_phase = base.phase == self._phase and held.optimizer is not None
         self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
         between = [self._history.steps[step] for step in steps]
+        recorded = between[-1].planned.environment if between else {}
         for replayed in rerun_steps(self._log, self.policy, between):
             if replayed.first_difference is not None:
+                here = differences(recorded, fingerprint(self.policy.device))
                 raise TrainError(
                     f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again "
-                    f"differs in {replayed.first_difference}. Resume on the machine it ran on"
+                    f"differs in {replayed.first_difference}. Resume where it ran; what differs here: "
+                    f"{'; '.join(here) or 'nothing that is known to change bits'}"
                 )
+        set_deterministic(self._config.threads)
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
@@ -111,17 +117,7 @@ class Trainer:
     def take_step(self, selection: Selection) -> StepOutcome:
         """Plan, run and commit a step on the selected samples."""
         plan = self._plan(selection.samples, selection.cut)
-        drops = [
-            SampleDropped(
-                d.sample.trajectory_id,
-                d.sample.leaf_turn_id,
-                d.rule,
-                plan.recipe_digest,
-                self.step,
-                d.detail,
-            )
-            for d in selection.drops
-        ]
+        drops = self._drop_records(selection.drops)
         self.write(*drops, plan)
         try:
             batch = batch_of(plan, {s.leaf_turn_id: s for s in selection.samples})
@@ -137,13 +133,37 @@ class Trainer:
         self.step, self.done = self.step + 1, self.done + 1
         return outcome
 
+    def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
+        recipe = digest_json(self._config.recipe.model_dump(mode="json"))
+        return [
+            SampleDropped(
+                d.sample.trajectory_id,
+                d.sample.leaf_turn_id,
+                d.rule,
+                recipe,
+                self.step,
+                d.detail,
+                self._attempt,
+            )
+            for d in drops
+        ]
+
+    @property
+    def _attempt(self) -> int:
+        return self._history.attempts.get(self.step, 0) + 1
+
+    def note_drops(self, drops: list[Drop]) -> None:
+        """Record drops that no step followed: the samples left would not fill one."""
+        if drops:
+            self.write(*self._drop_records(drops))
+
     def _plan(self, samples: list[Sample], cut: Cut) -> StepPlanned:
         config = self._config
         seed = step_seed(config.seed, self.step)
         recipe = config.recipe.model_dump(mode="json")
         return StepPlanned(
             step=self.step,
-            attempt=self._history.attempts.get(self.step, 0) + 1,
+            attempt=self._attempt,
             policy=config.policy,
             policy_version=self.version,
             phase=self._phase,
@@ -195,7 +215,8 @@ class Trainer:
         sync_weights(self._config.sync, path, record.policy_version, record.weights_digest)
 
     def _note_checkpoint(self, record: CheckpointWritten) -> None:
-        parent = record.policy_version - 1 if record.policy_version else None
+        earlier = [c.policy_version for c in self._history.checkpoints]
+        parent = max((v for v in earlier if v < record.policy_version), default=None)
         published = PolicyPublished(
             record.policy, record.policy_version, parent, record.path, record.weights_digest
         )

@@ -28,6 +28,9 @@ app.add_typer(store_app, name="store")
 StoreOption = Annotated[Path, typer.Option("--store", help="Folder of the store.")]
 AsOf = Annotated[str, typer.Option("--as-of", help="Cut: head, step:N, or lane=count,lane=count.")]
 Run = Annotated[str | None, typer.Option("--run", help="Run, where the store holds several.")]
+RunOfStep = Annotated[
+    str | None, typer.Option("--run", help="Run of --as-of step:N, where several have that step.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
 
 
@@ -91,7 +94,7 @@ def sql(
     store: StoreOption,
     format: Annotated[Format, typer.Option(help="How to print the rows.")] = Format.table,
     as_of: AsOf = "head",
-    run: Run = None,
+    run: RunOfStep = None,
 ) -> None:
     """Query the live log with SQL (DuckDB).
 

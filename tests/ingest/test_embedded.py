@@ -21,7 +21,7 @@ from rollbook.ingest.chat_template import load_chat_tokenizer
 from rollbook.ingest.embedded import EmbeddedEngine
 from rollbook.ingest.engine import Generation, Prompt, Sampling
 from rollbook.ingest.sampling import GREEDY, sample, uniform_draw
-from rollbook.ingest.weights import read_weights
+from rollbook.ingest.weights import digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import PolicyActivated
 from rollbook.store.trajectory import fold
@@ -263,10 +263,6 @@ def _another_depth(folder: Path, model: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def _another_dtype(folder: Path, model: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder)
-
-
 def _no_weights(folder: Path, model: Path) -> None:
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
 
@@ -285,7 +281,6 @@ def _other_than_its_manifest(folder: Path, model: Path) -> None:
 BAD: list[Callable[[Path, Path], None]] = [
     _another_shape,
     _another_depth,
-    _another_dtype,
     _no_weights,
     _damaged,
     _other_than_its_manifest,
@@ -314,7 +309,18 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     assert len(activated) == 1
 
 
-@pytest.mark.parametrize("version", ["abc", "-1", "1.5", ""])
+def test_a_bfloat16_checkpoint_is_widened(served: Any, other_model: Path, tmp_path: Path) -> None:
+    """The engine computes in float32: a bf16 checkpoint's numbers are served exactly, as float32."""
+    folder = tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.bfloat16).save_pretrained(folder)
+    answer = _update(served, folder, 9)
+    assert answer.status_code == 200, answer.text
+    expected = digest_tensors({n: t.float() for n, t in read_weights(folder).items()})
+    assert answer.json()["digest"] == expected == served.engine.weights_digest
+    assert served.engine.policy_version() == 9
+
+
+@pytest.mark.parametrize("version", ["abc", "-1", "1.5", "²", ""])
 def test_a_version_that_is_no_number_is_refused(steady: Any, other_model: Path, version: str) -> None:
     """Versions count steps: anything else is a 400 before weights are touched."""
     answer = _update(steady, other_model, version)

@@ -573,3 +573,21 @@ def test_another_lanes_open_trajectory_is_refused(proxy: Any, chat: Any) -> None
             other.draft(OpenTrajectory(id="mine"))
     finally:
         other.close()
+
+
+def test_a_header_may_not_contradict_the_opening(http: httpx.Client, name: str) -> None:
+    """A trajectory's split, group and task are decided once; saying otherwise later is a 409."""
+    path, body = f"/t/{name}/v1/chat/completions", {"messages": [USER]}
+    assert http.post(path, json=body, headers={"X-Rollbook-Split": "eval"}).status_code == 200
+    answer = http.post(path, json=body, headers={"X-Rollbook-Split": "train"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "trajectory_conflict")
+    assert http.post(path, json=body).status_code == 200
+
+
+def test_header_values_are_utf8(http: httpx.Client, server: Any, name: str) -> None:
+    """A name in a header is the same as in a path, beyond ASCII too."""
+    wanted = f"{name}-дом"
+    headers = {"X-Rollbook-Trajectory": wanted.encode()}
+    assert http.post("/v1/chat/completions", json={"messages": [USER]}, headers=headers).status_code == 200
+    assert http.post(f"/v1/trajectories/{wanted}/finish", json={"reward": 1}).status_code == 200
+    assert _sql(server, "select reward from trajectories where trajectory = ?", wanted) == [(1.0,)]

@@ -347,3 +347,25 @@ def test_bad_input_is_exit_code_2(told: Store, rollbook: Any, tmp_path: Any) -> 
     )
     assert rollbook("sql", "select 1", "--store", told.path, "--format", "xml")[0] == 2
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("query", ["", "  ;"])
+def test_an_empty_query(told: Store, rollbook: Any, query: str) -> None:
+    """Nothing to run is an error that says so."""
+    status, _, err = rollbook("sql", query, "--store", told.path)
+    assert (status, "the query is empty" in err) == (2, True)
+
+
+def test_python_variables_are_no_tables(told: Store, rollbook: Any) -> None:
+    """A table that is not there is DuckDB's own error, whatever Python variables have that name."""
+    status, _, err = rollbook("sql", "select * from store", "--store", told.path)
+    assert status == 2
+    assert "does not exist" in err
+
+
+def test_a_lane_without_its_watermark_is_refused(told: Store, rollbook: Any) -> None:
+    """A lost watermark is damage: the lane's events are not passed over."""
+    lane = told.lanes()[0]
+    (told.path / "lanes" / lane / "WATERMARK").unlink()
+    status, _, err = rollbook("sql", "select count(*) from events", "--store", told.path)
+    assert (status, "the watermark is missing" in err) == (2, True)

@@ -83,9 +83,9 @@ def test_two_phases(fabric: Any) -> None:
 
 
 def test_no_checkpoint_to_start_from(fabric: Any) -> None:
-    """A new phase needs the weights where the other ended; without them the error names the step."""
+    """A new phase needs the weights where the other ended; without them the error names the version."""
     history = _history(fabric, fabric.checkpoint(0, None, None), *_steps(fabric, 3, "sft"))
-    with pytest.raises(TrainError, match="before step 3"):
+    with pytest.raises(TrainError, match="no checkpoint of version 3"):
         history.base_for(3, "grpo")
     assert history.base_for(3, "sft")[0].policy_version == 0
     with pytest.raises(TrainError, match="no checkpoint"):
@@ -126,3 +126,17 @@ def test_other_runs_and_policies_are_apart(fabric: Any) -> None:
     assert len(history.checkpoints) == 1
     assert fold_history(events, fabric.RUN, "critic").steps == {}
     assert sorted(fold_history([*other, *events], "other", "actor").steps) == [0, 1, 2, 3, 4]
+
+
+def test_a_configuration_that_returns_begins_a_new_phase(fabric: Any) -> None:
+    """Trained A, then B: A goes on as a phase of its own, from the newest weights, its steps counted on."""
+    after_a = [fabric.checkpoint(0, None, None), *_steps(fabric, 2, "a")]
+    history = _history(fabric, *after_a)
+    assert history.phase_to_train("a") == "a"
+    assert history.phase_to_train("b") == "b"
+    after_b = [*after_a, fabric.checkpoint(2, "a", "o"), *_steps(fabric, 2, "b", first=2)]
+    history = _history(fabric, *after_b, fabric.checkpoint(4, "b", "o"))
+    assert history.phase_to_train("a") == "a#2"
+    assert [s.planned.step for s in history.of_family("a")] == [0, 1]
+    base, between = history.base_for(4, "a#2")
+    assert (base.policy_version, base.phase, between) == (4, "b", [])

@@ -22,7 +22,7 @@ def _queue(fabric: Any, log: Store, history: History | None = None, **changes: A
     """A queue over the tail of the log, for groups of two."""
     values = {"algorithm": {"name": "grpo", "groups": 1, "group_size": 2}, "idle_timeout_s": 0.05}
     config = fabric.config(fabric.GRPO, **(values | changes))
-    source = make_source(config, log, history or History(fabric.RUN, "actor"), "tail", {}, 0)
+    source = make_source(config, log, history or History(fabric.RUN, "actor"), "tail", {}, "family", 0)
     assert isinstance(source, QueueSource)
     return source
 
@@ -39,7 +39,7 @@ def _epochs(fabric: Any, count: int, size: int, seed: int, done: int = 0) -> Epo
     made = [r for i in range(count) for r in fabric.records(f"t{i}")]
     samples = all_samples(fold(fabric.events(made)).values())
     config = fabric.config(fabric.SFT, seed=seed, recipe={}, algorithm={"name": "sft", "batch_size": size})
-    return EpochSource(config, samples, {"serve": 1}, done)
+    return EpochSource(config, samples, {"serve": 1}, done, 0)
 
 
 def _take(source: EpochSource, steps: int) -> list[str]:
@@ -76,7 +76,7 @@ def test_no_sample_at_the_cut(fabric: Any) -> None:
     config = fabric.config(fabric.SFT)
     samples = all_samples(fold(fabric.events(fabric.records("t", split="eval"))).values())
     with pytest.raises(TrainError, match="1 samples in all"):
-        EpochSource(config, samples, {}, 0)
+        EpochSource(config, samples, {}, 0, 0)
 
 
 def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store: Store) -> None:
@@ -84,7 +84,7 @@ def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store:
     fabric.append(store, [*fabric.records("a"), *fabric.records("open", finished=False)])
     fabric.append(store, fabric.records("b"), run="other")
     config = fabric.config(fabric.SFT, recipe={}, algorithm={"name": "sft", "batch_size": 4})
-    source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), 0)
+    source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 0)
     assert _names(source.take(0)) == ["a"] * 4
 
 
@@ -226,7 +226,7 @@ def test_what_comes_after_the_finish_counts(fabric: Any, store: Store, source: s
     config = fabric.config(
         fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2}, idle_timeout_s=0.05
     )
-    made = make_source(config, store, History(fabric.RUN, "actor"), source, store.head(), 0)
+    made = make_source(config, store, History(fabric.RUN, "actor"), source, store.head(), "family", 0)
     taken = made.take(0)
     assert taken is not None
     at_cut = {s.leaf_turn_id: s for s in all_samples(store.trajectories(taken.cut).values())}
@@ -259,7 +259,7 @@ def test_a_cut_ends(fabric: Any, store: Store) -> None:
     for i in range(5):
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))
     config = fabric.config(fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2})
-    source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), 0)
+    source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 0)
     taken = [source.take(0) for _ in range(3)]
     assert [_names(t) for t in taken[:2]] == [["t0", "t1"], ["t2", "t3"]]
     assert taken[2] is None
@@ -284,3 +284,34 @@ def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
     assert all(len({n[0] for n in unit}) == 1 and len(unit) == 2 for unit in taken)
     sizes = Counter(n[0] for n in names)
     assert len(counts) == sum(size - size % 2 for size in sizes.values())
+
+
+def test_supervised_samples_at_a_cut_may_be_stale(fabric: Any) -> None:
+    """Staleness is held against the version that training starts from, and the drops are told once."""
+    made = [r for i in range(4) for r in fabric.records(f"t{i}", [fabric.T(version=i)])]
+    samples = all_samples(fold(fabric.events(made)).values())
+    config = fabric.config(
+        fabric.SFT, recipe={"max_staleness": 1}, algorithm={"name": "sft", "batch_size": 2}
+    )
+    first = EpochSource(config, samples, {}, 0, 3).take(3)
+    assert first is not None
+    assert {s.name for s in first.samples} == {"t2", "t3"}
+    assert [(d.sample.name, d.rule, d.detail["staleness"]) for d in first.drops] == [
+        ("t0", "staleness", 3),
+        ("t1", "staleness", 2),
+    ]
+    later = EpochSource(config, samples, {}, 1, 3).take(4)
+    assert later is not None
+    assert later.drops == []
+
+
+def test_drops_of_a_step_that_never_fills_are_told(fabric: Any, store: Store) -> None:
+    """When the cut ends before a step is full, what the recipe dropped on the way is not lost."""
+    for i in range(2):
+        fabric.append(store, fabric.records(f"t{i}", [fabric.T(version=0)], group="g", reward=float(i)))
+    config = fabric.config(
+        fabric.GRPO, recipe={"max_staleness": 1}, algorithm={"name": "grpo", "groups": 1, "group_size": 2}
+    )
+    source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 4)
+    assert source.take(4) is None
+    assert [(d.sample.name, d.rule) for d in source.unfilled(4)] == [("t0", "staleness"), ("t1", "staleness")]

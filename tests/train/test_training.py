@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollbook.store import Store
-from rollbook.store.errors import TrainError
+from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import (
     CheckpointWritten,
     PolicyPublished,
@@ -221,3 +224,57 @@ def test_inputs_that_cannot_be_used(fabric: Any, recorded: Stores, cli: Any, tmp
         assert code == 2, arguments
         assert message in err
     assert fabric.steps_of(log).next_step == 0
+
+
+def test_one_trainer_a_policy(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+    """A second trainer of the same policy and run is refused, whatever lane it names."""
+    log = recorded()
+    (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=1)))
+    with log.claim("training policy actor of run demo", "wait"):
+        code, _, err = cli("train", tmp_path / "train.toml", "--store", log.path, "--lane", "train2")
+    assert code == 2
+    assert "is being done by process" in err
+    assert fabric.steps_of(log).next_step == 0
+
+
+def test_configurations_may_alternate(fabric: Any, recorded: Stores, capsys: Any) -> None:
+    """A, then B, then A again: A goes on from B's weights, with Adam anew; a finished A rests."""
+    log = recorded()
+    first, second = fabric.config(fabric.SFT, steps=2), fabric.config(fabric.SFT, steps=2, seed=9)
+    fabric.train(log, first)
+    fabric.train(log, second)
+    fabric.train(log, first)
+    assert "nothing to do" in capsys.readouterr().err
+    assert _final(log)[0] == 4
+    fabric.train(log, fabric.config(fabric.SFT, steps=3))
+    plans, commits = _of(log, StepPlanned), _of(log, StepCommitted)
+    assert [p.phase.partition("#")[2] for p in plans] == ["", "", "", "", "2"]
+    assert plans[4].phase.partition("#")[0] == plans[0].phase
+    assert plans[4].input_digests["input_weights"] == commits[3].digests["weights"]
+    assert plans[4].input_digests["input_optimizer"] == plans[0].input_digests["input_optimizer"]
+
+
+def test_a_cut_that_contradicts_the_phase(fabric: Any, trained: Stores) -> None:
+    """A configuration goes on at its own cut; another `--as-of` is an error, as it is with the tail."""
+    log = trained()
+    with pytest.raises(ConfigError, match="goes on there"):
+        fabric.train(log, fabric.config(fabric.GRPO, steps=4), as_of="serve=10")
+    with pytest.raises(ConfigError, match="the tail has no cut"):
+        fabric.train(log, fabric.config(fabric.GRPO), "tail", as_of="serve=10")
+
+
+def test_a_checkpoint_in_bfloat16_is_widened(fabric: Any, recorded: Stores, tmp_path: Path) -> None:
+    """A bf16 model trains in float32: version 0 holds the same numbers, and its config says float32."""
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "bf16"
+    shutil.copytree(fabric.model_folder(), model)
+    narrow = {n: t.bfloat16() for n, t in load_file(model / "model.safetensors").items()}
+    save_file(narrow, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text((model / "config.json").read_text().replace("float32", "bfloat16"))
+    log = recorded()
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, model=str(model)))
+    folder = log.path / _of(log, CheckpointWritten)[0].path
+    held = read_checkpoint(folder).weights
+    assert all(torch.equal(held[n], t.float()) for n, t in narrow.items())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
