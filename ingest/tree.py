@@ -33,10 +33,12 @@ class TreeTurn:
 class Plan:
     """How a request is sent: `prompt_ids` whole, of which the last `delta_ids` are new.
 
-    The request's messages are the first `shared_messages` of `base`'s, then the rest.
+    The request's messages are the first `shared_messages` of `base`'s, then the rest. `echoed` is the
+    turn whose reply the client showed, whether it could be extended or not.
     """
 
     parent: TreeTurn | None
+    echoed: TreeTurn | None
     root_reason: str | None
     prompt_ids: TokenIds
     delta_ids: TokenIds
@@ -115,9 +117,10 @@ def plan_turn(
             refused = refused or ids.reason  # the deepest turn's: shallower ones lack what it said
             continue
         base, shared = tree.base(messages, turn)
-        return Plan(turn, None, np.concatenate([turn.ids, ids]), ids, base, shared)
+        return Plan(turn, turn, None, np.concatenate([turn.ids, ids]), ids, base, shared)
     ids = tokenizer.encode(tokenizer.render(messages, tools, generate=True))
     base, shared = tree.base(messages, None)
     unmatched = "no_matching_turn" if tree.turns else "first_turn"
     reason = (refused or unmatched) if may_extend else "extension_refused"
-    return Plan(None, reason, ids, ids, base, shared)
+    echoed = candidates[0][1] if candidates else None
+    return Plan(None, echoed, reason, ids, ids, base, shared)

@@ -64,8 +64,8 @@ class TurnTaker:
         honoured = {f: False for f in sorted(body) if f not in PLAIN_FIELDS | self._engine.honoured}
         requested = self._requested(live, plan, chat, body, key, sampling, honoured)
         self._recorder.record_opening(live)  # nothing can refuse the request any more
-        if plan.parent is not None:
-            self._recorder.mark_delivered(live, plan.parent.turn_id, "echoed")
+        if plan.echoed is not None:
+            self._recorder.mark_delivered(live, plan.echoed.turn_id, "echoed")
         self._recorder.note(requested)
         try:
             generation = await self._engine.generate(Prompt(plan.prompt_ids, chat.messages, tools), sampling)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rollbook.ingest.bridge import SENTINEL
+from rollbook.ingest.requests import ChatRequest, OpenTrajectory
 from rollbook.store.trajectory import Trajectory, fold, prompt_sha256
 from rollbook.train.samples import Sample, samples_of
 
@@ -503,3 +504,15 @@ def test_forty_turns_of_a_mutating_client_are_one_sample(desk: Any, tools: Any, 
     assert again.digest() == sample.digest()
     lengths = [len(ids) for ids in d.engine.sent]
     assert all(a < b for a, b in pairwise(lengths))
+
+
+def test_an_echo_proves_delivery_even_of_a_turn_that_cannot_be_extended(desk: Any) -> None:
+    """A truncated turn whose text comes back was delivered, although the new turn is a root."""
+    d = desk(_script(("Sunny with", "length", None), "Rain."))
+    live = d.recorder.draft(OpenTrajectory(id="t"))
+    asked = {"messages": [USER]}
+    first = d.runner.run(d.taker.take(live, ChatRequest.model_validate(asked), asked))
+    assert d.turn(first).delivered is None
+    second = d.take([USER, first.reply.message, USER])
+    assert d.link(second) == "root:parent_without_end_of_turn"
+    assert d.turn(first).delivered == "echoed"
