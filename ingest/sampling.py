@@ -9,6 +9,7 @@ softmax(logits / temperature); a greedy turn (temperature 0) reports softmax(log
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class _PerRequest(ContinuousBatchingLogitsProcessor):
     ignored_kwargs: tuple[str, ...] = ()
     default = 1.0
 
+    @abstractmethod
     def value(self, state: Any) -> float:
-        raise NotImplementedError(type(self).__name__)
+        """The request's number for this forward pass."""
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         filled = torch.full_like(int32_tensor, self.default, dtype=torch.float32)
