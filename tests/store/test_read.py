@@ -113,7 +113,7 @@ def test_a_step_of_two_runs_needs_the_run(told: Store, story: Any) -> None:
     planned = next(e.record for e in story["train"] if isinstance(e.record, StepPlanned))
     with told.writer("other") as writer:
         writer.append([Event(planned, "second")]).result(30)
-    with pytest.raises(CutError, match=r"\['demo', 'second'\].*name the run"):
+    with pytest.raises(CutError, match=r"demo \(actor\), second \(actor\); name the run"):
         told.cut("step:0")
     assert told.cut("step:0", run="second") == {"serve": 13}
     assert told.cut("step:0", run="demo") == {"serve": 14, "train": 2}
