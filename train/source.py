@@ -55,7 +55,8 @@ class EpochSource:
     ) -> None:
         if isinstance(config.algorithm, GrpoConfig):
             raise TypeError("epochs are for supervised fine-tuning")
-        candidates = [s for s in samples if is_candidate(s, config.recipe)]
+        # By name, not in the order of arrival: traffic recorded twice gives the same row of batches.
+        candidates = sorted((s for s in samples if is_candidate(s, config.recipe)), key=lambda s: s.name)
         self._samples, drops = select(candidates, config.recipe, config.algorithm, version)
         self._drops = [] if done else drops  # recorded once, with the first step
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.batch_size

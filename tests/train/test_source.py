@@ -315,3 +315,15 @@ def test_drops_of_a_step_that_never_fills_are_told(fabric: Any, store: Store) ->
     source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 4)
     assert source.take(4) is None
     assert [(d.sample.name, d.rule) for d in source.unfilled(4)] == [("t0", "staleness"), ("t1", "staleness")]
+
+
+def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any) -> None:
+    """The same trajectories recorded in another order give the same batches."""
+    names = [f"t{i}" for i in range(7)]
+    config = fabric.config(fabric.SFT, recipe={}, algorithm={"name": "sft", "batch_size": 3})
+    rows = []
+    for order in (names, names[::-1]):
+        made = [r for name in order for r in fabric.records(name)]
+        samples = all_samples(fold(fabric.events(made)).values())
+        rows.append(_take(EpochSource(config, samples, {}, 0, 0), 5))
+    assert rows[0] == rows[1]
