@@ -34,7 +34,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
         history = fold_history(log.events(), config.run, config.policy)
         family = config.phase(source)
         done = len(history.of_family(family))
-        if done >= config.steps and family_of(history.phase_to_train(family)) != _last_family(history):
+        if done >= config.steps and family != _last_family(history):
             console.print("nothing to do: every step of this configuration is committed")
             return
         cut = _phase_cut(log, history, family, as_of, config.run)

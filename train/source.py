@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
@@ -71,7 +72,9 @@ class EpochSource:
         """The next slice of the endless row of epochs."""
         first = self._next * self._size
         self._next += 1
-        picked = [self._at(position) for position in range(first, first + self._size)]
+        places = [divmod(position, len(self._samples)) for position in range(first, first + self._size)]
+        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
+        picked = [self._samples[orders[epoch][place]] for epoch, place in places]
         drops, self._drops = self._drops, []
         return Selection(picked, drops, self._cut)
 
@@ -79,10 +82,9 @@ class EpochSource:
         """Nothing: epochs have no end."""
         return []
 
-    def _at(self, position: int) -> Sample:
-        epoch, place = divmod(position, len(self._samples))
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._samples))
-        return self._samples[order[place]]
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The epoch's permutation of the samples, decided by the seed."""
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._samples))
 
 
 @dataclass(frozen=True, slots=True)
