@@ -23,10 +23,10 @@ from rollbook.bench.figure import Figure, Outcome, spread
 from rollbook.store import Event
 from rollbook.store.codec import encode
 from rollbook.store.events import Json, TurnCompleted, VersionSpan
-from rollbook.store.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, read_frame
 from rollbook.store.ids import new_id
-from rollbook.store.lane_files import lane_folder, segment_numbers, segment_path
-from rollbook.store.lane_writer import LaneWriter
+from rollbook.store.lane.files import lane_folder, segment_numbers, segment_path
+from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, read_frame
+from rollbook.store.lane.writer import LaneWriter
 
 LANE = "bench"
 PROMPT_IDS, COMPLETION_IDS, VOCABULARY = 1_100, 525, 151_936

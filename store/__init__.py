@@ -4,6 +4,6 @@ from rollbook.store.cut import format_cut, parse_cut
 from rollbook.store.events import Event
 from rollbook.store.log import Store
 from rollbook.store.log import open_store as open
-from rollbook.store.query import connect
+from rollbook.store.sql.query import connect
 
 __all__ = ["Event", "Store", "connect", "format_cut", "open", "parse_cut"]

@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import now_us
-from rollbook.store.recovery import LaneState
+from rollbook.store.lane.recovery import LaneState
 
 SCHEMA_REVISION = "0001"
 

@@ -17,11 +17,11 @@ from rollbook.store.catalog import Catalog
 from rollbook.store.cut import Cut, parse_cut
 from rollbook.store.errors import CutError, FormatError, NotAStoreError
 from rollbook.store.events import Event, StepPlanned
-from rollbook.store.frame import FORMAT_VERSION
 from rollbook.store.ids import new_id, now_us
-from rollbook.store.lane_files import fsync_folder, lane_folder, read_watermark, take_lock
-from rollbook.store.lane_reader import LaneReader
-from rollbook.store.lane_writer import LaneWriter
+from rollbook.store.lane.files import fsync_folder, lane_folder, read_watermark, take_lock
+from rollbook.store.lane.frame import FORMAT_VERSION
+from rollbook.store.lane.reader import LaneReader
+from rollbook.store.lane.writer import LaneWriter
 from rollbook.store.schema import LOG_SCHEMA
 from rollbook.store.trajectory import Trajectory, fold
 

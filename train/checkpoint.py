@@ -20,7 +20,7 @@ from rollbook.ingest.weights import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import new_id
-from rollbook.store.lane_files import fsync_folder
+from rollbook.store.lane.files import fsync_folder
 
 MANIFEST = "rollbook.json"
 OPTIMIZER = "optimizer.safetensors"

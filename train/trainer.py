@@ -19,7 +19,7 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
-from rollbook.store.lane_writer import LaneWriter
+from rollbook.store.lane.writer import LaneWriter
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition
 from rollbook.train.checkpoint import read_checkpoint, write_checkpoint

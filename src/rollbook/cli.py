@@ -100,7 +100,7 @@ def sql(
 
     Views: events, runs, trajectories, turns, tokens, rewards, policies, steps, samples, drops.
     """
-    from rollbook.store.print_rows import run_query
+    from rollbook.store.sql.print_rows import run_query
 
     run_query(store, query, format.value, as_of, run)
 
@@ -158,7 +158,7 @@ def replay_step(
 @store_app.command("info")
 def store_info(store: StoreOption, json: AsJson = False) -> None:
     """Lanes, segments and checkpoints of a store."""
-    from rollbook.store.print_rows import print_info
+    from rollbook.store.sql.print_rows import print_info
 
     print_info(store, json)
 

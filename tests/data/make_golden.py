@@ -18,7 +18,7 @@ from rollbook.store.events import (
     TurnFailed,
     VersionSpan,
 )
-from rollbook.store.lane_writer import LaneWriter
+from rollbook.store.lane.writer import LaneWriter
 from rollbook.store.log import open_store
 
 FOLDER = Path(__file__).parent / "format-0"

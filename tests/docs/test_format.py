@@ -13,7 +13,7 @@ import pytest
 
 from rollbook.store import Store
 from rollbook.store.events import RECORDS
-from rollbook.store.frame import EMPTY_CHAIN, FORMAT_VERSION, next_chain, read_frame, scan
+from rollbook.store.lane.frame import EMPTY_CHAIN, FORMAT_VERSION, next_chain, read_frame, scan
 from rollbook.store.schema import COLUMNS, HOT, LOG_SCHEMA, SCHEMA_VERSION
 
 

@@ -20,8 +20,8 @@ from rollbook import store as rb
 from rollbook.ingest.embedded import digest_tensors
 from rollbook.store import Event, Store
 from rollbook.store.codec import decode, encode
-from rollbook.store.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, scan
-from rollbook.store.lane_files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.lane.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, scan
 from rollbook.store.schema import LOG_SCHEMA
 
 FABRIC = Path(__file__).parents[1] / "train" / "fabric.py"

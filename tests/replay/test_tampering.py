@@ -14,7 +14,7 @@ import pytest
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError
-from rollbook.store.frame import ALIGN, BATCH_FRAME, scan
+from rollbook.store.lane.frame import ALIGN, BATCH_FRAME, scan
 from rollbook.train.step import STAGES
 
 Stores = Callable[..., Store]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.store.frame import (
+from rollbook.store.lane.frame import (
     ALIGN,
     BATCH_FRAME,
     EMPTY_CHAIN,

@@ -15,8 +15,8 @@ from rollbook.store import Store
 from rollbook.store.codec import decode
 from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import Event, TurnFailed
-from rollbook.store.lane_files import lane_folder, segment_numbers
-from rollbook.store.lane_reader import LaneReader
+from rollbook.store.lane.files import lane_folder, segment_numbers
+from rollbook.store.lane.reader import LaneReader
 
 
 def _errors(store: Store) -> list[str]:

@@ -18,8 +18,8 @@ from rollbook.store import Event, Store
 from rollbook.store.errors import CutError, NotAStoreError
 from rollbook.store.events import RewardAssigned, StepPlanned, TrajectoryOpened
 from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.sql.views import VIEWS
 from rollbook.store.trajectory import fold
-from rollbook.store.views import VIEWS
 
 EPOCH = datetime(2023, 11, 14, 22, 13, 20)
 

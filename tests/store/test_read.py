@@ -16,7 +16,7 @@ from rollbook.store.codec import decode
 from rollbook.store.cut import holds
 from rollbook.store.errors import CorruptionError, CutError, FormatError
 from rollbook.store.events import Event, StepPlanned
-from rollbook.store.lane_reader import LaneReader
+from rollbook.store.lane.reader import LaneReader
 
 LANES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
 
@@ -230,8 +230,8 @@ def test_a_tail_that_was_stopped_goes_on(told: Store, monkeypatch: pytest.Monkey
 
 def test_files_of_other_columns_are_refused(told: Store) -> None:
     """A segment whose schema is not this release's is a FormatError."""
-    from rollbook.store.frame import EMPTY_CHAIN, HEADER_FRAME, encode_frame
-    from rollbook.store.lane_files import Watermark
+    from rollbook.store.lane.files import Watermark
+    from rollbook.store.lane.frame import EMPTY_CHAIN, HEADER_FRAME, encode_frame
 
     payload = pa.schema([pa.field("other", pa.int64())]).serialize()
     data = b"".join(bytes(b) for b in encode_frame(HEADER_FRAME, payload, 0, 0, EMPTY_CHAIN)[0])

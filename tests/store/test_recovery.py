@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, StoreError
-from rollbook.store.frame import BATCH_FRAME, EMPTY_CHAIN, HEADER_FRAME, encode_frame, scan
-from rollbook.store.lane_files import Watermark
-from rollbook.store.recovery import recover_lane
+from rollbook.store.lane.files import Watermark
+from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, HEADER_FRAME, encode_frame, scan
+from rollbook.store.lane.recovery import recover_lane
 
 
 def _errors(store: Store) -> list[str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import RollbookError
 from rollbook.store.log import open_store
-from rollbook.store.query import connect
+from rollbook.store.sql.query import connect
 
 CELL_WIDTH = 60
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollbook.store import view_columns
-from rollbook.store.view_columns import ViewColumn
+from rollbook.store.sql import columns
+from rollbook.store.sql.columns import ViewColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ EVENTS = View(
     "events",
     "Every event of the log, one row each, as stored; `extra` holds the kind's rarer fields as JSON.",
     "SELECT * FROM log",
-    view_columns.EVENTS,
+    columns.EVENTS,
 )
 
 RUNS = View(
@@ -45,7 +45,7 @@ RUNS = View(
            {_json("config")} AS config, {_json("environment")} AS environment
     FROM log WHERE kind = 'run.opened'
     """,
-    view_columns.RUNS,
+    columns.RUNS,
 )
 
 REWARDS = View(
@@ -62,7 +62,7 @@ REWARDS = View(
                WHERE kind = 'trajectory.opened') o USING (trajectory_id)
     WHERE kind = 'reward.assigned'
     """,
-    view_columns.REWARDS,
+    columns.REWARDS,
 )
 
 TURNS = View(
@@ -101,7 +101,7 @@ TURNS = View(
                GROUP BY turn_id) r USING (turn_id)
     WHERE q.kind = 'turn.requested'
     """,
-    view_columns.TURNS,
+    columns.TURNS,
 )
 
 TRAJECTORIES = View(
@@ -129,7 +129,7 @@ TRAJECTORIES = View(
       USING (trajectory_id)
     WHERE o.kind = 'trajectory.opened'
     """,
-    view_columns.TRAJECTORIES,
+    columns.TRAJECTORIES,
 )
 
 TOKENS = View(
@@ -144,7 +144,7 @@ TOKENS = View(
                        unnest(completion_ids) AS token_id, unnest(logprobs) AS logprob, version_spans
                 FROM log WHERE kind = 'turn.completed' AND len(completion_ids) > 0))
     """,
-    view_columns.TOKENS,
+    columns.TOKENS,
 )
 
 POLICIES = View(
@@ -162,7 +162,7 @@ POLICIES = View(
     FROM log WHERE kind IN ('policy.published', 'policy.activated')
     GROUP BY run, policy, policy_version
     """,
-    view_columns.POLICIES,
+    columns.POLICIES,
 )
 
 STEPS = View(
@@ -191,7 +191,7 @@ STEPS = View(
      AND {_text("attempt", "f")} = {_text("attempt", "p")}
     WHERE p.kind = 'step.planned'
     """,
-    view_columns.STEPS,
+    columns.STEPS,
 )
 
 SAMPLES = View(
@@ -203,7 +203,7 @@ SAMPLES = View(
     FROM (SELECT *, generate_subscripts(refs, 1) - 1 AS position, unnest(refs) AS ref
           FROM (SELECT *, CAST(json_extract(manifest, '$.samples') AS JSON[]) AS refs FROM steps))
     """,
-    view_columns.SAMPLES,
+    columns.SAMPLES,
 )
 
 DROPS = View(
@@ -215,7 +215,7 @@ DROPS = View(
            CAST(coalesce({_text("attempt")}, '1') AS BIGINT) AS attempt
     FROM log WHERE kind = 'sample.dropped'
     """,
-    view_columns.DROPS,
+    columns.DROPS,
 )
 
 VIEWS: tuple[View, ...] = (

@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.store.errors import CorruptionError
-from rollbook.store.frame import (
+from rollbook.store.lane.files import (
+    Watermark,
+    fsync_folder,
+    read_watermark,
+    segment_numbers,
+    segment_path,
+)
+from rollbook.store.lane.frame import (
     BATCH_FRAME,
     EMPTY_CHAIN,
     BadFrameError,
     Frame,
     scan,
     valid_frame_after,
-)
-from rollbook.store.lane_files import (
-    Watermark,
-    fsync_folder,
-    read_watermark,
-    segment_numbers,
-    segment_path,
 )
 
 

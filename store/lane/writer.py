@@ -20,13 +20,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from rollbook.store import lane_files
 from rollbook.store.codec import encode
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import Event
-from rollbook.store.frame import BATCH_FRAME, HEADER_FRAME, encode_frame
-from rollbook.store.lane_files import Watermark, segment_path
-from rollbook.store.recovery import LaneState, recover_lane
+from rollbook.store.lane import files
+from rollbook.store.lane.files import Watermark, segment_path
+from rollbook.store.lane.frame import BATCH_FRAME, HEADER_FRAME, encode_frame
+from rollbook.store.lane.recovery import LaneState, recover_lane
 from rollbook.store.schema import LOG_SCHEMA
 
 _Pending = tuple[Sequence[Event], "Future[int]"]
@@ -59,13 +59,13 @@ class LaneWriter:
         segment_bytes: int = 64 << 20,
     ) -> None:
         self.lane = lane
-        self._folder = lane_files.lane_folder(store, lane)
+        self._folder = files.lane_folder(store, lane)
         self._store_id = store_id
         self._linger_s, self._group_events = linger_s, group_events
         self._segment_bytes = segment_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
-        lane_files.fsync_folder(self._folder.parent)
-        self._lock_fd = lane_files.take_lock(
+        files.fsync_folder(self._folder.parent)
+        self._lock_fd = files.take_lock(
             self._folder / "LOCK",
             f"lane {lane!r} of {store} is being written by",
             "name another lane with --lane",
@@ -208,7 +208,7 @@ class LaneWriter:
             self._segment, self._offset = 0, 0
             self._move_watermark()
             os.fsync(self._watermark_fd)  # later ones overwrite its 32 bytes in place
-            lane_files.fsync_folder(self._folder)
+            files.fsync_folder(self._folder)
         # A segment that was recovered is never written again: a fresh one starts clean.
         self._start_segment((state.segments[-1].number if state.segments else 0) + 1)
         self._move_watermark()
@@ -224,7 +224,7 @@ class LaneWriter:
         metadata = {"lane": self.lane, "segment": str(number), "store": self._store_id}
         header = LOG_SCHEMA.with_metadata(metadata).serialize()
         self._write_frame(HEADER_FRAME, header, self._next_seq, 0)
-        lane_files.fsync_folder(self._folder)
+        files.fsync_folder(self._folder)
 
     def _write_frame(self, kind: int, payload: Any, first_seq: int, count: int) -> None:
         buffers, chain = encode_frame(kind, payload, first_seq, count, self._chain)

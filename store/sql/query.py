@@ -7,7 +7,7 @@ import os
 import duckdb
 
 from rollbook.store.log import open_store
-from rollbook.store.views import VIEWS
+from rollbook.store.sql.views import VIEWS
 
 
 def connect(

@@ -1,13 +1,13 @@
-"""`docs/sql.md`, rendered from the views: `python -m rollbook.store.sql_docs > docs/sql.md`. Pure."""
+"""`docs/sql.md`, rendered from the views: `python -m rollbook.store.sql.docs > docs/sql.md`. Pure."""
 
 from __future__ import annotations
 
-from rollbook.store.sql_examples import EXAMPLES, Example
-from rollbook.store.views import VIEWS, View
+from rollbook.store.sql.examples import EXAMPLES, Example
+from rollbook.store.sql.views import VIEWS, View
 
 INTRODUCTION = """# SQL over the log
 
-<!-- Generated: python -m rollbook.store.sql_docs > docs/sql.md -->
+<!-- Generated: python -m rollbook.store.sql.docs > docs/sql.md -->
 
 `rollbook sql "..." --store DIR` asks the log in DuckDB's SQL; `rollbook.store.connect(DIR)` gives Python
 the same DuckDB connection. Both see what was durable when they connected, and only read: the processes

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from rollbook.store.errors import CorruptionError, CutError, FormatError
-from rollbook.store.frame import BATCH_FRAME, HEADER_FRAME, BadFrameError, scan
-from rollbook.store.lane_files import read_watermark, segment_path
+from rollbook.store.lane.files import read_watermark, segment_path
+from rollbook.store.lane.frame import BATCH_FRAME, HEADER_FRAME, BadFrameError, scan
 from rollbook.store.schema import LOG_SCHEMA
 
 

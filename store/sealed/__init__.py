@@ -1,0 +1,1 @@
+"""Closed segments as immutable Parquet: sealing, compaction, derived tables, retention, erasure."""
