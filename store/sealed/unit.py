@@ -1,0 +1,217 @@
+"""Units: what a range of a lane's closed segments became, and which units a reader goes by.
+
+A unit is a folder of immutable files with a manifest, `UNIT.json`. It appears whole, by a rename. Several
+generations may cover a segment for a while (compaction, erasure); the widest and then newest one counts.
+The manifest keeps what the segments' frames said of the lane's order and chain, so a lane whose WAL
+files are gone still has an unbroken history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from rollbook.store.errors import CorruptionError, FormatError
+from rollbook.store.lane.files import fsync_folder
+from rollbook.store.lane.frame import FORMAT_VERSION
+
+MANIFEST = "UNIT.json"
+TURNS, MARKS = "turns.parquet", "marks.parquet"
+_NAME = re.compile(r"(\d{8})-(\d{8})\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSegment:
+    """A WAL segment as it was: its place in the lane, size, and chain value after its last frame (hex)."""
+
+    number: int
+    first_seq: int
+    events: int
+    bytes: int
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A file of a unit, by its name in the unit's folder."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """A trajectory whose text was removed from this unit, when, and whether its tokens were kept."""
+
+    trajectory_id: str
+    time_us: int
+    tokens_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A manifest. The unit holds the lane's events `first_seq <= seq < next_seq`.
+
+    Attributes:
+        chain_before: chain value before the first segment's first frame (hex); each segment has its own.
+        remote: where the files are, if not beside the manifest.
+        dropped_us: when retention removed the files, or None while they are there.
+    """
+
+    lane: str
+    generation: int
+    chain_before: str
+    segments: tuple[SealedSegment, ...]
+    files: tuple[SealedFile, ...]
+    sealed_us: int
+    erased: tuple[Erasure, ...] = ()
+    remote: str | None = None
+    dropped_us: int | None = None
+    format: int = FORMAT_VERSION
+
+    @property
+    def first(self) -> int:
+        """Number of the first segment."""
+        return self.segments[0].number
+
+    @property
+    def last(self) -> int:
+        """Number of the last segment."""
+        return self.segments[-1].number
+
+    @property
+    def first_seq(self) -> int:
+        """First sequence number it holds."""
+        return self.segments[0].first_seq
+
+    @property
+    def next_seq(self) -> int:
+        """The sequence number after its last event."""
+        return self.segments[-1].first_seq + self.segments[-1].events
+
+    @property
+    def chain(self) -> str:
+        """Chain value after its last frame (hex)."""
+        return self.segments[-1].chain
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.first:08d}-{self.last:08d}.{self.generation}"
+
+    @property
+    def bytes(self) -> int:
+        """Size of its files."""
+        return sum(file.bytes for file in self.files)
+
+    def file(self, name: str) -> SealedFile | None:
+        """The file of that name; None where the unit has no such rows."""
+        return next((file for file in self.files if file.name == name), None)
+
+
+_ADAPTER = TypeAdapter(Unit)
+
+
+def lane_units_folder(store: Path, lane: str) -> Path:
+    """Folder of a lane's units."""
+    return store / "sealed" / lane
+
+
+def unit_folder(store: Path, unit: Unit) -> Path:
+    """Folder of a unit's manifest, and of its files unless they are remote."""
+    return lane_units_folder(store, unit.lane) / unit.name
+
+
+def derived_folder(store: Path, unit: Unit) -> Path:
+    """Folder of what was derived from a unit; it may be missing."""
+    return store / "derived" / unit.lane / unit.name
+
+
+def write_manifest(folder: Path, unit: Unit) -> None:
+    """Put the manifest in place, whole and durable."""
+    temporary = folder / f".{MANIFEST}.tmp"
+    with temporary.open("wb") as file:
+        file.write(orjson.dumps(asdict(unit), option=orjson.OPT_INDENT_2))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(folder / MANIFEST)
+    fsync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Unit:
+    """The manifest of a unit's folder.
+
+    Raises:
+        CorruptionError: it is missing or damaged.
+        FormatError: a newer Rollbook wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        stat = path.stat()
+        return _read(path, stat.st_mtime_ns, stat.st_ino)
+    except FileNotFoundError:
+        raise CorruptionError(f"{path}: the manifest of a sealed unit is missing") from None
+
+
+@lru_cache(maxsize=65_536)
+def _read(path: Path, _mtime_ns: int, _inode: int) -> Unit:
+    data = path.read_bytes()
+    with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError):
+        version = orjson.loads(data)["format"]
+        if version > FORMAT_VERSION:
+            raise FormatError(f"{path} is in format {version}: update rollbook to read it")
+    try:
+        unit = _ADAPTER.validate_json(data)
+    except ValidationError as error:
+        raise CorruptionError(f"{path}: the manifest of a sealed unit is damaged: {error}") from error
+    if not unit.segments:
+        raise CorruptionError(f"{path}: the manifest names no segment")
+    return unit
+
+
+def all_units(store: Path, lane: str) -> list[Unit]:
+    """Every unit of the lane that is whole, superseded ones too, by first segment."""
+    folder = lane_units_folder(store, lane)
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    units: list[Unit] = []
+    for name in sorted(names):
+        if _NAME.fullmatch(name):
+            try:
+                units.append(read_manifest(folder / name))
+            except CorruptionError:
+                # Compaction may remove a superseded unit between the listing and the reading.
+                if (folder / name).exists():
+                    raise
+    return units
+
+
+def current_units(store: Path, lane: str) -> list[Unit]:
+    """The units that count, rising, none overlapping another: the widest, then the newest, of each place."""
+    return choose(all_units(store, lane))
+
+
+def choose(units: Iterable[Unit]) -> list[Unit]:
+    """Of units that may cover the same segments, those that count. Pure."""
+    chosen: list[Unit] = []
+    for unit in sorted(units, key=lambda u: (u.first, -u.last, -u.generation)):
+        if not chosen or unit.first > chosen[-1].last:
+            chosen.append(unit)
+    return chosen
+
+
+def with_remote(unit: Unit, uri: str) -> Unit:
+    """The same unit, its files at `uri`."""
+    return replace(unit, remote=uri)

@@ -1,0 +1,93 @@
+"""What an operator may set for a store: `store.toml` in its folder; every key has a default."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollbook.store.errors import ConfigError
+
+MIB = 1 << 20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AppendSettings(_Section):
+    """How a lane's writer groups commits and cuts segments."""
+
+    linger_ms: float = Field(2.0, ge=0, le=1000)
+    """How long a group waits for company once it has its first event; saves CPU, costs latency."""
+    group_events: int = Field(512, ge=1)
+    """A group of this many events is committed at once."""
+    group_bytes: int = Field(4 * MIB, ge=1)
+    """So is one whose events hold about this many bytes."""
+    segment_bytes: int = Field(64 * MIB, ge=1)
+    """A segment that has grown beyond this is closed."""
+    segment_age_s: float = Field(60.0, gt=0)
+    """So is one whose first event is older than this."""
+    body_bytes: int = Field(8192, ge=256)
+    """Text and JSON values of a request beyond this are stored once a segment, by content hash."""
+
+
+class SealSettings(_Section):
+    """How closed segments become Parquet."""
+
+    row_group: int = Field(256, ge=1)
+    """Rows of a row group of fat turns: smaller reads one trajectory faster, larger scans faster."""
+    compression_level: int = Field(1, ge=1, le=22)
+    """zstd level."""
+    keep_wal_bytes: int = Field(1024 * MIB, ge=0)
+    """Newest bytes of sealed segments of a lane kept as memory-mapped Arrow for the trainer's stream."""
+    compact_bytes: int = Field(256 * MIB, ge=0)
+    """Neighbouring sealed units are merged until one has about this many bytes; 0 merges nothing."""
+    poll_s: float = Field(2.0, gt=0)
+    """How often the sealer beside `serve` looks for closed segments."""
+
+
+class RemoteSettings(_Section):
+    """Where sealed files are kept, if not beside the log."""
+
+    uri: str | None = None
+    """s3://bucket/prefix; credentials and region come from the environment, as AWS's tools read them."""
+    endpoint: str | None = None
+    """URL of an S3-compatible service that is not AWS."""
+
+
+class CatalogSettings(_Section):
+    """Where the catalog is."""
+
+    url: str | None = None
+    """A SQLAlchemy URL, such as postgresql+psycopg://host/db; default: SQLite beside the log."""
+
+
+class StoreSettings(_Section):
+    """All of `store.toml`."""
+
+    append: AppendSettings = AppendSettings()
+    seal: SealSettings = SealSettings()
+    remote: RemoteSettings = RemoteSettings()
+    catalog: CatalogSettings = CatalogSettings()
+
+
+def read_settings(store: Path) -> StoreSettings:
+    """Settings of the store in this folder. ROLLBOOK_CATALOG_URL in the environment wins over the file.
+
+    Raises:
+        ConfigError: the file is no TOML, or has an unknown key or an ill-typed value.
+    """
+    path = store / "store.toml"
+    try:
+        values = tomllib.loads(path.read_text()) if path.exists() else {}
+        settings = StoreSettings.model_validate(values)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{path}: {wrong}") from error
+    url = os.environ.get("ROLLBOOK_CATALOG_URL")
+    return settings.model_copy(update={"catalog": CatalogSettings(url=url)}) if url else settings
