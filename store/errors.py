@@ -7,7 +7,8 @@
     │   ├── LaneLockedError      another process writes this lane
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
     │   ├── WriteFailedError     (also OSError) an append did not become durable
-    │   └── CutError             (also ValueError) a cut that cannot be read or is not held
+    │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
+    │   └── CatalogError         the catalog's database; the log itself is well
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
     ├── EngineError              an engine failed, or was given what it cannot serve
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
@@ -51,6 +52,10 @@ class WriteFailedError(StoreError, OSError):
 
 class CutError(StoreError, ValueError):
     """A cut that cannot be parsed, or that names more of a lane than the store holds."""
+
+
+class CatalogError(StoreError):
+    """The catalog's database cannot be reached or used. Nothing in the log depends on it."""
 
 
 class RequestError(RollbookError):

@@ -17,6 +17,27 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbook.store.ids import new_id, now_us
+from rollbook.store.training_events import (
+    CheckpointWritten,
+    PolicyActivated,
+    PolicyPublished,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+    StepRetired,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
+from rollbook.store.upkeep_events import (
+    BodyStored,
+    CursorMoved,
+    LabelAdded,
+    SegmentDropped,
+    TrajectoryAdopted,
+    TrajectoryErased,
+)
 
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
@@ -162,105 +183,6 @@ class RewardAssigned:
     supersedes: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyPublished:
-    """Weights of a policy version were written where engines can load them."""
-
-    KIND: ClassVar[str] = "policy.published"
-    policy: str
-    policy_version: int
-    parent_version: int | None
-    path: str
-    weights_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyActivated:
-    """An engine serves this version; its own tensors were digested and equal what was published."""
-
-    KIND: ClassVar[str] = "policy.activated"
-    policy: str
-    policy_version: int
-    engine: str
-    weights_digest: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointWritten:
-    """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
-
-    KIND: ClassVar[str] = "checkpoint.written"
-    policy: str
-    policy_version: int
-    path: str
-    weights_digest: str
-    optimizer_digest: str | None
-    phase: str | None
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampleDropped:
-    """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step."""
-
-    KIND: ClassVar[str] = "sample.dropped"
-    trajectory_id: str
-    turn_id: str
-    rule: str
-    recipe: str
-    step: int
-    detail: Json
-    attempt: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlanned:
-    """The manifest of an optimizer step: everything that decides its bits, written before it runs."""
-
-    KIND: ClassVar[str] = "step.planned"
-    step: int
-    attempt: int
-    policy: str
-    policy_version: int
-    phase: str
-    cut: str
-    recipe: Json
-    recipe_digest: str
-    samples: list[Json]
-    partition: list[list[list[int]]]
-    algorithm: Json
-    optimizer: Json
-    learning_rate: float
-    seed: int
-    input_digests: Json
-    environment: Json
-
-
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
-    """A step's results: one digest per stage, the metrics, and the version it made."""
-
-    KIND: ClassVar[str] = "step.committed"
-    step: int
-    attempt: int
-    policy: str
-    policy_version: int
-    digests: Json
-    metrics: Json
-
-
-@dataclass(frozen=True, slots=True)
-class StepFailed:
-    """A planned step did not commit; a later attempt plans anew."""
-
-    KIND: ClassVar[str] = "step.failed"
-    step: int
-    attempt: int
-    policy: str
-    error: str
-
-
 Record = (
     RunOpened
     | TrajectoryOpened
@@ -277,6 +199,16 @@ Record = (
     | StepPlanned
     | StepCommitted
     | StepFailed
+    | StepRetired
+    | SyncStarted
+    | SyncFinished
+    | SyncFailed
+    | BodyStored
+    | CursorMoved
+    | SegmentDropped
+    | TrajectoryErased
+    | TrajectoryAdopted
+    | LabelAdded
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

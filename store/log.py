@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -11,22 +12,23 @@ from urllib.parse import quote
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.store import codec
 from rollbook.store.catalog import Catalog
 from rollbook.store.cut import Cut, parse_cut
-from rollbook.store.errors import CutError, FormatError, NotAStoreError
+from rollbook.store.errors import CatalogError, CutError, FormatError, NotAStoreError
 from rollbook.store.events import Event, StepPlanned
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.lane.files import fsync_folder, lane_folder, read_watermark, take_lock
 from rollbook.store.lane.frame import FORMAT_VERSION
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.writer import LaneWriter
-from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.sealed.parquet import TABLE_SCHEMA
+from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.trajectory import Trajectory, fold
 
-TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
-"""Schema of `Store.table`: the log's columns with the lane first."""
+logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -80,25 +82,34 @@ class Store:
             raise CutError(f"cut {text!r}: {found}")
         return parse_cut(next(iter(cuts.values())))
 
-    def batches(self, cut: Cut | None = None) -> Iterator[tuple[str, pa.RecordBatch]]:
+    def batches(
+        self, cut: Cut | None = None, start: Cut | None = None
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
         """(lane, record batch) of every event in the cut (default: head), lane by lane.
+
+        Args:
+            start: leave out what this cut holds.
 
         Raises:
             CutError: the cut holds more than the store.
             CorruptionError: acknowledged bytes are damaged.
         """
+        for reader, batch in self._read(cut, start):
+            yield reader.lane, batch
+
+    def _read(self, cut: Cut | None, start: Cut | None) -> Iterator[tuple[LaneReader, pa.RecordBatch]]:
         known = self.lanes()
         for lane, count in sorted((self.head() if cut is None else cut).items()):
             if lane not in known:
                 raise CutError(f"cut holds {count} events of lane {lane!r}, which the store does not have")
-            reader = LaneReader(lane_folder(self.path, lane))
+            reader = LaneReader(self.path, lane, (start or {}).get(lane, 0))
             for batch in reader.poll(count):
-                yield lane, batch
+                yield reader, batch
 
-    def events(self, cut: Cut | None = None) -> Iterator[Event]:
-        """Every event in the cut (default: head), lane by lane, each lane in order."""
-        for lane, batch in self.batches(cut):
-            yield from codec.decode(batch, lane)
+    def events(self, cut: Cut | None = None, start: Cut | None = None) -> Iterator[Event]:
+        """Every event in the cut (default: head) and not in `start`, lane by lane, each lane in order."""
+        for reader, batch in self._read(cut, start):
+            yield from codec.decode(batch, reader.lane, reader.body)
 
     def trajectories(
         self, cut: Cut | None = None, ids: Collection[str] | None = None
@@ -108,9 +119,9 @@ class Store:
             return fold(self.events(cut))
         wanted = pa.array(sorted(ids), pa.string())
         events: list[Event] = []
-        for lane, batch in self.batches(cut):
+        for reader, batch in self._read(cut, None):
             mask = pc.is_in(batch.column("trajectory_id"), wanted)
-            events += codec.decode(batch.filter(mask), lane)
+            events += codec.decode(batch.filter(mask), reader.lane, reader.body)
         return fold(events)
 
     def table(self, cut: Cut | None = None) -> pa.Table:
@@ -121,23 +132,32 @@ class Store:
         ]
         return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
-    def writer(self, lane: str, *, linger_s: float = 0.0, segment_bytes: int = 64 << 20) -> LaneWriter:
+    def writer(self, lane: str, settings: AppendSettings | None = None) -> LaneWriter:
         """Take a lane for writing; closes with the context manager.
+
+        Args:
+            settings: grouping and segment sizes (default: the store's own).
 
         Raises:
             LaneLockedError: another process writes it.
             CorruptionError: its acknowledged events are damaged.
         """
-        writer = LaneWriter(self.path, self.store_id, lane, linger_s=linger_s, segment_bytes=segment_bytes)
-        catalog = self.catalog()
+        writer = LaneWriter(self.path, self.store_id, lane, settings or self.settings().append)
         try:
-            catalog.record_lane(lane, writer.recovered)
-        except BaseException:
-            writer.close()
-            raise
-        finally:
-            catalog.close()
+            with contextlib.closing(self.catalog()) as catalog:
+                catalog.record_lane(lane, writer.recovered)
+        except (CatalogError, SQLAlchemyError) as error:
+            # Nothing is lost with the catalog, so it stops nobody from writing.
+            logger.warning("lane %s is written, but the catalog does not know: %s", lane, error)
         return writer
+
+    def settings(self) -> StoreSettings:
+        """What `store.toml` says, read anew.
+
+        Raises:
+            ConfigError: it has an unknown key or an ill-typed value.
+        """
+        return read_settings(self.path)
 
     def tail(self, start: Cut | None = None) -> Tail:
         """A reader that hands out events as they become durable, from `start` (default: the first)."""
@@ -161,7 +181,7 @@ class Store:
 
     def catalog(self) -> Catalog:
         """The store's catalog."""
-        return Catalog.beside(self.path)
+        return Catalog.of(self.path)
 
 
 class Tail:
@@ -181,10 +201,10 @@ class Tail:
         """
         for lane in self._store.lanes():
             if lane not in self._readers:
-                self._readers[lane] = LaneReader(lane_folder(self._store.path, lane))
-            start = self._start.get(lane, 0)
-            for batch in self._readers[lane].poll():
-                self._read += [e for e in codec.decode(batch, lane) if e.seq >= start]
+                self._readers[lane] = LaneReader(self._store.path, lane, self._start.get(lane, 0))
+            reader = self._readers[lane]
+            for batch in reader.poll():
+                self._read += codec.decode(batch, lane, reader.body)
         events, self._read = self._read, []
         return events
 

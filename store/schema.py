@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
-"""Version of every event kind's record in this release."""
-
 
 @dataclass(frozen=True, slots=True)
 class Column:

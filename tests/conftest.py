@@ -178,9 +178,33 @@ def _train_records() -> list[Any]:
     ]
 
 
+def _upkeep_records() -> list[Any]:
+    """What a process that looks after the log writes: the kinds that the other lanes do not hold."""
+    return [
+        kinds.BodyStored("d1", {"type": "image", "data": ["x"]}),
+        kinds.CursorMoved("dashboard", "serve=3,train=1"),
+        kinds.TrajectoryAdopted("t2", "serve", "e-serve-16"),
+        kinds.LabelAdded("t1", "u1", "quality", 0.5, "judge"),
+        kinds.SyncStarted("actor", 1, "s1", "embedded", "disk"),
+        kinds.SyncFinished("actor", 1, "s1", "embedded", 4096, 0.5),
+        kinds.SyncFailed("actor", 2, "s2", "embedded", "timeout"),
+        kinds.StepRetired(0, "actor", "no longer needed"),
+        kinds.SegmentDropped("serve", 1, 2, 0, 10, "keep 1 d"),
+        kinds.TrajectoryErased("t1", True, "a leaked key", 7),
+    ]
+
+
+@pytest.fixture(scope="session")
+def upkeep() -> list[Event]:
+    """Events of the kinds that the story does not hold."""
+    epoch = 1_700_000_100_000_000
+    records = _upkeep_records()
+    return [Event(r, "demo", f"e-upkeep-{i:02}", epoch + i * 1_000_000) for i, r in enumerate(records)]
+
+
 @pytest.fixture(scope="session")
 def story() -> dict[str, list[Event]]:
-    """Lane -> events: at least one event of every kind, with fixed ids and times (one per second)."""
+    """Lane -> events of a proxy and a trainer, with fixed ids and times (one per second)."""
     lanes = {"serve": _serve_records(), "train": _train_records()}
     epoch = 1_700_000_000_000_000
     return {

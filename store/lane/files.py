@@ -72,6 +72,17 @@ def read_watermark(folder: Path) -> Watermark:
     raise CorruptionError(f"{path}: the watermark does not match its checksum")
 
 
+def quarantine(folder: Path, reason: str) -> None:
+    """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
+    (folder / "QUARANTINED").write_text(reason + "\n")
+
+
+def quarantined(folder: Path) -> str | None:
+    """Why the lane is quarantined, or None."""
+    path = folder / "QUARANTINED"
+    return path.read_text().strip() if path.exists() else None
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the folder's entries (created, renamed, removed files) durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

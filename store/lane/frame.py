@@ -2,7 +2,8 @@
 
 A segment is a row of frames, each a 64-byte header and a payload padded to 64 bytes. The first frame
 of a segment carries the Arrow schema (with the lane, segment number and store id as its metadata),
-every other one carries an Arrow IPC record batch message. `docs/format.md` draws every byte.
+every other one carries events: as an Arrow IPC record batch message, or, where they are few, as rows
+(`lane.rows`). `docs/format.md` draws every byte.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 import crc32c
 import xxhash
 
-FORMAT_VERSION = 0
+FORMAT_VERSION = 1
 MAGIC = b"RBLF"
 ALIGN = 64
-HEADER_FRAME, BATCH_FRAME = 0, 1
+HEADER_FRAME, BATCH_FRAME, ROW_FRAME = 0, 1, 2
 EMPTY_CHAIN = bytes(16)
 
 # magic, format, kind, payload length, crc32c, first seq, events, reserved, chain, reserved
@@ -84,7 +85,7 @@ def read_frame(buffer: memoryview, offset: int) -> Frame:
         raise BadFrameError(offset, "the header is cut short")
     header = buffer[offset : offset + ALIGN]
     magic, version, kind, size, checksum, first_seq, count, _, chain = _HEADER.unpack(header)
-    if magic != MAGIC or version != FORMAT_VERSION:
+    if magic != MAGIC or version > FORMAT_VERSION:
         raise BadFrameError(offset, "no frame header here")
     start = offset + ALIGN
     if start + padded(size) > len(buffer):
@@ -99,6 +100,30 @@ def read_frame(buffer: memoryview, offset: int) -> Frame:
     if any(buffer[start + size : start + padded(size)]):
         raise BadFrameError(offset, "the padding is not zero")
     return Frame(kind, offset, start + padded(size), first_seq, count, chain, payload)
+
+
+def skip_frame(buffer: memoryview, offset: int) -> Frame:
+    """The frame at `offset` by its header alone: nothing is verified but that a header is there.
+
+    Raises:
+        BadFrameError: it is none, or says more bytes than there are.
+    """
+    if offset + ALIGN > len(buffer):
+        raise BadFrameError(offset, "the header is cut short")
+    header = buffer[offset : offset + ALIGN]
+    magic, version, kind, size, _, first_seq, count, _, chain = _HEADER.unpack(header)
+    end = offset + ALIGN + padded(size)
+    if magic != MAGIC or version > FORMAT_VERSION or end > len(buffer):
+        raise BadFrameError(offset, "no frame header here")
+    return Frame(kind, offset, end, first_seq, count, chain, buffer[offset + ALIGN : offset + ALIGN + size])
+
+
+def first_seq_of(header: bytes) -> int | None:
+    """The sequence number in a frame's first 64 bytes, unverified; None where no frame begins."""
+    if len(header) < ALIGN:
+        return None
+    magic, version, _, _, _, first_seq, *_ = _HEADER.unpack(header[:ALIGN])
+    return int(first_seq) if magic == MAGIC and version <= FORMAT_VERSION else None
 
 
 def scan(buffer: memoryview, start: int, end: int, previous: bytes | None = None) -> Iterator[Frame]:

@@ -2,13 +2,16 @@
 
 A bad frame at or after the watermark, with no valid frame behind it, is a write that never finished:
 nobody was told it is durable, and it is truncated. Any other bad frame is damage to acknowledged
-events: it raises, and no byte is changed.
+events: the lane is quarantined, which changes no byte of it, and the error names the place.
+
+Segments that were sealed were verified then; recovery goes on from where the last sealed unit ends.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,78 +19,134 @@ from rollbook.store.errors import CorruptionError
 from rollbook.store.lane.files import (
     Watermark,
     fsync_folder,
+    lane_folder,
+    quarantine,
     read_watermark,
     segment_numbers,
     segment_path,
 )
 from rollbook.store.lane.frame import (
-    BATCH_FRAME,
     EMPTY_CHAIN,
+    HEADER_FRAME,
     BadFrameError,
     Frame,
     scan,
     valid_frame_after,
 )
+from rollbook.store.sealed.unit import current_units
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """A recovered segment: its number, first sequence number, events and bytes."""
+    """A verified segment: its number, first sequence number, events, bytes, and chain value at its end."""
 
     number: int
     first_seq: int
     events: int
     bytes: int
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the lane's unsealed segments begin: their first number, sequence number and chain value."""
+
+    number: int
+    next_seq: int
+    chain: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """Where a writer goes on: the chain value and next sequence number after the last frame."""
+    """Where a writer goes on.
+
+    Attributes:
+        segments: the segments that are not sealed, verified.
+        mark: the lane's durable end.
+        chain, next_seq: after the last frame.
+    """
 
     segments: tuple[SegmentInfo, ...]
+    start: Start
+    mark: Watermark
     chain: bytes
     next_seq: int
     truncated_bytes: int
 
+    @property
+    def last_segment(self) -> int:
+        """Number of the newest segment there ever was; 0 in a new lane."""
+        return self.segments[-1].number if self.segments else self.start.number - 1
 
-def recover_lane(folder: Path) -> LaneState:
-    """Verify every frame of the lane and cut off a torn tail. The caller holds the lane's lock.
+
+def unsealed_start(store: Path, lane: str) -> Start:
+    """Where the segments after the last sealed unit begin.
 
     Raises:
-        CorruptionError: acknowledged bytes are damaged or missing; nothing has been changed.
+        CorruptionError: units do not follow each other without a gap.
     """
-    numbers = segment_numbers(folder)
-    if not numbers and not _has_watermark(folder):
-        return LaneState((), EMPTY_CHAIN, 0, 0)
+    number, next_seq, chain = 1, 0, EMPTY_CHAIN.hex()
+    for unit in current_units(store, lane):
+        if (unit.first, unit.first_seq, unit.chain_before) != (number, next_seq, chain):
+            raise CorruptionError(
+                f"lane {lane!r}: sealed unit {unit.name} begins at segment {unit.first}, event "
+                f"{unit.first_seq}, but the one before ends at segment {number}, event {next_seq}: restore "
+                f"the missing folder in {store / 'sealed' / lane}"
+            )
+        number, next_seq, chain = unit.last + 1, unit.next_seq, unit.chain
+    return Start(number, next_seq, bytes.fromhex(chain))
+
+
+def recover_lane(store: Path, lane: str) -> LaneState:
+    """Verify every frame that is not sealed and cut off a torn tail. The caller holds the lane's lock.
+
+    Raises:
+        CorruptionError: acknowledged bytes are damaged or missing. The lane has a note of it, its bytes
+            are unchanged.
+    """
+    folder = lane_folder(store, lane)
+    try:
+        state = _recover(folder, unsealed_start(store, lane))
+    except CorruptionError as error:
+        quarantine(folder, str(error))
+        raise
+    (folder / "QUARANTINED").unlink(missing_ok=True)
+    return state
+
+
+def _recover(folder: Path, start: Start) -> LaneState:
+    numbers = [n for n in segment_numbers(folder) if n >= start.number]
+    if not numbers and start.number == 1 and not _has_watermark(folder):
+        return LaneState((), start, Watermark(0, 0, 0), EMPTY_CHAIN, 0, 0)
     watermark = read_watermark(folder)
-    if numbers != list(range(1, len(numbers) + 1)) or watermark.segment > len(numbers):
+    expected = list(range(start.number, start.number + len(numbers)))
+    if numbers != expected or watermark.segment > start.number - 1 + len(numbers):
         raise CorruptionError(
-            f"{folder}: a segment is missing (found {numbers}, durable up to {watermark.segment})"
+            f"{folder}: a segment is missing (found {numbers} after the sealed ones, durable up to "
+            f"{watermark.segment}): restore it from a copy"
         )
     infos: list[SegmentInfo] = []
-    chain, next_seq, truncated = EMPTY_CHAIN, 0, 0
+    chain, next_seq, truncated = start.chain, start.next_seq, 0
     for number in numbers:
         path = segment_path(folder, number)
-        frames, bad = _scan_file(path, chain)
+        info, bad = verify_segment(path, chain, next_seq)
         if bad is not None:
             truncated = _truncate_torn_tail(path, number, bad, watermark, last=number == numbers[-1])
-        if not frames:
+        if info is None:
             break
-        chain = frames[-1].chain
-        batches = [f for f in frames if f.kind == BATCH_FRAME]
-        if batches and batches[0].first_seq != next_seq:
-            raise CorruptionError(f"{path}: events start at {batches[0].first_seq}, not {next_seq}")
-        events = sum(f.count for f in batches)
-        infos.append(SegmentInfo(number, next_seq, events, frames[-1].end))
-        next_seq += events
+        chain, next_seq = info.chain, info.first_seq + info.events
+        infos.append(info)
     if next_seq < watermark.next_seq:
         raise CorruptionError(
-            f"{folder}: holds {next_seq} events, but {watermark.next_seq} were acknowledged"
+            f"{folder}: holds {next_seq} events, but {watermark.next_seq} were acknowledged: restore its "
+            "files from a copy"
         )
     if next_seq > watermark.next_seq:
         # Whole frames nobody was told of: in the file, but perhaps not yet on the disk.
         _fsync(segment_path(folder, infos[-1].number))
-    return LaneState(tuple(infos), chain, next_seq, truncated)
+    end = infos[-1] if infos else None
+    mark = Watermark(end.number, end.bytes, next_seq) if end else Watermark(start.number - 1, 0, next_seq)
+    return LaneState(tuple(infos), start, mark, chain, next_seq, truncated)
 
 
 def _has_watermark(folder: Path) -> bool:
@@ -107,22 +166,55 @@ def _fsync(path: Path, size: int | None = None) -> None:
         os.close(fd)
 
 
-def _scan_file(path: Path, chain: bytes) -> tuple[list[Frame], BadFrameError | None]:
-    """The valid frames from the start, payloads dropped, and the first bad one."""
-    frames: list[Frame] = []
-    if path.stat().st_size == 0:
-        return frames, BadFrameError(0, "the segment is empty")
+def verify_segment(
+    path: Path, chain: bytes, next_seq: int, stop: int | None = None
+) -> tuple[SegmentInfo | None, BadFrameError | None]:
+    """Check a segment's frames from the start, the chain and the sequence numbers among them.
+
+    Args:
+        chain, next_seq: what the segment before ends with.
+        stop: check this many bytes only.
+
+    Returns:
+        what its valid frames hold (None if there is none), and the first bad frame.
+    """
+    last: Frame | None = None
+    events, bad = 0, None
+    try:
+        for f in _frames(path, chain, stop):
+            if f.first_seq != next_seq + events or (f.kind == HEADER_FRAME) != (f.offset == 0):
+                bad = BadFrameError(
+                    f.offset, f"holds event {f.first_seq}, where {next_seq + events} should be"
+                )
+                break
+            events += f.count
+            last = f
+    except BadFrameError as error:
+        bad = error
+    if last is None:
+        return None, bad
+    return SegmentInfo(int(path.stem), next_seq, events, last.end, last.chain), bad
+
+
+def _frames(path: Path, chain: bytes, stop: int | None) -> Iterator[Frame]:
+    """The valid frames from the start, payloads dropped.
+
+    Raises:
+        BadFrameError: at the first bad one; its reason says whether a whole frame follows.
+    """
+    size = path.stat().st_size if stop is None else stop
+    if size == 0:
+        raise BadFrameError(0, "the segment is empty")
     with path.open("rb") as file:
         # Not closed by hand: an exception's traceback may still hold views of it.
-        view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[:size]
     try:
         for f in scan(view, 0, len(view), chain):
-            frames.append(replace(f, payload=memoryview(b"")))
+            yield replace(f, payload=memoryview(b""))
     except BadFrameError as bad:
         later = valid_frame_after(view, bad.offset)
         follows = "" if later is None else f", yet a whole frame follows at offset {later}"
-        return frames, BadFrameError(bad.offset, bad.reason + follows)
-    return frames, None
+        raise BadFrameError(bad.offset, bad.reason + follows) from None
 
 
 def _truncate_torn_tail(

@@ -44,6 +44,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "list[Json]": st.lists(OBJECT, max_size=2),
     "list[str]": st.lists(TEXT, max_size=2),
     "tuple[VersionSpan, ...]": st.lists(SPAN, max_size=3).map(tuple),
+    "Any": JSON,
     "list[list[list[int]]]": st.lists(st.lists(st.lists(INT, max_size=2), max_size=2), max_size=2),
 }
 
@@ -71,9 +72,9 @@ def test_every_record_comes_back_bit_for_bit(plain: Any, events: list[Event], fi
 
 
 @pytest.mark.parametrize("kind", sorted(RECORDS))
-def test_story_holds_every_kind(kind: str, story: Any, plain: Any) -> None:
-    """The shared example has each kind, and each comes back alone as well as among others."""
-    events = [e for lane in story.values() for e in lane if e.kind == kind]
+def test_the_examples_hold_every_kind(kind: str, story: Any, upkeep: Any, plain: Any) -> None:
+    """The shared examples have each kind, and each comes back alone as well as among others."""
+    events = [e for lane in (*story.values(), upkeep) for e in lane if e.kind == kind]
     assert events
     back = [next(decode(encode([e], 0), "")) for e in events]
     assert [plain(e, place=False) for e in back] == [plain(e, place=False) for e in events]

@@ -17,6 +17,7 @@ from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import Event, TurnFailed
 from rollbook.store.lane.files import lane_folder, segment_numbers
 from rollbook.store.lane.reader import LaneReader
+from rollbook.store.settings import AppendSettings
 
 
 def _errors(store: Store) -> list[str]:
@@ -59,7 +60,7 @@ def test_one_append_is_one_frame(store: Store, notes: Any) -> None:
         sizes = [1, 700, 3]
         for size in sizes:
             writer.append(notes(size)).result(30)
-    batches = list(LaneReader(lane_folder(store.path, "a")).poll())
+    batches = list(LaneReader(store.path, "a").poll())
     assert [b.num_rows for b in batches] == sizes
 
 
@@ -141,7 +142,7 @@ def test_a_failure_at_the_roll_keeps_what_was_acknowledged(
     store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a new segment cannot be made durable, earlier segments stay whole."""
-    writer = store.writer("a", segment_bytes=1)
+    writer = store.writer("a", AppendSettings(segment_bytes=1))
     writer.append(notes(1, text="kept")).result(30)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
@@ -213,7 +214,7 @@ def test_a_cancelled_waiter_does_not_stop_the_lane(
 
 def test_segments_roll(store: Store, notes: Any) -> None:
     """A segment beyond its size is closed and the next one goes on; readers see no seam."""
-    with store.writer("a", segment_bytes=2000) as writer:
+    with store.writer("a", AppendSettings(segment_bytes=2000)) as writer:
         for i in range(20):
             assert writer.append(notes(1, i)).result(30) == i
     folder = lane_folder(store.path, "a")
@@ -280,10 +281,10 @@ def test_lane_names_are_checked(store: Store, name: str) -> None:
 
 def test_lingering_gathers_a_group(store: Store, notes: Any) -> None:
     """With linger_s, appends made soon after each other share a frame; close still answers them all."""
-    with store.writer("a", linger_s=0.2) as writer:
+    with store.writer("a", AppendSettings(linger_ms=200)) as writer:
         futures = [writer.append(notes(1, i)) for i in range(5)]
         assert [f.result(30) for f in futures] == list(range(5))
-    batches = list(LaneReader(lane_folder(store.path, "a")).poll())
+    batches = list(LaneReader(store.path, "a").poll())
     assert len(batches) < 5
     assert [e.seq for b in batches for e in decode(b, "a")] == list(range(5))
 

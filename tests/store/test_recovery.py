@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, StoreError
-from rollbook.store.lane.files import Watermark
+from rollbook.store.lane.files import Watermark, quarantined
 from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, HEADER_FRAME, encode_frame, scan
 from rollbook.store.lane.recovery import recover_lane
 
@@ -30,7 +30,8 @@ def _errors(store: Store) -> list[str]:
 
 
 def _bytes_of(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
+    """Every file but the note that a damaged lane gets."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "QUARANTINED"}
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_torn_last_frame_is_cut_off_at_every_length(
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a thousand recoveries, and no power cut
     for length in range(frame.offset, frame.end):
         last.write_bytes(whole[:length])
-        state = recover_lane(lane)
+        state = recover_lane(lane.parents[1], lane.name)
         assert (state.next_seq, state.truncated_bytes) == (6, length - frame.offset)
         assert last.read_bytes() == whole[: frame.offset]
         assert state.chain == _frames(last)[-1].chain
@@ -85,7 +86,7 @@ def test_a_lane_goes_on_after_a_torn_tail(store: Store, notes: Any, lane: Path) 
         assert writer.recovered.truncated_bytes == frame.end - 1 - frame.offset
         assert writer.append(notes(1, 60)).result(30) == 6
     assert _errors(store) == [*(f"note {i}" for i in range(6)), "note 60"]
-    assert recover_lane(lane).next_seq == 7
+    assert recover_lane(lane.parents[1], lane.name).next_seq == 7
 
 
 def test_whole_frames_beyond_the_watermark_are_kept_and_flushed(
@@ -97,7 +98,7 @@ def test_whole_frames_beyond_the_watermark_are_kept_and_flushed(
     synced: list[str] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
-    state = recover_lane(lane)
+    state = recover_lane(lane.parents[1], lane.name)
     assert (state.next_seq, state.truncated_bytes) == (7, 0)
     assert synced == [str(lane / "00000003.wal")]
     store.writer("a").close()
@@ -154,8 +155,9 @@ def test_damage_to_acknowledged_events_is_refused(store: Store, lane: Path, name
     DAMAGES[name](lane)
     before = _bytes_of(lane)
     with pytest.raises(CorruptionError):
-        recover_lane(lane)
+        recover_lane(lane.parents[1], lane.name)
     assert _bytes_of(lane) == before
+    assert quarantined(lane)
     with pytest.raises(CorruptionError):
         store.writer("a")
     assert {k: v for k, v in _bytes_of(lane).items() if k != "LOCK"} == {
@@ -183,7 +185,7 @@ def test_a_whole_frame_after_a_bad_one_is_damage(lane: Path) -> None:
     with pytest.raises(
         CorruptionError, match=f"offset {frames[2].offset} .*follows at offset {frames[3].offset}"
     ):
-        recover_lane(lane)
+        recover_lane(lane.parents[1], lane.name)
     assert _bytes_of(lane) == before
 
 
@@ -194,7 +196,7 @@ def test_a_frame_that_was_moved_is_damage(lane: Path) -> None:
     assert len(data) == d.end
     last.write_bytes(data[: b.offset] + data[c.offset : c.end] + data[b.offset : b.end] + data[d.offset :])
     with pytest.raises(CorruptionError, match="chain"):
-        recover_lane(lane)
+        recover_lane(lane.parents[1], lane.name)
 
 
 def test_an_empty_last_segment_is_removed(store: Store, notes: Any, lane: Path) -> None:
@@ -221,7 +223,7 @@ def test_a_lane_whose_first_opening_was_cut_short(store: Store, notes: Any) -> N
 def test_foreign_files_in_a_lane_are_left_alone(store: Store, lane: Path) -> None:
     """A copy someone put beside the segments is not read, and not an error."""
     shutil.copy(lane / "00000001.wal", lane / "00000001 (copy).wal")
-    assert recover_lane(lane).next_seq == 7
+    assert recover_lane(lane.parents[1], lane.name).next_seq == 7
     assert len(_errors(store)) == 7
 
 
@@ -254,7 +256,11 @@ def test_arbitrary_bytes_raise_only_our_errors(
     folder.mkdir()
     (folder / "00000001.wal").write_bytes(data)
     (folder / "WATERMARK").write_bytes(Watermark(1, acknowledged, events).pack())
-    for act in (lambda: list(store.events()), lambda: recover_lane(folder), lambda: list(store.events())):
+    for act in (
+        lambda: list(store.events()),
+        lambda: recover_lane(folder.parents[1], folder.name),
+        lambda: list(store.events()),
+    ):
         try:
             act()
         except StoreError:
@@ -269,7 +275,7 @@ def test_junk_after_the_end_is_cut_off(store: Store, lane: Path, junk: bytes) ->
     whole = last.read_bytes()
     last.write_bytes(whole + junk)
     assert len(_errors(store)) == 7
-    assert recover_lane(lane).truncated_bytes == len(junk)
+    assert recover_lane(lane.parents[1], lane.name).truncated_bytes == len(junk)
     assert last.read_bytes() == whole
     assert len(_errors(store)) == 7
 
@@ -279,6 +285,7 @@ WRITERS = """
 import hashlib, os, sys
 from rollbook import store as rb
 from rollbook.store.events import Event, TurnFailed
+from rollbook.store.settings import AppendSettings
 
 def acknowledge(events):
     def told(future):
@@ -288,7 +295,7 @@ def acknowledge(events):
     return told
 
 def write(store, number):
-    writer = rb.open(store).writer("a", segment_bytes=20_000)
+    writer = rb.open(store).writer("a", AppendSettings(segment_bytes=20_000))
     os.write(1, f"ready {os.getpid()}\\n".encode())
     while True:
         errors = [f"{number}.{i} " + "x" * (number % 900) for i in range(1 + number % 7)]

@@ -1,0 +1,175 @@
+"""The half of a lane's writer that touches the disk: write, `fdatasync`, watermark, acknowledge.
+
+It runs in a thread of its own, so that the next frame is encoded while this one is flushed. After any
+failed write it acknowledges nothing more: what comes is failed, and fsync is never tried again on that
+descriptor (its dirty pages may be gone).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollbook.store.errors import WriteFailedError
+from rollbook.store.lane.files import Watermark, fsync_folder, segment_path
+
+Acknowledged = list[tuple["Future[int]", int]]
+"""Futures and the sequence numbers they get once the frame is durable."""
+
+
+class Disk(Protocol):
+    """The calls that make bytes durable; a test puts one that fails in its place."""
+
+    def open(self, path: Path) -> int:
+        """A descriptor that appends to a new file."""
+
+    def write(self, fd: int, buffers: list[Any]) -> int:
+        """Write some of the buffers' bytes, in order; how many."""
+
+    def sync(self, fd: int) -> None:
+        """Return once the descriptor's bytes are on the disk."""
+
+    def sync_folder(self, folder: Path) -> None:
+        """Return once the folder's entries are."""
+
+
+class RealDisk:
+    """The operating system's calls."""
+
+    def open(self, path: Path) -> int:
+        """A descriptor that appends to a new file."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        return os.open(path, flags, 0o644)
+
+    def write(self, fd: int, buffers: list[Any]) -> int:
+        """Write some of the buffers' bytes, in order; how many."""
+        return os.writev(fd, buffers)
+
+    def sync(self, fd: int) -> None:
+        """`fdatasync`: the bytes and the file's length."""
+        os.fdatasync(fd)
+
+    def sync_folder(self, folder: Path) -> None:
+        """`fsync` of the folder."""
+        fsync_folder(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Frames to make durable together.
+
+    Attributes:
+        buffers: empty where every event is in the lane already.
+        new_segment: number of a segment to begin first, or None; then `buffers` begin with its header frame.
+        next_seq: of the lane, once these are durable.
+    """
+
+    buffers: list[Any]
+    next_seq: int
+    new_segment: int | None = None
+    acknowledged: Acknowledged = field(default_factory=list)
+
+
+class Flusher:
+    """Takes jobs in order and makes them durable; `on_failure` is called once, with the first error."""
+
+    def __init__(
+        self, folder: Path, mark: Watermark, disk: Disk, on_failure: Callable[[Exception], None]
+    ) -> None:
+        self._folder, self._disk, self._on_failure = folder, disk, on_failure
+        self._mark = mark
+        self._fd = -1
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._watermark_fd = os.open(folder / "WATERMARK", flags, 0o644)
+        self._jobs: queue.Queue[Job | None] = queue.Queue(maxsize=2)
+        self._failure: WriteFailedError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"flush-{folder.name}", daemon=True)
+
+    def start(self) -> None:
+        """Write the watermark as it is, durably (later ones overwrite its bytes in place), and begin."""
+        os.pwrite(self._watermark_fd, self._mark.pack(), 0)
+        os.fsync(self._watermark_fd)
+        fsync_folder(self._folder)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Hand over a job; waits while two are before it."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Do what was handed over, and close the files. Call once."""
+        if self._thread.ident is not None:
+            self._jobs.put(None)
+            self._thread.join()
+        for fd in (self._fd, self._watermark_fd):
+            if fd >= 0:
+                os.close(fd)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._flush(job)
+                except Exception as error:
+                    self._fail(error)
+            for future, seq in job.acknowledged:
+                if self._failure is None:
+                    future.set_result(seq)
+                else:
+                    future.set_exception(self._failure)
+
+    def _flush(self, job: Job) -> None:
+        if not job.buffers:
+            return  # nothing new: every event of it was durable before
+        segment, offset = self._mark.segment, self._mark.offset
+        if job.new_segment is not None:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+            segment, offset = job.new_segment, 0
+            self._fd = self._disk.open(segment_path(self._folder, segment))
+        offset += self._write(job.buffers)
+        self._disk.sync(self._fd)
+        if job.new_segment is not None:
+            self._disk.sync_folder(self._folder)
+        mark = Watermark(segment, offset, job.next_seq)
+        os.pwrite(self._watermark_fd, mark.pack(), 0)
+        self._mark = mark
+
+    def _write(self, buffers: list[Any]) -> int:
+        """Write all the buffers, going on after short writes; the number of bytes."""
+        total = sum(memoryview(b).nbytes for b in buffers)
+        written = self._disk.write(self._fd, buffers)
+        if written < total:
+            rest = memoryview(b"".join(bytes(b) for b in buffers))
+            while written < total:
+                written += self._disk.write(self._fd, [rest[written:]])
+        return total
+
+    def _fail(self, error: Exception) -> None:
+        segment = self._mark.segment
+        self._failure = WriteFailedError(
+            f"lane {self._folder.name!r}: writing after offset {self._mark.offset} of segment {segment} in "
+            f"{self._folder} failed ({error}); events that were not acknowledged are not in the log. Mend "
+            "the disk and restart: recovery cuts off the unfinished frame and begins a new segment"
+        )
+        self._cut_unacknowledged()
+        self._on_failure(self._failure)
+
+    def _cut_unacknowledged(self) -> None:
+        """Drop what the failed write left: whole in the page cache, it may not be on the disk."""
+        with contextlib.suppress(OSError):
+            begun = self._mark.segment == _segment_of(self._fd)
+            os.ftruncate(self._fd, self._mark.offset if begun else 0)
+
+
+def _segment_of(fd: int) -> int:
+    """Number of the segment that is open as `fd`."""
+    return int(Path(os.readlink(f"/proc/self/fd/{fd}")).stem)

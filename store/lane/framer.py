@@ -1,0 +1,159 @@
+"""What a lane's writer puts on the disk next: groups of appends as frames, and where segments begin.
+
+No file is touched here; the jobs it makes are for `lane.flusher`, in the order they were made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from rollbook.store.bodies import KEY, externalize
+from rollbook.store.codec import Row, row_of, to_batch
+from rollbook.store.events import Event, TurnRequested
+from rollbook.store.lane.flusher import Acknowledged, Job
+from rollbook.store.lane.frame import BATCH_FRAME, HEADER_FRAME, ROW_FRAME, encode_frame
+from rollbook.store.lane.recovery import LaneState
+from rollbook.store.lane.rows import FEW, encode_rows
+from rollbook.store.lane.window import EventWindow
+from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.settings import AppendSettings
+from rollbook.store.upkeep_events import BodyStored
+
+Appends = Sequence[tuple[Sequence[Event], "Future[int]"]]
+_REFERENCE = f'"{KEY}"'.encode()
+
+
+class Framer:
+    """Encodes groups of appends, and keeps the lane's sequence numbers, chain and segments.
+
+    Args:
+        window: which events the lane already holds.
+    """
+
+    def __init__(
+        self, lane: str, store_id: str, state: LaneState, window: EventWindow, settings: AppendSettings
+    ) -> None:
+        self._lane, self._store_id, self._settings = lane, store_id, settings
+        self._window = window
+        self._next_seq, self._chain = state.next_seq, state.chain
+        self._segment = state.last_segment
+        self._offset = 0
+        self._oldest: float | None = None
+        self._bodies: set[str] = set()
+
+    def begin_segment(self) -> Job:
+        """A job that begins the lane's next segment, with its header frame only."""
+        self._segment += 1
+        self._offset, self._oldest = 0, None
+        self._bodies.clear()
+        metadata = {"lane": self._lane, "segment": str(self._segment), "store": self._store_id}
+        header = LOG_SCHEMA.with_metadata(metadata).serialize()
+        buffers = self._frame(HEADER_FRAME, header, 0)
+        return Job(buffers, self._next_seq, new_segment=self._segment)
+
+    def seconds_until_old(self) -> float | None:
+        """How long until the segment should be closed for its age; None while it holds no event."""
+        if self._oldest is None:
+            return None
+        return max(self._oldest + self._settings.segment_age_s - time.monotonic(), 0.0)
+
+    def jobs(self, group: Appends) -> list[Job]:
+        """What to write for the group: perhaps a new segment, perhaps a frame, perhaps nothing."""
+        jobs: list[Job] = []
+        too_old = self.seconds_until_old() == 0.0
+        if too_old or (group and self._offset >= self._settings.segment_bytes):
+            jobs.append(self.begin_segment())
+        if group:
+            jobs.append(self._commit(group))
+        return jobs
+
+    def _commit(self, group: Appends) -> Job:
+        first_seq = self._next_seq
+        bodies = self._bodies.copy()
+        try:
+            rows, acknowledged = self._rows(group)
+            frame = self._encode(rows, first_seq)
+        except Exception:
+            # One client's bad value is no reason to stop the lane: see which append it is, leave it out.
+            self._bodies = bodies
+            rows, acknowledged = self._rows(_encodable(group))
+            frame = self._encode(rows, first_seq)
+        self._next_seq = first_seq + len(rows)
+        for i, row in enumerate(rows):
+            self._window.add(row[0], first_seq + i)
+        buffers = self._frame(*frame, first_seq=first_seq) if frame else []
+        if rows and self._oldest is None:
+            self._oldest = time.monotonic()
+        return Job(buffers, self._next_seq, acknowledged=acknowledged)
+
+    def _rows(self, group: Appends) -> tuple[list[Row], Acknowledged]:
+        """Rows of the events that are new, and where each append's first event is."""
+        rows: list[Row] = []
+        acknowledged: Acknowledged = []
+        here: dict[str, int] = {}
+        for events, future in group:
+            first: int | None = None
+            for event in events:
+                seq = here.get(event.event_id)
+                if seq is None:
+                    seq = self._window.find(event.event_id)
+                if seq is None:
+                    rows += self._event_rows(event)
+                    seq = here[event.event_id] = self._next_seq + len(rows) - 1
+                first = seq if first is None else first
+            assert first is not None
+            acknowledged.append((future, first))
+        return rows, acknowledged
+
+    def _event_rows(self, event: Event) -> list[Row]:
+        """The event's row, after those of the bodies that it is the first of this segment to name."""
+        row = row_of(event)
+        record = event.record
+        if not isinstance(record, TurnRequested):
+            return [row]
+        limit = self._settings.body_bytes
+        if len(row[-1]) <= limit and _REFERENCE not in row[-1]:
+            return [row]
+        rows: list[Row] = []
+
+        def store(digest: str, body: Any) -> None:
+            if digest not in self._bodies:
+                self._bodies.add(digest)
+                rows.append(row_of(Event(BodyStored(digest, body), event.run, time_us=event.time_us)))
+
+        messages = externalize(record.messages, limit, store)
+        request = externalize(record.request, limit, store)
+        small = replace(event, record=replace(record, messages=messages, request=request))
+        return [*rows, row_of(small)]
+
+    def _encode(self, rows: list[Row], first_seq: int) -> tuple[int, Any, int] | None:
+        """(frame kind, payload, events)"""
+        if not rows:
+            return None
+        if len(rows) < FEW:
+            return ROW_FRAME, encode_rows(rows), len(rows)
+        return BATCH_FRAME, to_batch(rows, first_seq).serialize(), len(rows)
+
+    def _frame(self, kind: int, payload: Any, count: int, first_seq: int | None = None) -> list[Any]:
+        seq = self._next_seq if first_seq is None else first_seq
+        buffers, self._chain = encode_frame(kind, payload, seq, count, self._chain)
+        self._offset += sum(memoryview(b).nbytes for b in buffers)
+        return buffers
+
+
+def _encodable(group: Appends) -> Appends:
+    """The appends that have a stored form; the futures of the others get a ValueError."""
+    good: list[tuple[Sequence[Event], Future[int]]] = []
+    for events, future in group:
+        try:
+            to_batch([row_of(event) for event in events], 0)
+            encode_rows([row_of(event) for event in events])
+        except Exception as error:
+            future.set_exception(ValueError(f"an event cannot be stored: {error}"))
+        else:
+            good.append((events, future))
+    return good

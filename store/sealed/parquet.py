@@ -1,0 +1,154 @@
+"""A unit's Parquet files: written sorted for point reads, read back bit for bit.
+
+Fat rows (`turn.requested`, `turn.completed`) go to `turns.parquet`, all others to `marks.parquet`, so that
+questions about small things never pass over tokens and text. Both hold the log's columns, the lane first,
+sorted by trajectory and then by place in the lane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rollbook.store.codec import conform
+from rollbook.store.errors import CorruptionError
+from rollbook.store.events import TurnCompleted, TurnRequested
+from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, Unit
+from rollbook.store.settings import SealSettings
+
+TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
+"""The log's columns with the lane first: of sealed files and of `Store.table`."""
+
+FAT_KINDS = (TurnRequested.KIND, TurnCompleted.KIND)
+MARKS_ROW_GROUP = 2048
+BATCH_ROWS = 1024
+_FEW_VALUES = ["lane", "kind", "schema_version", "run", "policy", "policy_version", "step"]
+_ORDER = [("trajectory_id", "ascending"), ("seq", "ascending")]
+_SPLIT_BYTES = {"logprobs.list.element": "BYTE_STREAM_SPLIT"}
+"""Measured on token ids of real text: PLAIN under zstd beats dictionary, delta and byte-stream-split,
+which hide repeated n-grams from it; logprobs gain from byte-stream-split. See `rollbook bench seal`."""
+
+
+def in_order(table: pa.Table) -> pa.Table:
+    """The rows by trajectory and then by place; those of no trajectory first."""
+    return table.take(pc.sort_indices(table, sort_keys=_ORDER, null_placement="at_start"))
+
+
+def split(table: pa.Table) -> dict[str, pa.Table]:
+    """The rows of each file, in the file's order; files without rows are left out."""
+    fat = pc.is_in(table.column("kind"), pa.array(FAT_KINDS))
+    parts = {TURNS: in_order(table.filter(fat)), MARKS: in_order(table.filter(pc.invert(fat)))}
+    return {name: part for name, part in parts.items() if part.num_rows}
+
+
+def write_file(path: Path, table: pa.Table, settings: SealSettings) -> SealedFile:
+    """Write one file and describe it. The caller makes it durable."""
+    rows = settings.row_group if path.name == TURNS else MARKS_ROW_GROUP
+    with pq.ParquetWriter(
+        path,
+        TABLE_SCHEMA,
+        compression="zstd",
+        compression_level=settings.compression_level,
+        use_dictionary=_FEW_VALUES,
+        column_encoding=_SPLIT_BYTES,
+        sorting_columns=pq.SortingColumn.from_ordering(TABLE_SCHEMA, _ORDER, "at_start"),
+        write_page_checksum=True,
+    ) as writer:
+        writer.write_table(table, row_group_size=rows)
+    return SealedFile(path.name, table.num_rows, path.stat().st_size, sha256_of(path))
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 (hex) of a local file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_file(store: Path, unit: Unit, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one of the unit's files (none where it has no such file), pages checked.
+
+    Raises:
+        CorruptionError: the file is missing or damaged.
+    """
+    schema = TABLE_SCHEMA if columns is None else pa.schema([TABLE_SCHEMA.field(c) for c in columns])
+    if unit.file(name) is None:
+        return schema.empty_table()
+    try:
+        system, folder = place(store, unit)
+        with system.open_input_file(f"{folder}/{name}") as source:
+            table = pq.read_table(source, columns=columns, page_checksum_verification=True)
+        return table.select(schema.names).cast(schema)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(store, unit, name, error) from error
+
+
+def damaged(store: Path, unit: Unit, name: str, error: object) -> CorruptionError:
+    """The error for a file of a unit that cannot be read."""
+    where = unit.remote or store / "sealed" / unit.lane / unit.name
+    return CorruptionError(f"{where}/{name}: a sealed file of lane {unit.lane!r} cannot be read: {error}")
+
+
+def unit_table(store: Path, unit: Unit, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of the unit, in the order of the lane.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    table = pa.concat_tables([read_file(store, unit, name, columns) for name in (TURNS, MARKS)])
+    order = np.argsort(table.column("seq").to_numpy())
+    return table.combine_chunks().take(pa.array(order))
+
+
+def unit_batches(store: Path, unit: Unit) -> Iterator[pa.RecordBatch]:
+    """The unit's events in the order of the lane, in batches of `LOG_SCHEMA`. Holds the whole unit.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    table = pa.concat_tables([read_file(store, unit, name) for name in (TURNS, MARKS)]).combine_chunks()
+    order = np.argsort(table.column("seq").to_numpy())
+    table = table.drop_columns("lane")
+    for start in range(0, len(order), BATCH_ROWS):
+        part: Any = table.take(pa.array(order[start : start + BATCH_ROWS])).combine_chunks()
+        yield conform(part.to_batches()[0])
+
+
+def same_bits(ours: pa.Table, theirs: pa.Table) -> str | None:
+    """The first column in which two tables differ, None where they are the same bit for bit.
+
+    Floats are compared as the integers of their bits, so that NaN equals itself and -0.0 is not 0.0.
+    """
+    if ours.num_rows != theirs.num_rows:
+        return f"{ours.num_rows} rows against {theirs.num_rows}"
+    for name in ours.schema.names:
+        a, b = (_bits(t.column(name).combine_chunks()) for t in (ours, theirs))
+        if not a.equals(b):
+            return name
+    return None
+
+
+def _bits(column: Any) -> pa.Array:
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if pa.types.is_float64(column.type):
+        return pa.array(column.to_numpy(zero_copy_only=False).view(np.int64), mask=_nulls(column))
+    if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+        values = column.flatten().to_numpy(zero_copy_only=False).view(np.int32)
+        lengths = pc.list_value_length(column)
+        offsets = np.concatenate(([0], np.cumsum(pc.fill_null(lengths, 0).to_numpy()))).astype(np.int32)
+        mask = pa.array(_nulls(column))
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=mask)
+    return column
+
+
+def _nulls(column: pa.Array) -> Any:
+    return column.is_null().to_numpy(zero_copy_only=False)

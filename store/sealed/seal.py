@@ -1,0 +1,192 @@
+"""Turns a lane's closed segments into a sealed unit: verified, written, read back, compared, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollbook.store.errors import CorruptionError
+from rollbook.store.ids import new_id, now_us
+from rollbook.store.lane.files import (
+    fsync_folder,
+    lane_folder,
+    quarantine,
+    read_watermark,
+    segment_numbers,
+    segment_path,
+)
+from rollbook.store.lane.reader import segment_batches
+from rollbook.store.lane.recovery import SegmentInfo, Start, unsealed_start, verify_segment
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, read_file, same_bits, split, write_file
+from rollbook.store.sealed.unit import (
+    SealedSegment,
+    Unit,
+    lane_units_folder,
+    write_manifest,
+)
+from rollbook.store.settings import SealSettings
+
+UNIT_WAL_BYTES = 64 << 20
+"""Small segments next to each other are sealed together up to about this many bytes of WAL."""
+
+
+def closed_segments(store: Path, lane: str) -> list[int]:
+    """Numbers of the segments that are closed and not sealed, rising."""
+    folder = lane_folder(store, lane)
+    start = unsealed_start(store, lane).number
+    open_segment = read_watermark(folder).segment
+    return [n for n in segment_numbers(folder) if start <= n < open_segment]
+
+
+def seal_closed(store: Path, lane: str, settings: SealSettings, *, all_of_it: bool = False) -> Iterator[Unit]:
+    """Seal what is closed, unit by unit, in order.
+
+    Args:
+        all_of_it: the lane's last segment too: its writer is gone, and the caller holds the lane's lock.
+
+    Raises:
+        CorruptionError: a segment is damaged; the lane is quarantined, what came before it is sealed.
+    """
+    numbers = closed_segments(store, lane)
+    last = read_watermark(lane_folder(store, lane))
+    if all_of_it and last.segment and last.segment not in numbers:
+        path = segment_path(lane_folder(store, lane), last.segment)
+        if last.segment >= unsealed_start(store, lane).number and path.exists():
+            numbers.append(last.segment)
+    group: list[int] = []
+    size = 0
+    for number in numbers:
+        size += segment_path(lane_folder(store, lane), number).stat().st_size
+        group.append(number)
+        if size >= UNIT_WAL_BYTES:
+            yield seal_segments(store, lane, group, settings)
+            group, size = [], 0
+    if group:
+        yield seal_segments(store, lane, group, settings)
+
+
+def seal_segments(store: Path, lane: str, numbers: Sequence[int], settings: SealSettings) -> Unit:
+    """Seal these segments, which follow each other and the last sealed unit, as one unit.
+
+    Raises:
+        CorruptionError: a segment is damaged, or what was written did not read back the same.
+    """
+    start = unsealed_start(store, lane)
+    infos, tables = _read_segments(store, lane, numbers, start)
+    segments = tuple(SealedSegment(i.number, i.first_seq, i.events, i.bytes, i.chain.hex()) for i in infos)
+    unit = Unit(lane, 1, start.chain.hex(), segments, (), now_us())
+    return write_unit(store, unit, pa.concat_tables(tables), settings)
+
+
+def _read_segments(
+    store: Path, lane: str, numbers: Sequence[int], start: Start
+) -> tuple[list[SegmentInfo], list[pa.Table]]:
+    folder = lane_folder(store, lane)
+    infos: list[SegmentInfo] = []
+    tables = [TABLE_SCHEMA.empty_table()]
+    chain, next_seq = start.chain, start.next_seq
+    mark = read_watermark(folder)
+    for number in numbers:
+        path = segment_path(folder, number)
+        stop = mark.offset if number == mark.segment else None
+        info, bad = verify_segment(path, chain, next_seq, stop)
+        if bad is not None or info is None:
+            reason = (
+                f"{path}: damaged at offset {bad.offset if bad else 0} ({bad.reason if bad else 'empty'})"
+            )
+            quarantine(folder, reason)
+            raise CorruptionError(f"{reason}: it is not sealed; restore it from a copy")
+        chain, next_seq = info.chain, info.first_seq + info.events
+        infos.append(info)
+        for batch in segment_batches(path, stop):
+            lanes = pa.repeat(pa.scalar(lane), batch.num_rows)
+            tables.append(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA))
+    return infos, tables
+
+
+def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings) -> Unit:
+    """Write the table's rows as the unit's files; the unit appears whole, by a rename.
+
+    Raises:
+        CorruptionError: what was written does not read back the same.
+    """
+    parent = lane_units_folder(store, unit.lane)
+    if not parent.exists():
+        parent.mkdir(parents=True)
+        fsync_folder(parent.parent)
+        fsync_folder(store)
+    folder = parent / f".{unit.name}.{new_id()}"
+    folder.mkdir()
+    try:
+        parts = split(table)
+        files = tuple(write_file(folder / name, part, settings) for name, part in parts.items())
+        for name in parts:
+            _fsync(folder / name)
+        unit = replace(unit, files=files)
+        write_manifest(folder, unit)
+        for name, part in parts.items():
+            _compare(folder, unit, name, part)
+        fsync_folder(folder)
+        folder.rename(parent / unit.name)
+        fsync_folder(parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return unit
+
+
+def _compare(folder: Path, unit: Unit, name: str, part: pa.Table) -> None:
+    import pyarrow.parquet as pq
+
+    back = pq.read_table(folder / name, page_checksum_verification=True).cast(TABLE_SCHEMA)
+    if (differs := same_bits(part, back)) is not None:
+        raise CorruptionError(f"{folder / name}: what was written does not read back the same: {differs}")
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(store: Path, lane: str) -> int:
+    """Remove units whose making was cut short; how many. The caller is the store's only sealer."""
+    found = [f for f in lane_units_folder(store, lane).glob(".*") if f.is_dir()]
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(found)
+
+
+def remove_sealed_wal(store: Path, lane: str, units: Sequence[Unit], keep_bytes: int) -> list[int]:
+    """Remove WAL files that are sealed, oldest first, but for the newest `keep_bytes`; their numbers."""
+    folder = lane_folder(store, lane)
+    sealed = [s for unit in units for s in unit.segments if segment_path(folder, s.number).exists()]
+    kept = 0
+    gone: list[int] = []
+    for segment in reversed(sealed):
+        kept += segment.bytes
+        if kept > keep_bytes:
+            gone.append(segment.number)
+    for number in sorted(gone):
+        segment_path(folder, number).unlink(missing_ok=True)
+    if gone:
+        fsync_folder(folder)
+    return sorted(gone)
+
+
+__all__ = [
+    "closed_segments",
+    "read_file",
+    "remove_leftovers",
+    "remove_sealed_wal",
+    "seal_closed",
+    "seal_segments",
+    "write_unit",
+]

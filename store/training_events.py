@@ -1,0 +1,154 @@
+"""Kinds of events about weights and optimizer steps; see `store.events`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPublished:
+    """Weights of a policy version were written where engines can load them."""
+
+    KIND: ClassVar[str] = "policy.published"
+    policy: str
+    policy_version: int
+    parent_version: int | None
+    path: str
+    weights_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyActivated:
+    """An engine serves this version; its own tensors were digested and equal what was published."""
+
+    KIND: ClassVar[str] = "policy.activated"
+    policy: str
+    policy_version: int
+    engine: str
+    weights_digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
+
+    KIND: ClassVar[str] = "checkpoint.written"
+    policy: str
+    policy_version: int
+    path: str
+    weights_digest: str
+    optimizer_digest: str | None
+    phase: str | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDropped:
+    """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step."""
+
+    KIND: ClassVar[str] = "sample.dropped"
+    trajectory_id: str
+    turn_id: str
+    rule: str
+    recipe: str
+    step: int
+    detail: Json
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlanned:
+    """The manifest of an optimizer step: everything that decides its bits, written before it runs."""
+
+    KIND: ClassVar[str] = "step.planned"
+    step: int
+    attempt: int
+    policy: str
+    policy_version: int
+    phase: str
+    cut: str
+    recipe: Json
+    recipe_digest: str
+    samples: list[Json]
+    partition: list[list[list[int]]]
+    algorithm: Json
+    optimizer: Json
+    learning_rate: float
+    seed: int
+    input_digests: Json
+    environment: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """A step's results: one digest per stage, the metrics, and the version it made."""
+
+    KIND: ClassVar[str] = "step.committed"
+    step: int
+    attempt: int
+    policy: str
+    policy_version: int
+    digests: Json
+    metrics: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A planned step did not commit; a later attempt plans anew."""
+
+    KIND: ClassVar[str] = "step.failed"
+    step: int
+    attempt: int
+    policy: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRetired:
+    """A step is given up for replay, so that retention may drop what only it needed."""
+
+    KIND: ClassVar[str] = "step.retired"
+    step: int
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStarted:
+    """A transfer of weights to an engine began. `sync_id` ties its events together."""
+
+    KIND: ClassVar[str] = "sync.started"
+    policy: str
+    policy_version: int
+    sync_id: str
+    engine: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFinished:
+    """The engine holds the weights, verified. `seconds` is wall time from start to verification."""
+
+    KIND: ClassVar[str] = "sync.finished"
+    policy: str
+    policy_version: int
+    sync_id: str
+    engine: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFailed:
+    """The transfer did not end well; the engine is unusable until a whole one does."""
+
+    KIND: ClassVar[str] = "sync.failed"
+    policy: str
+    policy_version: int
+    sync_id: str
+    engine: str
+    error: str

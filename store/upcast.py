@@ -1,0 +1,39 @@
+"""Old records, one step at a time: what a kind's record of version N is in version N + 1. Pure.
+
+A record whose fields change gets a higher version in `VERSIONS` and a function here that turns the old
+fields (typed columns and keys of `extra` together, as plain values) into those of the next version. The
+log is never rewritten: old events stay as they are, and are read through these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Values = dict[str, Any]
+
+VERSIONS: Mapping[str, int] = {"sample.dropped": 2}
+"""Kind -> version of its record in this release; 1 where it is not named."""
+
+
+def _sample_dropped_1(values: Values) -> Values:
+    """Version 2 says which attempt at the step dropped the sample. Before, there was the first only."""
+    return {"attempt": 1} | values
+
+
+UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
+    ("sample.dropped", 1): _sample_dropped_1,
+}
+"""(kind, version) -> what makes the next version of it."""
+
+
+def version_of(kind: str) -> int:
+    """Version of the kind's record in this release."""
+    return VERSIONS.get(kind, 1)
+
+
+def upcast(kind: str, version: int, values: Values) -> Values:
+    """The fields of a record of `version`, which is none above this release's, as its record has them now."""
+    for step in range(version, version_of(kind)):
+        values = UPCASTERS[kind, step](values)
+    return values
