@@ -165,8 +165,8 @@ def decode(batch: pa.RecordBatch, lane: str, body: Body = no_body) -> Iterator[E
         version = rows["schema_version"][i]
         if not 1 <= version <= version_of(kind):
             raise FormatError(
-                f"event {rows['event_id'][i]} of kind {kind!r} has version {version}, this release reads up to "
-                f"{version_of(kind)}: update rollbook"
+                f"event {rows['event_id'][i]} of kind {kind!r} has version {version}, this release reads "
+                f"up to {version_of(kind)}: update rollbook"
             )
         hot = _FIELDS[kind].hot
         values = orjson.loads(rows["extra"][i])

@@ -105,11 +105,12 @@ class LaneReader:
         if number is not None:
             self._open_segment(number)
             return
-        unit = next((u for u in current_units(self._store, self.lane) if self.next_seq < u.next_seq), None)
+        units = current_units(self._store, self.lane)
+        unit = next((u for u in units if self.next_seq < u.next_seq), None)
         if unit is None or unit.first_seq > self.next_seq:
             raise CorruptionError(
-                f"{self._folder}: event {self.next_seq} of lane {self.lane!r} is in no segment (*.wal) and no "
-                "sealed unit: restore the missing file from a copy"
+                f"{self._folder}: event {self.next_seq} of lane {self.lane!r} is in no segment and no sealed "
+                "unit: restore the missing file from a copy"
             )
         if unit.dropped_us is not None:
             self.next_seq = min(unit.next_seq, end)

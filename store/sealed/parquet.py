@@ -32,7 +32,7 @@ FAT_KINDS = (TurnRequested.KIND, TurnCompleted.KIND)
 MARKS_ROW_GROUP = 2048
 BATCH_ROWS = 1024
 _FEW_VALUES = ["lane", "kind", "schema_version", "run", "policy", "policy_version", "step"]
-_ORDER = [("trajectory_id", "ascending"), ("seq", "ascending")]
+_ORDER = [("trajectory_id", "ascending", "at_start"), ("seq", "ascending")]
 _SPLIT_BYTES = {"logprobs.list.element": "BYTE_STREAM_SPLIT"}
 """Measured on token ids of real text: PLAIN under zstd beats dictionary, delta and byte-stream-split,
 which hide repeated n-grams from it; logprobs gain from byte-stream-split. See `rollbook bench seal`."""
@@ -40,7 +40,7 @@ which hide repeated n-grams from it; logprobs gain from byte-stream-split. See `
 
 def in_order(table: pa.Table) -> pa.Table:
     """The rows by trajectory and then by place; those of no trajectory first."""
-    return table.take(pc.sort_indices(table, sort_keys=_ORDER, null_placement="at_start"))
+    return table.take(pc.sort_indices(table, sort_keys=_ORDER))
 
 
 def split(table: pa.Table) -> dict[str, pa.Table]:
@@ -60,7 +60,10 @@ def write_file(path: Path, table: pa.Table, settings: SealSettings) -> SealedFil
         compression_level=settings.compression_level,
         use_dictionary=_FEW_VALUES,
         column_encoding=_SPLIT_BYTES,
-        sorting_columns=pq.SortingColumn.from_ordering(TABLE_SCHEMA, _ORDER, "at_start"),
+        sorting_columns=[
+            pq.SortingColumn(TABLE_SCHEMA.get_field_index(key), nulls_first=True)
+            for key in ("trajectory_id", "seq")
+        ],
         write_page_checksum=True,
     ) as writer:
         writer.write_table(table, row_group_size=rows)
