@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection, create_engine
 
-from rollbook.store.catalog import Base
+from rollbook.store.catalog.tables import Base
 
 config = context.config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 from pathlib import Path
@@ -99,22 +100,22 @@ def _cell(value: Any) -> str:
 
 
 def print_info(store: Path, as_json: bool) -> None:
-    """Print what the catalog and the lanes' own files say."""
+    """Print what the lanes' own files say, and what the catalog does."""
     log = open_store(store)
-    catalog = log.catalog()
-    info: dict[str, Any] = {
-        "path": str(log.path),
-        "id": log.store_id,
-        "head": format_cut(log.head()),
-    }
-    info |= catalog.rows()
-    catalog.close()
+    info: dict[str, Any] = {"path": str(log.path), "id": log.store_id, "head": format_cut(log.head())}
+    with contextlib.closing(log.catalog()) as catalog:
+        tables = catalog.rows()
+        info["catalog"] = catalog.name
     if as_json:
-        print(orjson.dumps(info, option=orjson.OPT_INDENT_2).decode())
+        print(orjson.dumps(info | tables, option=orjson.OPT_INDENT_2).decode())
         return
     console = Console()
-    console.print(f"store {info['id']} at {info['path']}\nhead  {info['head']}")
-    for name in ("lanes", "segments", "checkpoints"):
-        if info[name]:
+    console.print(
+        f"store    {info['id']} at {info['path']}\nhead     {info['head']}\ncatalog  {info['catalog']}",
+        soft_wrap=True,
+        markup=False,
+    )
+    for name, rows in tables.items():
+        if rows and name != "store_meta":
             console.print(f"\n[bold]{name}[/]")
-            _print_table(list(info[name][0]), [tuple(row.values()) for row in info[name]])
+            _print_table(list(rows[0]), [tuple(row.values()) for row in rows])

@@ -1,0 +1,151 @@
+"""The catalog of a store: what it holds, noted by those who change it, for whoever wants to look.
+
+It is derived. No append waits for it and no answer rests on it; `rollbook store rebuild-catalog` makes it
+anew from the files alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import URL, select
+from sqlalchemy.orm import Session
+
+from rollbook.store.catalog.database import Database, parse_url
+from rollbook.store.catalog.notes import NOTED, note, note_checkpoint
+from rollbook.store.catalog.segments import find_lane, write_segment, write_units
+from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
+from rollbook.store.errors import CatalogError, NotAStoreError
+from rollbook.store.events import Event
+from rollbook.store.ids import now_us
+from rollbook.store.lane.recovery import LaneState
+from rollbook.store.sealed.unit import Unit
+from rollbook.store.settings import read_settings
+from rollbook.store.training_events import CheckpointWritten
+
+
+class Catalog:
+    """The catalog of one store, migrated to this release's schema when it is opened.
+
+    Args:
+        database: what it is kept in.
+        store_id, format_: of the store that it is the catalog of.
+
+    Raises:
+        CatalogError: the database is the catalog of another store.
+    """
+
+    def __init__(self, database: Database, store_id: str, format_: int) -> None:
+        self._database = database
+        self.name = database.name
+        with database.read() as session:
+            noted = [(row.store_id, row.format) for row in session.scalars(select(StoreMeta))]
+        if noted != [(store_id, format_)]:
+            with database.write() as session:
+                note_store(session, database.name, store_id, format_)
+
+    @classmethod
+    def of(cls, store: Path) -> Catalog:
+        """The catalog of the store in this folder, where its settings say.
+
+        Raises:
+            CatalogError: the database cannot be reached, is damaged, is another store's, or a newer
+                release made it.
+        """
+        store_id, format_ = read_identity(store)
+        database = Database(catalog_url(store))
+        try:
+            return cls(database, store_id, format_)
+        except BaseException:
+            database.close()
+            raise
+
+    def record_lane(self, lane: str, state: LaneState) -> None:
+        """Note that this process opened the lane, the closed segments it found, and the one it began."""
+        with self._database.write() as session:
+            row = find_lane(session, lane)
+            row.opened_us, row.process = now_us(), os.getpid()
+            row.truncated_bytes = state.truncated_bytes
+            for info in state.segments:
+                write_segment(session, lane, info.number, info.first_seq, info.events, info.bytes)
+            write_segment(session, lane, state.last_segment + 1, state.next_seq)
+
+    def record_units(self, lane: str, units: Iterable[Unit]) -> None:
+        """Note the units of a lane that count now, all of them; those that no longer do are forgotten."""
+        with self._database.write() as session:
+            write_units(session, lane, units)
+
+    def record_checkpoint(self, run: str, record: CheckpointWritten) -> None:
+        """Note a checkpoint."""
+        with self._database.write() as session:
+            note_checkpoint(session, run, record)
+
+    def note_events(self, events: Iterable[Event]) -> None:
+        """Note what events of the log say of policies, checkpoints, steps and consumers; others pass by."""
+        wanted = [event for event in events if event.kind in NOTED]
+        if wanted:
+            with self._database.write() as session:
+                for event in wanted:
+                    note(session, event)
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """Every table's rows at one moment, each table in the order of its key."""
+        with self._database.read() as session:
+            return {table.__tablename__: _dicts(session, table) for table in TABLES}
+
+    def close(self) -> None:
+        """Give the database connections back."""
+        self._database.close()
+
+
+def catalog_url(store: Path) -> URL:
+    """Where the catalog of the store in this folder is; a relative SQLite file lies in that folder.
+
+    Raises:
+        ConfigError, CatalogError: the settings cannot be read, or name no URL.
+    """
+    text = read_settings(store).catalog.url
+    url = URL.create("sqlite", database="catalog.db") if text is None else parse_url(text)
+    if url.get_backend_name() == "sqlite" and url.database:
+        url = url.set(database=str(store.absolute() / url.database))
+    return url
+
+
+def read_identity(store: Path) -> tuple[str, int]:
+    """Id and format of the store in this folder.
+
+    Raises:
+        NotAStoreError: there is none.
+    """
+    marker = store / "STORE.json"
+    try:
+        meta = orjson.loads(marker.read_bytes())
+        return str(meta["id"]), int(meta["format"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotAStoreError(f"{marker} is not a Rollbook store's: {error!r}") from error
+
+
+def note_store(session: Session, name: str, store_id: str, format_: int) -> None:
+    """Note which store the catalog is of.
+
+    Raises:
+        CatalogError: it is another one's.
+    """
+    for row in session.scalars(select(StoreMeta)):
+        if row.store_id != store_id:
+            raise CatalogError(
+                f"catalog {name} is that of store {row.store_id}, not of {store_id}: give each store a "
+                "database of its own, and run `rollbook store rebuild-catalog`"
+            )
+    session.merge(StoreMeta(store_id=store_id, format=format_))
+
+
+def _dicts(session: Session, table: type[Base]) -> list[dict[str, Any]]:
+    key = [column.name for column in table.__table__.primary_key]
+    rows = [as_dict(row) for row in session.scalars(select(table))]
+    # Sorted here: databases differ in how they order text.
+    return sorted(rows, key=lambda row: [row[name] for name in key])

@@ -1,0 +1,214 @@
+"""Connects to the catalog's database, migrates it, and says in plain words why it cannot.
+
+SQLite and PostgreSQL behave alike here: one writing transaction at a time (SQLite's write lock, an advisory
+lock of PostgreSQL's), a reading one sees one moment, and what a killed process left half done is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from rollbook.store.catalog.tables import SCHEMA_REVISION, TABLES, Base
+from rollbook.store.errors import CatalogError
+
+PATIENCE_S = 30
+"""How long a transaction waits for another process's to end."""
+CONNECT_S = 10
+_ADVISORY_LOCK = 0x726F6C6C626F6F6B  # "rollbook"
+_SECRETS = ("password", "sslpassword")
+_BUSY = ("database is locked", "lock timeout")
+_UNREACHABLE = ("unable to open database file", "readonly database", "disk is full", "connection", "resolve")
+
+_Mode = Literal["read", "write", "migrate"]
+
+
+def parse_url(text: str) -> URL:
+    """The URL of a catalog.
+
+    Raises:
+        CatalogError: it is none. The message leaves the text out: it may hold a password.
+    """
+    try:
+        return make_url(text)
+    except (ArgumentError, ValueError):
+        raise CatalogError(
+            "the catalog's URL is not a SQLAlchemy URL such as postgresql+psycopg://user@host/database: mend "
+            "[catalog] url in store.toml, or ROLLBOOK_CATALOG_URL"
+        ) from None
+
+
+def without_secrets(url: URL) -> str:
+    """The URL as it may be shown."""
+    return url.set(password=None).difference_update_query(_SECRETS).render_as_string()
+
+
+class Database:
+    """The database of one catalog, at this release's schema.
+
+    Args:
+        remake: do not migrate; drop tables that are not as this release has them, and make them anew.
+
+    Raises:
+        CatalogError: it cannot be reached, is damaged, or a newer release made it.
+    """
+
+    def __init__(self, url: URL, *, remake: bool = False) -> None:
+        self.name = without_secrets(url)
+        with self._explained():
+            self._engine = _engine(url)
+            try:
+                self._bring_up_to_date(remake)
+            except BaseException:
+                self._engine.dispose()
+                raise
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Session]:
+        """A transaction that writes; there is one at a time. All of it happens, or nothing."""
+        with self._explained(), self._begin("write") as connection, Session(connection) as session:
+            yield session
+            session.flush()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Session]:
+        """A transaction that sees the database as it is at one moment."""
+        with self._explained(), self._begin("read") as connection, Session(connection) as session:
+            yield session
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _begin(self, mode: _Mode) -> Iterator[Connection]:
+        with self._engine.connect() as plain:
+            isolation: dict[str, Any] = {}
+            if mode == "read" and plain.dialect.name == "postgresql":
+                isolation = {"isolation_level": "REPEATABLE READ"}
+            connection = plain.execution_options(rollbook_mode=mode, **isolation)
+            with connection.begin():
+                if connection.dialect.name == "postgresql" and mode != "read":
+                    connection.exec_driver_sql(f"set local lock_timeout = '{PATIENCE_S}s'")
+                    connection.exec_driver_sql(f"select pg_advisory_xact_lock({_ADVISORY_LOCK})")
+                yield connection
+
+    # Migrations -------------------------------------------------------------------------------
+
+    def _bring_up_to_date(self, remake: bool) -> None:
+        with self._begin("read") as connection:
+            if _is_whole(connection) if remake else _revision(connection) == SCHEMA_REVISION:
+                return
+        config = Config()
+        config.set_main_option("script_location", "rollbook:migrations")
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        with self._begin("migrate") as connection:
+            # Asked again: of processes that open a new catalog together, one migrates and the others wait.
+            revision = _revision(connection)
+            if revision is not None and revision not in known:
+                raise CatalogError(
+                    f"catalog {self.name} is at revision {revision!r}, which this release does not know "
+                    f"(it knows up to {SCHEMA_REVISION}): update rollbook, or name another database and run "
+                    "`rollbook store rebuild-catalog`"
+                )
+            if remake and not _is_whole(connection):
+                Base.metadata.drop_all(connection)
+                connection.exec_driver_sql("drop table if exists alembic_version")
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+    # Errors -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            driver = (
+                'pip install "rollbook[postgres]"' if error.name == "psycopg" else f"install {error.name}"
+            )
+            raise CatalogError(f"catalog {self.name} needs a driver that is missing: {driver}") from error
+        except (SQLAlchemyError, CommandError, sqlite3.Error) as error:
+            cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+            reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            raise CatalogError(f"catalog {self.name}: {reason}: {_remedy(error, reason)}") from error
+
+
+def _remedy(error: Exception, reason: str) -> str:
+    if any(words in reason for words in _BUSY):
+        return f"another process has kept it busy for {PATIENCE_S} seconds; try again when it has ended"
+    if isinstance(error, ArgumentError):
+        return "mend [catalog] url in store.toml, or ROLLBOOK_CATALOG_URL"
+    operational = isinstance(error, OperationalError | sqlite3.OperationalError)
+    if operational and any(words in reason for words in _UNREACHABLE):
+        return (
+            "see that it can be reached and written, or name another one ([catalog] url in store.toml, or "
+            "ROLLBOOK_CATALOG_URL) and run `rollbook store rebuild-catalog`; nothing in the log depends on it"
+        )
+    return "run `rollbook store rebuild-catalog`: it is derived from the log, and nothing in the log is lost"
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found = connection.exec_driver_sql("select version_num from alembic_version").scalar()
+    return None if found is None else str(found)
+
+
+def _is_whole(connection: Connection) -> bool:
+    """Whether every table is there with its columns, at this release's revision."""
+    if _revision(connection) != SCHEMA_REVISION:
+        return False
+    inspector = inspect(connection)
+    there = set(inspector.get_table_names())
+    return all(
+        table.__tablename__ in there
+        and {column["name"] for column in inspector.get_columns(table.__tablename__)}
+        == set(table.__table__.columns.keys())
+        for table in TABLES
+    )
+
+
+def _engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        options = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_S}
+        return create_engine(url, connect_args=options, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": PATIENCE_S})
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    # Transactions begin where SQLAlchemy says so, not where the driver sees a first INSERT.
+    connection.isolation_level = None
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            connection.execute("pragma journal_mode = wal")
+            return
+        except sqlite3.OperationalError as error:
+            # Of processes that make the file together only one may switch, and SQLite does not wait here.
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    mode: _Mode = connection.get_execution_options().get("rollbook_mode", "write")
+    cursor = connection.connection.cursor()
+    # A migration replaces tables that others refer to.
+    cursor.execute(f"pragma foreign_keys = {'off' if mode == 'migrate' else 'on'}")
+    cursor.execute("begin" if mode == "read" else "begin immediate")
+    cursor.close()

@@ -1,0 +1,146 @@
+"""The catalog's tables. `alembic/` migrates an older database to them.
+
+Only types, keys and constraints that SQLite and PostgreSQL share. Text has no length: PostgreSQL would
+refuse what SQLite takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import BigInteger, ForeignKey, Integer, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+SCHEMA_REVISION = "0002"
+
+OPEN, CLOSED, SEALED, DROPPED = "open", "closed", "sealed", "dropped"
+"""States of a segment: perhaps still written; never written again; also in a unit; only its numbers left."""
+PLANNED, FAILED, COMMITTED, RETIRED = "planned", "failed", "committed", "retired"
+"""States of an attempt at a step, each one overruling those before it."""
+
+UNKNOWN_ATTEMPT = -1
+"""Attempt of a step that was retired before any plan of it was noted."""
+
+
+class Base(DeclarativeBase):
+    """Declarative base of the catalog's tables."""
+
+
+class StoreMeta(Base):
+    """Which store this is the catalog of: one row."""
+
+    __tablename__ = "store_meta"
+    store_id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    format: Mapped[int] = mapped_column(Integer)
+
+
+class LaneRow(Base):
+    """A lane, and the process that opened it last; nulls say that no opening was noted."""
+
+    __tablename__ = "lanes"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    opened_us: Mapped[int | None] = mapped_column(BigInteger)
+    process: Mapped[int | None] = mapped_column(Integer)
+    truncated_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """Cut off as a torn tail at that opening; no file keeps it, so it is null after a rebuild."""
+
+
+class SegmentRow(Base):
+    """A segment of a lane; `events` and `bytes` are null while it is open, `unit` while it is in none."""
+
+    __tablename__ = "segments"
+    lane: Mapped[str] = mapped_column(String(63), ForeignKey("lanes.name"), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    first_seq: Mapped[int] = mapped_column(BigInteger)
+    events: Mapped[int | None] = mapped_column(BigInteger)
+    bytes: Mapped[int | None] = mapped_column(BigInteger)
+    state: Mapped[str] = mapped_column(String(7))
+    unit: Mapped[str | None] = mapped_column(Text)
+
+
+class UnitRow(Base):
+    """A sealed unit that counts; superseded ones have no row."""
+
+    __tablename__ = "units"
+    lane: Mapped[str] = mapped_column(String(63), ForeignKey("lanes.name"), primary_key=True)
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    first_segment: Mapped[int] = mapped_column(Integer)
+    last_segment: Mapped[int] = mapped_column(Integer)
+    generation: Mapped[int] = mapped_column(Integer)
+    first_seq: Mapped[int] = mapped_column(BigInteger)
+    next_seq: Mapped[int] = mapped_column(BigInteger)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    remote: Mapped[str | None] = mapped_column(Text)
+    sealed_us: Mapped[int] = mapped_column(BigInteger)
+    dropped_us: Mapped[int | None] = mapped_column(BigInteger)
+    chain: Mapped[str] = mapped_column(String(32))
+
+
+class PolicyVersionRow(Base):
+    """Weights of a policy: when they were published last, and first served by an engine."""
+
+    __tablename__ = "policy_versions"
+    run: Mapped[str] = mapped_column(Text, primary_key=True)
+    policy: Mapped[str] = mapped_column(Text, primary_key=True)
+    policy_version: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    weights_digest: Mapped[str] = mapped_column(Text)
+    path: Mapped[str] = mapped_column(Text)
+    published_us: Mapped[int | None] = mapped_column(BigInteger)
+    activated_us: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class ConsumerRow(Base):
+    """How far a consumer of the log has come, and the event that says so."""
+
+    __tablename__ = "consumers"
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    cut: Mapped[str] = mapped_column(Text)
+    moved_us: Mapped[int] = mapped_column(BigInteger)
+    lane: Mapped[str] = mapped_column(String(63))
+    seq: Mapped[int] = mapped_column(BigInteger)
+
+
+class StepRow(Base):
+    """An attempt at an optimizer step; `lane` and `seq` are the place of its manifest, `step.planned`."""
+
+    __tablename__ = "steps"
+    run: Mapped[str] = mapped_column(Text, primary_key=True)
+    policy: Mapped[str] = mapped_column(Text, primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    status: Mapped[str] = mapped_column(String(9))
+    input_version: Mapped[int | None] = mapped_column(BigInteger)
+    output_version: Mapped[int | None] = mapped_column(BigInteger)
+    cut: Mapped[str | None] = mapped_column(Text)
+    lane: Mapped[str | None] = mapped_column(String(63))
+    seq: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class CheckpointRow(Base):
+    """A checkpoint in the store, by its path relative to the store."""
+
+    __tablename__ = "checkpoints"
+    path: Mapped[str] = mapped_column(Text, primary_key=True)
+    run: Mapped[str] = mapped_column(Text)
+    policy: Mapped[str] = mapped_column(Text)
+    policy_version: Mapped[int] = mapped_column(BigInteger)
+    weights_digest: Mapped[str] = mapped_column(Text)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+TABLES: tuple[type[Base], ...] = (
+    StoreMeta,
+    LaneRow,
+    SegmentRow,
+    UnitRow,
+    PolicyVersionRow,
+    ConsumerRow,
+    StepRow,
+    CheckpointRow,
+)
+"""Every table, one that refers to another after it."""
+
+
+def as_dict(row: Base) -> dict[str, Any]:
+    """A row's values by column, in the table's order."""
+    return {column.name: getattr(row, column.name) for column in row.__table__.columns}
