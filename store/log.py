@@ -16,16 +16,19 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.store import codec
 from rollbook.store.catalog import Catalog
+from rollbook.store.consumer import Consumer
 from rollbook.store.cut import Cut, parse_cut
 from rollbook.store.errors import CatalogError, CutError, FormatError, NotAStoreError
 from rollbook.store.events import Event, StepPlanned
 from rollbook.store.ids import new_id, now_us
-from rollbook.store.lane.files import fsync_folder, lane_folder, read_watermark, take_lock
+from rollbook.store.lane.files import fsync_folder, take_lock
 from rollbook.store.lane.frame import FORMAT_VERSION
+from rollbook.store.lane.marks import closed_head
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
+from rollbook.store.tail import EVERYTHING, Filter, Tail
 from rollbook.store.trajectory import Trajectory, fold
 
 logger = logging.getLogger(__name__)
@@ -45,9 +48,12 @@ class Store:
         return sorted({file.parent.name for file in files})
 
     def head(self) -> dict[str, int]:
-        """The cut that holds everything durable now."""
-        marks = {lane: read_watermark(lane_folder(self.path, lane)) for lane in self.lanes()}
-        return {lane: mark.next_seq for lane, mark in marks.items() if mark.next_seq}
+        """The cut that holds everything durable at one instant, so that it is closed.
+
+        Raises:
+            CorruptionError: a lane's watermark is missing or unreadable.
+        """
+        return closed_head(self.path)
 
     def cut(self, text: str = "head", run: str | None = None) -> dict[str, int]:
         """The cut a text names: `head`, `step:N` (as planned, in `run` if given) or `lane=n,...`.
@@ -124,11 +130,11 @@ class Store:
             events += codec.decode(batch.filter(mask), reader.lane, reader.body)
         return fold(events)
 
-    def table(self, cut: Cut | None = None) -> pa.Table:
-        """The cut as one Arrow table with `TABLE_SCHEMA`, over the files' own memory."""
+    def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
+        """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, over the files' memory."""
         parts = [
             pa.record_batch([pa.repeat(pa.scalar(lane), batch.num_rows), *batch.columns], schema=TABLE_SCHEMA)
-            for lane, batch in self.batches(cut)
+            for lane, batch in self.batches(cut, start)
         ]
         return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
@@ -159,9 +165,17 @@ class Store:
         """
         return read_settings(self.path)
 
-    def tail(self, start: Cut | None = None) -> Tail:
-        """A reader that hands out events as they become durable, from `start` (default: the first)."""
-        return Tail(self, start or {})
+    def tail(self, start: Cut | None = None, wanted: Filter = EVERYTHING) -> Tail:
+        """A reader that hands out events as they become durable, from `start` (default: the first).
+
+        Raises:
+            CutError: `start` holds more than the store.
+        """
+        return Tail(self.path, start or {}, wanted)
+
+    def consumer(self, name: str, lane: str | None = None) -> Consumer:
+        """A tail that remembers in the log how far it has come; see `store.consumer`."""
+        return Consumer(self, name, lane)
 
     @contextlib.contextmanager
     def claim(self, what: str, remedy: str) -> Iterator[None]:
@@ -182,41 +196,6 @@ class Store:
     def catalog(self) -> Catalog:
         """The store's catalog."""
         return Catalog.of(self.path)
-
-
-class Tail:
-    """Hands out each event of the store once, as it becomes durable."""
-
-    def __init__(self, store: Store, start: Cut) -> None:
-        self._store = store
-        self._start = start
-        self._readers: dict[str, LaneReader] = {}
-        self._read: list[Event] = []
-
-    def poll(self) -> list[Event]:
-        """Events that became durable since the last poll: lane by lane, each in order.
-
-        Raises:
-            CorruptionError: a lane is damaged; what was read of others comes with the next poll.
-        """
-        for lane in self._store.lanes():
-            if lane not in self._readers:
-                self._readers[lane] = LaneReader(self._store.path, lane, self._start.get(lane, 0))
-            reader = self._readers[lane]
-            for batch in reader.poll():
-                self._read += codec.decode(batch, lane, reader.body)
-        events, self._read = self._read, []
-        return events
-
-    def cut(self) -> dict[str, int]:
-        """What has been handed out (or skipped) so far."""
-        return {lane: reader.next_seq for lane, reader in self._readers.items() if reader.next_seq}
-
-    def __enter__(self) -> Tail:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._readers.clear()
 
 
 def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:

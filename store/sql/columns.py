@@ -104,6 +104,10 @@ TURNS = (
     ViewColumn("error", "VARCHAR", "why it failed"),
     ViewColumn("flags", "JSON", "list of oddities, such as malformed_tool_call"),
     ViewColumn("timings", "JSON", "held_us and engine_us, in µs, where the engine tells them"),
+    ViewColumn("min_version", "BIGINT", "oldest policy version that sampled one of its tokens"),
+    ViewColumn("max_version", "BIGINT", "newest policy version that sampled one of its tokens"),
+    ViewColumn("min_logprob", "FLOAT", "of its least likely sampled token"),
+    ViewColumn("sum_logprob", "DOUBLE", "natural-log probability of the whole completion"),
 )
 
 TRAJECTORIES = (
@@ -191,4 +195,57 @@ DROPS = (
     ViewColumn("detail", "JSON", "what the rule held it against"),
     ViewColumn("time", "TIMESTAMP", "UTC"),
     ViewColumn("attempt", "BIGINT", "attempt at the step; only those of committed attempts are final"),
+)
+
+PATHS = (
+    RUN,
+    TRAJECTORY_ID,
+    ViewColumn("turn_id", "VARCHAR", "leaf turn"),
+    ViewColumn("root_turn_id", "VARCHAR", "root turn"),
+    ViewColumn("turns", "BIGINT", "turns on the path"),
+    ViewColumn("length", "BIGINT", "tokens of the whole sequence: the leaf's prompt and completion"),
+    ViewColumn("sampled", "BIGINT", "tokens of it that were sampled, in all its turns"),
+    ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token"),
+    ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token"),
+)
+
+BODIES = (
+    ViewColumn("digest", "VARCHAR", "sha256 of the body's JSON"),
+    ViewColumn("body", "JSON", "the text, image or schema"),
+    ViewColumn("copies", "BIGINT", "segments that hold it"),
+    ViewColumn("length", "BIGINT", "characters of its text"),
+)
+
+SYNCS = (
+    RUN,
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "the weights that were sent"),
+    ViewColumn("engine", "VARCHAR", "where to"),
+    ViewColumn("transport", "VARCHAR", "how"),
+    ViewColumn("sync_id", "VARCHAR", "ties its events together"),
+    ViewColumn("status", "VARCHAR", "running, finished or failed"),
+    ViewColumn("bytes", "BIGINT", "bytes sent"),
+    ViewColumn("seconds", "DOUBLE", "from its start to its verification, in s"),
+    ViewColumn("started", "TIMESTAMP", "UTC"),
+    ViewColumn("ended", "TIMESTAMP", "UTC"),
+    ViewColumn("error", "VARCHAR", "why it failed"),
+)
+
+LINEAGE = (
+    *SAMPLES[:-2],
+    TRAJECTORY_ID,
+    ViewColumn("leaf_turn_id", "VARCHAR", "leaf turn of the sample"),
+    ViewColumn("turn_id", "VARCHAR", "a turn on the path from its root to the leaf"),
+)
+
+LEDGER = (
+    RUN,
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "that sampled the tokens; null for a teacher"),
+    ViewColumn("term", "VARCHAR", "trained, dropped, waiting, in flight or kept out"),
+    ViewColumn(
+        "rule", "VARCHAR", "of dropped: the recipe's; of kept out: eval, teacher, undelivered or no version"
+    ),
+    ViewColumn("turns", "BIGINT", "turns with such tokens"),
+    ViewColumn("tokens", "BIGINT", "sampled tokens"),
 )

@@ -1,4 +1,4 @@
-"""SQL over the log: a DuckDB connection in memory, over the files' own bytes, at one cut."""
+"""SQL over the log: a DuckDB connection in memory, over sealed files and the live tail, at one cut."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import os
 
 import duckdb
 
-from rollbook.store.log import open_store
+from rollbook.store.log import Store, open_store
+from rollbook.store.sql.relations import LIVE, definitions, snapshot
 from rollbook.store.sql.views import VIEWS
 
 
 def connect(
     path: str | os.PathLike[str], *, as_of: str = "head", run: str | None = None
 ) -> duckdb.DuckDBPyConnection:
-    """A DuckDB connection with the views of `store.views` over the store at a cut.
+    """A DuckDB connection with the views of `store.sql.views` over the store at a cut.
 
     It sees what was durable when it was opened, and keeps seeing that; connect again for more. The
     store is only read: any process may do this while others write.
@@ -22,9 +23,20 @@ def connect(
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
     """
     store = open_store(path)
-    table = store.table(store.cut(as_of, run))
+    return connect_at(store, as_of, run)
+
+
+def connect_at(store: Store, as_of: str = "head", run: str | None = None) -> duckdb.DuckDBPyConnection:
+    """`connect` for a store that is open."""
+    cut = store.cut(as_of, run)
+    units = snapshot(store.path, cut)
+    live = store.table(cut, units.sealed_to())
     connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
-    connection.register("log", table)
+    # Sealed files never change, so their footers are read once a connection.
+    connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
+    connection.register(LIVE, live)
+    for name, query in definitions(units):
+        connection.execute(f"CREATE VIEW {name} AS {query}")
     for view in VIEWS:
         connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
     return connection

@@ -77,6 +77,23 @@ def _train_records() -> list[Any]:
     ]
 
 
+def _upkeep_records() -> list[Any]:
+    """What the processes that look after a store write."""
+    return [
+        kinds.BodyStored("d1", "a long system prompt"),
+        kinds.CursorMoved("dashboard", "serve=3"),
+        kinds.TrajectoryAdopted("id-broken", "serve", "e"),
+        kinds.LabelAdded("id-task-1-0", None, "reviewed", True, "a person"),
+        kinds.SyncStarted("actor", 1, "s1", "embedded", "disk"),
+        kinds.SyncFinished("actor", 1, "s1", "embedded", 4096, 0.25),
+        kinds.SyncStarted("actor", 2, "s2", "embedded", "disk"),
+        kinds.SyncFailed("actor", 2, "s2", "embedded", "timed out"),
+        kinds.StepRetired(99, "actor", "never made"),
+        kinds.SegmentDropped("elsewhere", 1, 1, 0, 4, "older than 7 d"),
+        kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
+    ]
+
+
 @pytest.fixture(scope="session")
 def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store at DIR/demo-store with at least one event of every kind, told as one short story."""
@@ -95,7 +112,7 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
         ),
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
     ]
-    for lane, told in (("serve", records), ("train", _train_records())):
+    for lane, told in (("serve", records), ("train", _train_records()), ("upkeep", _upkeep_records())):
         with log.writer(lane) as writer:
             writer.append([Event(record, "demo") for record in told]).result(30)
     held = {e.kind for e in log.events()}

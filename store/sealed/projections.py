@@ -1,0 +1,124 @@
+"""What is derived from the turns of a log, as SQL over its events. Pure text.
+
+The same query is run when a unit is sealed, to be kept beside it, and when a question is asked, for what is
+not sealed: so deleting a derived file changes no answer, only how long it takes.
+"""
+
+from __future__ import annotations
+
+OUTLIER_BELOW = -8.0
+"""Tokens with a smaller natural-log probability are outliers: fewer than one in 2,980."""
+
+TURN_KINDS = "('turn.requested', 'turn.completed', 'turn.failed', 'turn.delivered')"
+
+ONE_VERSION = """(coalesce(len(version_spans) = 1 AND version_spans[1].start = 0
+      AND version_spans[1]."end" = len(completion_ids)
+      AND version_spans[1].version = policy_version AND version_spans[1].policy = policy, false)
+      OR (coalesce(len(version_spans), 0) = 0 AND policy IS NULL AND policy_version IS NULL))"""
+"""Whether the typed columns say which policy version sampled all of a turn's tokens (null: none did)."""
+
+_MERGED = (
+    "run",
+    "lane",
+    "seq",
+    "requested",
+    "parent_turn_id",
+    "root_reason",
+    "requested_model",
+    "completed",
+    "policy",
+    "policy_version",
+    "prompt_length",
+    "completion_length",
+    "finish_reason",
+    "min_version",
+    "max_version",
+    "min_logprob",
+    "sum_logprob",
+    "error",
+)
+
+
+def turn_parts(events: str) -> str:
+    """One row per turn in the relation `events`: its scalars, as far as these events tell them.
+
+    `whole` says that no other event can add to the row: the turn was asked, answered and delivered, or it
+    failed, all within these events.
+    """
+    asked = "CASE WHEN kind = 'turn.requested' THEN {} END"
+    done = "CASE WHEN kind = 'turn.completed' THEN {} END"
+    fields_asked = "json_extract_string(extra, ['$.parent_turn_id', '$.root_reason', '$.requested_model'])"
+    fields_done = "json_extract_string(extra, ['$.prompt_length', '$.finish_reason'])"
+    return f"""
+    SELECT trajectory_id, turn_id, any_value(run) AS run,
+           any_value({asked.format("lane")}) AS lane,
+           any_value({asked.format("seq")}) AS seq,
+           any_value({asked.format("time")}) AS requested,
+           any_value(asked[1]) AS parent_turn_id, any_value(asked[2]) AS root_reason,
+           any_value(asked[3]) AS requested_model,
+           any_value({done.format("time")}) AS completed,
+           any_value(policy) AS policy, any_value(policy_version) AS policy_version,
+           any_value(CAST(done[1] AS BIGINT)) AS prompt_length,
+           any_value(len(completion_ids)) AS completion_length,
+           any_value(done[2]) AS finish_reason,
+           any_value(list_min(versions)) AS min_version, any_value(list_max(versions)) AS max_version,
+           any_value(list_min(logprobs)) AS min_logprob,
+           any_value(list_sum(list_transform(logprobs, lambda p: CAST(p AS DOUBLE)))) AS sum_logprob,
+           any_value(error) AS error, max(delivered) AS delivered,
+           bool_and(one_version) AS one_version,
+           coalesce(bool_or(kind = 'turn.requested') AND (
+             bool_or(kind = 'turn.failed')
+             OR (bool_or(kind = 'turn.completed') AND max(delivered) = 'sent')), false) AS whole
+    FROM (
+      SELECT *, {asked.format(fields_asked)} AS asked, {done.format(fields_done)} AS done,
+             CASE WHEN kind = 'turn.failed' THEN json_extract_string(extra, '$.error') END AS error,
+             CASE WHEN kind = 'turn.delivered' THEN json_extract_string(extra, '$.how') END AS delivered,
+             list_transform(version_spans, lambda s: s.version) AS versions,
+             CASE WHEN kind = 'turn.completed' THEN {ONE_VERSION} END AS one_version
+      FROM {events} WHERE kind IN {TURN_KINDS})
+    GROUP BY trajectory_id, turn_id
+    """
+
+
+def turn_scalars(parts: str) -> str:
+    """One row per turn in the relation `parts` of `turn_parts` rows, which may hold a turn several times."""
+    names = ", ".join(_MERGED)
+    merged = ", ".join(f"any_value({name}) AS {name}" for name in _MERGED)
+    return f"""
+    SELECT trajectory_id, turn_id, {names}, delivered, one_version FROM {parts} WHERE whole
+    UNION ALL
+    SELECT trajectory_id, turn_id, {merged}, max(delivered) AS delivered, bool_and(one_version)
+    FROM {parts} WHERE NOT whole GROUP BY trajectory_id, turn_id HAVING any_value(requested) IS NOT NULL
+    """
+
+
+def tokens(turn_events: str, several: str) -> str:
+    """One row per sampled token of the `turn.completed` rows in the relation `turn_events`.
+
+    A turn of one version takes it from its typed column, so that a filter on the version passes over row
+    groups by their statistics. The tokens of other turns look for their span.
+
+    Args:
+        several: a relation with the rows that are not of one version, and perhaps more.
+    """
+    exploded = """
+      SELECT run, trajectory_id, turn_id, unnest(range(len(completion_ids))) AS position,
+             unnest(completion_ids) AS token_id, unnest(logprobs) AS logprob, {}
+      FROM {} WHERE kind = 'turn.completed' AND len(completion_ids) > 0 AND {}"""
+    return f"""
+    {exploded.format("policy, policy_version", turn_events, ONE_VERSION)}
+    UNION ALL
+    SELECT run, trajectory_id, turn_id, position, token_id, logprob,
+           span.policy AS policy, span.version AS policy_version
+    FROM (SELECT *, list_filter(
+                   version_spans, lambda s: s.start <= position AND position < s."end")[1] AS span
+          FROM ({exploded.format("version_spans", several, f"NOT {ONE_VERSION}")}))
+    """
+
+
+def outliers(turn_events: str) -> str:
+    """The tokens below `OUTLIER_BELOW` of the `turn.completed` rows in the relation `turn_events`."""
+    return f"""
+    SELECT run, trajectory_id, turn_id, position, token_id, logprob, policy, policy_version
+    FROM ({tokens(turn_events, turn_events)}) WHERE logprob < {OUTLIER_BELOW}
+    """
