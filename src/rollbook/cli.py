@@ -163,6 +163,14 @@ def store_info(store: StoreOption, json: AsJson = False) -> None:
     print_info(store, json)
 
 
+@store_app.command("rebuild-catalog")
+def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
+    """Make the catalog anew from the store's files, even where its database is gone or broken."""
+    from rollbook.store.catalog.rebuild import run_rebuild
+
+    run_rebuild(store, json)
+
+
 @app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="append")],

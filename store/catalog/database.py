@@ -51,7 +51,7 @@ def parse_url(text: str) -> URL:
 
 def without_secrets(url: URL) -> str:
     """The URL as it may be shown."""
-    return url.set(password=None).difference_update_query(_SECRETS).render_as_string()
+    return url._replace(password=None).difference_update_query(_SECRETS).render_as_string()
 
 
 class Database:

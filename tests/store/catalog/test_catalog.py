@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, create_engine, event
 
 from rollbook import cli
 from rollbook import store as rb
@@ -216,10 +216,30 @@ def test_two_handles_write_at_once(store: Store) -> None:
     assert [r["name"] for r in rows["lanes"]] == ["lane-0", "lane-1", "lane-2"]
 
 
-def test_sqlite_is_in_wal_mode(store: Store, backend: str) -> None:
+def test_rows_are_of_one_moment(store: Store) -> None:
+    """What another process notes between two tables' reading is in neither of them."""
+    reader, writer = store.catalog(), store.catalog()
+    between: list[str] = []
+
+    def write(_c: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        if "FROM checkpoints" in statement and statement.startswith("SELECT") and not between:
+            between.append(statement)
+            writer.record_units("a", [_unit(1, 1)])
+            writer.record_checkpoint("run", CheckpointWritten("actor", 1, "c", "w", None, None, 1))
+
+    event.listen(Engine, "before_cursor_execute", write)
+    try:
+        rows = reader.rows()
+    finally:
+        event.remove(Engine, "before_cursor_execute", write)
+    assert between
+    assert (rows["units"], rows["checkpoints"]) == ([], [])
+    assert [len(reader.rows()[name]) for name in ("units", "checkpoints")] == [1, 1]
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_sqlite_is_in_wal_mode(store: Store) -> None:
     """The default database lets readers read while one process writes."""
-    if backend != "sqlite":
-        pytest.skip("about SQLite")
     store.catalog().close()
     engine = create_engine(catalog_url(store.path))
     with engine.connect() as connection:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +165,14 @@ def test_processes_may_open_a_new_store_together(store: Store, start_python: Any
     assert first.communicate("\n", timeout=60) == ("first\n", "")
     assert second.communicate(timeout=60) == ("second\n", "")
     assert [r["name"] for r in store.catalog().rows()["lanes"]] == ["first", "second"]
+
+
+def test_the_format_page_names_every_column(root: Path) -> None:
+    """docs/format.md lists this release's tables in order, each with all its columns."""
+    section = (root / "docs" / "format.md").read_text().split("## catalog.db")[1].split("\n## ")[0]
+    assert f"(`alembic_version`: `{SCHEMA_REVISION}`)" in section
+    rows = [line.split(" | ", 1) for line in section.splitlines() if line.startswith("| `")]
+    assert [name.strip("| `") for name, _ in rows] == [table.__tablename__ for table in TABLES]
+    for table, (_, text) in zip(TABLES, rows, strict=True):
+        named = re.findall(r"`(\w+)`", text)
+        assert [name for name in named if name in table.__table__.columns] == table.__table__.columns.keys()

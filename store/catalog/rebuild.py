@@ -1,0 +1,200 @@
+"""`rollbook store rebuild-catalog`: every row of the catalog again, from the store's files alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from sqlalchemy import URL, delete, func, select
+from sqlalchemy.orm import Session
+
+from rollbook.store.catalog.catalog import catalog_url, note_store, read_identity
+from rollbook.store.catalog.database import PATIENCE_S, Database
+from rollbook.store.catalog.notes import NOTED, note
+from rollbook.store.catalog.segments import find_lane, write_segment, write_units
+from rollbook.store.catalog.tables import TABLES, StoreMeta
+from rollbook.store.cut import Cut
+from rollbook.store.errors import CorruptionError
+from rollbook.store.events import Event
+from rollbook.store.ids import now_us
+from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.lane.frame import ALIGN, first_seq_of
+from rollbook.store.log import Store, open_store
+from rollbook.store.sealed.unit import Unit, current_units
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What a rebuild did.
+
+    Attributes:
+        catalog: the database's URL, without a password.
+        moved: where the broken SQLite file that was there went, or None.
+        events: how many of the log were read.
+        rows: of each table.
+    """
+
+    catalog: str
+    moved: Path | None
+    events: int
+    rows: dict[str, int]
+
+
+def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda events: None) -> Rebuilt:
+    """Make the catalog anew. Writers of the store go on meanwhile, and none of what they note is lost.
+
+    Args:
+        progress: called with the number of events read so far.
+
+    Raises:
+        CatalogError: the database cannot be reached, is another store's, or a newer release made it.
+        CorruptionError: the log is damaged; the catalog is as it was.
+    """
+    url = catalog_url(store.path)
+    moved = set_aside_if_broken(url)
+    database = Database(url, remake=True)
+    try:
+        head = store.head()
+        events = _noted(store, head, {}, progress)
+        with database.write() as session:
+            note_store(session, database.name, *read_identity(store.path))
+            # From here no other process notes anything. What one noted while the log was read is read now.
+            end = store.head()
+            events += _noted(store, end, head, progress)
+            for table in reversed(TABLES):
+                if table is not StoreMeta:
+                    session.execute(delete(table))
+            for lane in store.lanes():
+                _write_lane(session, store.path, lane)
+            for event in events:
+                note(session, event)
+            rows = {t.__tablename__: session.scalar(select(func.count()).select_from(t)) or 0 for t in TABLES}
+    finally:
+        database.close()
+    return Rebuilt(database.name, moved, sum(end.values()), rows)
+
+
+def set_aside_if_broken(url: URL) -> Path | None:
+    """Rename a SQLite file that cannot be read, with its journal; its new path, or None if all is well."""
+    if url.get_backend_name() != "sqlite" or not url.database or not os.path.exists(url.database):
+        return None
+    path = Path(url.database)
+    if _is_sound(path):
+        return None
+    aside = path.with_name(f"{path.name}.broken-{now_us()}")
+    path.rename(aside)
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    return aside
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether SQLite finds every page of the file in order."""
+    connection = sqlite3.connect(path, timeout=PATIENCE_S)
+    try:
+        return connection.execute("pragma quick_check").fetchall() == [("ok",)]
+    except sqlite3.OperationalError as error:
+        # Busy, or not to be opened: no sign of damage, and whoever opens it next says so.
+        return "disk I/O" not in str(error)
+    except sqlite3.DatabaseError:
+        return False
+    finally:
+        connection.close()
+
+
+def _noted(store: Store, end: Cut, start: Cut, progress: Callable[[int], None]) -> list[Event]:
+    """The events between two cuts that the catalog has rows of."""
+    kept: list[Event] = []
+    before = sum(start.values())
+    for read, event in enumerate(store.events(end, start), 1):
+        if event.kind in NOTED:
+            kept.append(event)
+        if read % 1000 == 0:
+            progress(before + read)
+    progress(sum(end.values()))
+    return kept
+
+
+def _write_lane(session: Session, store: Path, lane: str) -> None:
+    row = find_lane(session, lane)
+    row.opened_us, row.process = _last_opening(lane_folder(store, lane))
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # sealed and removed just now: it is in a unit then
+            units, segments = _places(store, lane)
+            break
+    write_units(session, lane, units)
+    for number, first_seq, events, size in segments:
+        write_segment(session, lane, number, first_seq, events, size)
+
+
+def _places(store: Path, lane: str) -> tuple[list[Unit], list[tuple[int, int, int | None, int | None]]]:
+    """The lane's units, and the segments in none: number, first event, events and bytes (None while open)."""
+    folder = lane_folder(store, lane)
+    units = current_units(store, lane)
+    sealed = units[-1].last if units else 0
+    mark = read_watermark(folder)
+    # What is behind the watermark's segment is not durable yet: nobody has been told of it.
+    numbers = [n for n in segment_numbers(folder) if sealed < n <= mark.segment]
+    starts = {n: _first_seq(segment_path(folder, n)) for n in numbers}
+    segments: list[tuple[int, int, int | None, int | None]] = []
+    for number in numbers:
+        if number == mark.segment:
+            segments.append((number, starts[number], None, None))
+        elif number + 1 in starts:
+            size = segment_path(folder, number).stat().st_size
+            segments.append((number, starts[number], starts[number + 1] - starts[number], size))
+        else:
+            raise CorruptionError(f"{segment_path(folder, number + 1)} is missing: restore it from a copy")
+    return units, segments
+
+
+def _last_opening(folder: Path) -> tuple[int | None, int | None]:
+    """When the lane was opened last, and by which process; its lock file was written then."""
+    file = folder / "LOCK"
+    try:
+        return file.stat().st_mtime_ns // 1000, int(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None, None
+
+
+def _first_seq(path: Path) -> int:
+    with path.open("rb") as file:
+        first = first_seq_of(file.read(ALIGN))
+    if first is None:
+        raise CorruptionError(f"{path}: begins with no frame; restore the file from a copy")
+    return first
+
+
+def run_rebuild(path: Path, as_json: bool) -> None:
+    """Rebuild the catalog of the store at `path`: progress on stderr, what was done on stdout."""
+    store = open_store(path)
+    console = Console(stderr=True)
+    columns = (TextColumn("reading the log"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    began = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("events", total=sum(store.head().values()))
+        done = rebuild_catalog(store, lambda events: bar.update(task, completed=events))
+    seconds = time.monotonic() - began
+    if as_json:
+        values = {
+            "catalog": done.catalog,
+            "moved": None if done.moved is None else str(done.moved),
+            "events": done.events,
+            "rows": done.rows,
+            "seconds": round(seconds, 3),
+        }
+        print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+        return
+    if done.moved is not None:
+        print(f"the catalog was broken; what was there is now {done.moved}")
+    print(f"{done.catalog}: made anew from {done.events} events in {seconds:.1f} s")
+    print(", ".join(f"{name} {count}" for name, count in done.rows.items()))
