@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from rollbook.store import codec
 from rollbook.store.catalog import Catalog
 from rollbook.store.consumer import Consumer
-from rollbook.store.cut import Cut, parse_cut
+from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CatalogError, CutError, FormatError, NotAStoreError
 from rollbook.store.events import Event, StepPlanned
 from rollbook.store.ids import new_id, now_us
@@ -30,6 +30,10 @@ from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.tail import EVERYTHING, Filter, Tail
 from rollbook.store.trajectory import Trajectory, fold
+from rollbook.store.trajectory_reader import TrajectoryReader
+
+POINT_READS = 256
+"""Up to so many trajectories are looked up one by one; for more the log is read through."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ class Store:
     def __init__(self, path: Path, store_id: str) -> None:
         self.path = path
         self.store_id = store_id
+        self._points = TrajectoryReader(path)
 
     def lanes(self) -> list[str]:
         """Names of the lanes that have been opened for writing, sorted."""
@@ -65,13 +70,18 @@ class Store:
         if text == "head":
             return head
         cut = self._step_cut(text, run) if text.startswith("step:") else parse_cut(text)
+        self._check_held(cut, head)
+        return cut
+
+    def _check_held(self, cut: Cut, head: Cut | None = None) -> None:
+        """Refuse a cut that holds more than the store."""
+        head = self.head() if cut and head is None else head or {}
         for lane, count in cut.items():
             if count > head.get(lane, 0):
                 raise CutError(
-                    f"cut {text!r} holds {count} events of lane {lane!r}, but the store has "
+                    f"cut {format_cut(cut)!r} holds {count} events of lane {lane!r}, but the store has "
                     f"{head.get(lane, 0)}"
                 )
-        return cut
 
     def _step_cut(self, text: str, run: str | None) -> dict[str, int]:
         number = text.removeprefix("step:")
@@ -123,15 +133,27 @@ class Store:
         """Trajectories at the cut (default: head), by id; only those in `ids`, if given."""
         if ids is None:
             return fold(self.events(cut))
+        if len(ids) <= POINT_READS:
+            self._check_held(cut or {})
+            events = self._points.events(self.lanes(), ids)
+            return fold(e for e in events if cut is None or e.seq < cut.get(e.lane, 0))
         wanted = pa.array(sorted(ids), pa.string())
-        events: list[Event] = []
+        events = []
         for reader, batch in self._read(cut, None):
             mask = pc.is_in(batch.column("trajectory_id"), wanted)
             events += codec.decode(batch.filter(mask), reader.lane, reader.body)
         return fold(events)
 
+    def trajectory(self, trajectory_id: str, cut: Cut | None = None) -> Trajectory | None:
+        """One trajectory at the cut (default: head), or None. Reads only what holds its events.
+
+        Raises:
+            CorruptionError: a file that may hold it is damaged.
+        """
+        return self.trajectories(cut, [trajectory_id]).get(trajectory_id)
+
     def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
-        """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, over the files' memory."""
+        """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, copying nothing."""
         parts = [
             pa.record_batch([pa.repeat(pa.scalar(lane), batch.num_rows), *batch.columns], schema=TABLE_SCHEMA)
             for lane, batch in self.batches(cut, start)

@@ -1,0 +1,139 @@
+"""Reads one trajectory's rows out of sealed units: by its location, only the row groups that hold it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rollbook.store.errors import CorruptionError
+from rollbook.store.sealed.derived import LOCATIONS
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, damaged, read_file
+from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
+from rollbook.store.upkeep_events import BodyStored
+
+KEPT_OPEN = 256
+"""Sealed files whose footers, and units whose locations, a process keeps in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows `first <= i < first + rows` of one of a unit's files."""
+
+    file: str
+    first: int
+    rows: int
+
+
+class _Locations:
+    """A unit's derived table of where each trajectory lies, memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        with pa.memory_map(str(path)) as source:
+            table = pa.ipc.open_file(source).read_all()
+        self._ids, self._files, self._first, self._rows = (c.combine_chunks() for c in table.columns)
+        ends = (self._ids[0].as_py(), self._ids[-1].as_py()) if len(self._ids) else ("~", "")
+        self.lowest, self.highest = ends
+
+    def find(self, trajectory_id: str) -> list[Run]:
+        if not self.lowest <= trajectory_id <= self.highest:
+            return []
+        at = bisect_left(range(len(self._ids)), trajectory_id, key=lambda i: self._ids[i].as_py())
+        runs: list[Run] = []
+        while at < len(self._ids) and self._ids[at].as_py() == trajectory_id:
+            runs.append(Run(self._files[at].as_py(), self._first[at].as_py(), self._rows[at].as_py()))
+            at += 1
+        return runs
+
+
+@lru_cache(maxsize=KEPT_OPEN)
+def _locations(path: Path, _inode: int) -> _Locations:
+    return _Locations(path)
+
+
+class _Footer:
+    """A Parquet file's metadata, read once, and the rows its groups begin with."""
+
+    def __init__(self, store: Path, unit: Unit, name: str) -> None:
+        system, folder = place(store, unit)
+        self._open = lambda: system.open_input_file(f"{folder}/{name}")
+        with self._open() as source:
+            self._metadata = pq.read_metadata(source)
+        sizes = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
+        self._ends = np.cumsum(sizes)
+
+    def read(self, run: Run) -> pa.Table:
+        first, last = np.searchsorted(self._ends, [run.first, run.first + run.rows - 1], side="right")
+        before = int(self._ends[first - 1]) if first else 0
+        with self._open() as source:
+            file = pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True)
+            table = file.read_row_groups(range(int(first), int(last) + 1), use_threads=False)
+        return table.slice(run.first - before, run.rows)
+
+
+@lru_cache(maxsize=KEPT_OPEN)
+def _footer(store: Path, unit: Unit, name: str) -> _Footer:
+    return _Footer(store, unit, name)
+
+
+def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
+    """The unit's rows of a trajectory, in the order of the lane, in the columns of `TABLE_SCHEMA`.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    if unit.dropped_us is not None:
+        return TABLE_SCHEMA.empty_table()
+    path = derived_folder(store, unit) / LOCATIONS
+    try:
+        runs = _locations(path, path.stat().st_ino).find(trajectory_id)
+    except (FileNotFoundError, pa.ArrowException):
+        return _without_locations(store, unit, trajectory_id)
+    parts = [TABLE_SCHEMA.empty_table()]
+    for run in runs:
+        try:
+            parts.append(
+                _footer(store, unit, run.file).read(run).select(TABLE_SCHEMA.names).cast(TABLE_SCHEMA)
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(store, unit, run.file, error) from error
+    table = pa.concat_tables(parts)
+    found = table.column("trajectory_id")
+    if table.num_rows and not pc.all(pc.equal(found, trajectory_id)).as_py():
+        return _without_locations(store, unit, trajectory_id)  # the derived file is of something else
+    return _in_lane_order(table)
+
+
+def _without_locations(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
+    parts = [read_file(store, unit, name) for name in (TURNS, MARKS)]
+    chosen = [part.filter(pc.equal(part["trajectory_id"], trajectory_id)) for part in parts]
+    return _in_lane_order(pa.concat_tables(chosen))
+
+
+def _in_lane_order(table: pa.Table) -> pa.Table:
+    return table.take(pa.array(np.argsort(table.column("seq").to_numpy()))) if table.num_rows else table
+
+
+def unit_body(store: Path, units: Sequence[Unit], digest: str) -> Any:
+    """A body that a request in one of these units refers to.
+
+    Raises:
+        CorruptionError: none of them holds it.
+    """
+    for unit in units:
+        marks = read_file(store, unit, MARKS, ["kind", "extra"])
+        for extra in marks.filter(pc.equal(marks["kind"], BodyStored.KIND))["extra"].to_pylist():
+            values = orjson.loads(extra)
+            if values["digest"] == digest:
+                return values["body"]
+    raise CorruptionError(f"a request refers to body {digest}, which its sealed unit does not hold")

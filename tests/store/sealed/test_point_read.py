@@ -1,0 +1,112 @@
+"""Store.trajectory gives what folding all of the log gives, wherever the trajectory's events are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook.store import Event, Store
+from rollbook.store import events as kinds
+from rollbook.store.errors import CutError
+from rollbook.store.sealed.derived import build_derived
+from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
+from rollbook.store.sealed.unit import current_units
+from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.trajectory import Trajectory, fold
+
+
+def _plain(value: Any) -> Any:
+    """Values that compare bit for bit."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tobytes()
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value).__name__, [(f.name, _plain(getattr(value, f.name))) for f in fields(value)]
+    if isinstance(value, dict):
+        return [(key, _plain(entry)) for key, entry in value.items()]
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.fixture
+def scattered(store: Store, story: Any) -> Store:
+    """The story with one event a segment, and a trajectory whose requests refer to bodies."""
+    tiny = AppendSettings(segment_bytes=1, body_bytes=256)
+    long = "you are careful. " * 40
+    ask: Any = ("r", None, "first_turn", None, 0)
+    rest: Any = ({"tools": [{"name": long}]}, None, {}, {}, "c")
+    more = [
+        kinds.TrajectoryOpened("t9", "long"),
+        kinds.TurnRequested("t9", "v1", *ask, [{"role": "system", "content": long}], *rest),
+        kinds.TurnRequested("t9", "v2", *ask, [{"role": "system", "content": long}], *rest),
+    ]
+    for lane, events in {**story, "other": [Event(r, "demo") for r in more]}.items():
+        with store.writer(lane, tiny) as writer:
+            for event in events:
+                writer.append([event]).result(30)
+    return store
+
+
+def _seal(store: Store) -> None:
+    for lane in store.lanes():
+        numbers = closed_segments(store.path, lane)
+        for i in range(0, len(numbers), 3):
+            seal_segments(store.path, lane, numbers[i : i + 3], SealSettings(row_group=2))
+
+
+def _derive(store: Store) -> None:
+    for lane in store.lanes():
+        for unit in current_units(store.path, lane):
+            build_derived(store.path, unit)
+
+
+def _drop_wal(store: Store) -> None:
+    for lane in store.lanes():
+        remove_sealed_wal(store.path, lane, current_units(store.path, lane), 0)
+
+
+STATES: dict[str, list[Callable[[Store], None]]] = {
+    "live": [],
+    "sealed": [_seal],
+    "derived": [_seal, _derive],
+    "without WAL": [_seal, _derive, _drop_wal],
+    "without WAL and locations": [_seal, _drop_wal],
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_trajectory_is_the_fold_of_its_events(scattered: Store, state: str) -> None:
+    """For every trajectory and many cuts, the point read equals the fold of the whole cut."""
+    folds: dict[str, dict[str, Trajectory]] = {}
+    cuts = {"head": None, **{str(n): {"serve": n} for n in (1, 4, 9, 14)}}
+    for name, cut in cuts.items():
+        folds[name] = fold(scattered.events(cut))
+    assert set(folds["head"]) == {"t1", "t2", "t9"}
+    for act in STATES[state]:
+        act(scattered)
+    for name, cut in cuts.items():
+        for trajectory_id in ("t1", "t2", "t9", "t0", "zz"):
+            found = scattered.trajectory(trajectory_id, cut)
+            assert _plain(found) == _plain(folds[name].get(trajectory_id))
+
+
+def test_it_sees_what_became_durable_since(scattered: Store) -> None:
+    """A store that has answered before answers anew after more was written, sealed or rolled."""
+    before = scattered.trajectory("t2")
+    assert before is not None
+    assert before.finished is None
+    with scattered.writer("serve") as writer:
+        writer.append([Event(kinds.TrajectoryFinished("t2"), "demo")]).result(30)
+        after = scattered.trajectory("t2")
+        assert after is not None
+        assert after.finished is not None
+    _seal(scattered)
+    assert _plain(scattered.trajectory("t2")) == _plain(after)
+
+
+def test_a_cut_beyond_the_store_is_refused(scattered: Store) -> None:
+    """A cut that the store does not hold raises CutError, as everywhere."""
+    with pytest.raises(CutError, match="holds 99 events"):
+        scattered.trajectory("t1", {"serve": 99})
