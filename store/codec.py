@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollbook.store.bodies import resolve
 from rollbook.store.errors import CorruptionError, FormatError
+from rollbook.store.event_json import as_json, from_json
 from rollbook.store.events import RECORDS, Event, TurnRequested, VersionSpan
 from rollbook.store.schema import ENVELOPE, HOT, LOG_SCHEMA, SPAN
 from rollbook.store.upcast import upcast, version_of
+
+__all__ = ["as_json", "conform", "decode", "encode", "from_json", "inline_bodies", "row_of", "to_batch"]
 
 Row = tuple[Any, ...]
 Body = Callable[[str], Any]
@@ -195,17 +199,24 @@ def _numpy_lists(column: pa.ListArray) -> list[Any]:
     return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(column))]
 
 
-def as_json(event: Event) -> dict[str, Any]:
-    """The whole event as plain JSON values, for people and for `--json`."""
-    record = event.record
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    for name, value in values.items():
-        if isinstance(value, np.ndarray):
-            values[name] = value.tolist()
-        elif isinstance(value, tuple):
-            values[name] = [{k: getattr(s, k) for k in SPAN.names} for s in value]
-    head = {name: getattr(event, name) for name in ("lane", "seq", "event_id", "kind", "run")}
-    return head | {"time_us": event.time_us} | values
+def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
+    """The batch with every reference to a body replaced, for readers that do not have the segment.
+
+    Raises:
+        CorruptionError: a body is missing.
+    """
+    column = batch.column("extra")
+    refers = pc.and_(
+        pc.equal(batch.column("kind"), TurnRequested.KIND), pc.match_substring(column, '"$body"')
+    )
+    if not pc.any(refers).as_py():
+        return batch
+    texts = column.to_pylist()
+    for i in np.flatnonzero(refers.to_numpy(zero_copy_only=False)):
+        values = orjson.loads(texts[i])
+        values |= {name: resolve(values[name], body) for name in _MAY_REFER}
+        texts[i] = orjson.dumps(values).decode()
+    return batch.set_column(batch.schema.get_field_index("extra"), "extra", pa.array(texts, pa.string()))
 
 
 assert set(ENVELOPE) | set(HOT) == set(LOG_SCHEMA.names)

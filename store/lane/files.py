@@ -15,6 +15,10 @@ from rollbook.store.cut import LANE_NAME
 from rollbook.store.errors import CorruptionError, CutError, LaneLockedError
 
 _WATERMARK = struct.Struct("<QQQQ")
+WATERMARK_BYTES = _WATERMARK.size
+_BRIEFLY = " (briefly)"
+BRIEFLY_S = 60.0
+"""How long to wait for a process that holds a lock briefly, such as the sealer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,37 @@ def read_watermark(folder: Path) -> Watermark:
             data = path.read_bytes()
         except FileNotFoundError:
             raise CorruptionError(f"{path}: the watermark is missing") from None
-        if len(data) == _WATERMARK.size:
-            segment, offset, next_seq, check = _WATERMARK.unpack(data)
-            if xxhash.xxh3_64_intdigest(data[:24]) == check:
-                return Watermark(segment, offset, next_seq)
+        if not data and _never_written(folder):
+            return Watermark(0, 0, 0)
+        if (mark := unpack_watermark(data)) is not None:
+            return mark
         time.sleep(0.001)
     raise CorruptionError(f"{path}: the watermark does not match its checksum")
+
+
+def unpack_watermark(data: bytes) -> Watermark | None:
+    """The watermark in a file's bytes, or None where they are none: damaged, or read while overwritten."""
+    if len(data) != WATERMARK_BYTES:
+        return None
+    segment, offset, next_seq, check = _WATERMARK.unpack(data)
+    return Watermark(segment, offset, next_seq) if xxhash.xxh3_64_intdigest(data[:24]) == check else None
+
+
+def _never_written(folder: Path) -> bool:
+    """Whether the lane is one whose first opening has only begun, or was cut short."""
+    sealed = folder.parents[1] / "sealed" / folder.name
+    return not segment_numbers(folder) and not sealed.exists()
+
+
+def write_watermark(folder: Path, mark: Watermark) -> None:
+    """Move the lane's durable end, durably. The caller holds the lane's lock."""
+    fd = os.open(folder / "WATERMARK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        # In place, like the writer's: a reader that sees half of it tries again.
+        os.pwrite(fd, mark.pack(), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def quarantine(folder: Path, reason: str) -> None:
@@ -92,22 +121,35 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def take_lock(file: Path, what: str, remedy: str) -> int:
+def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, patience_s: float = 0.0) -> int:
     """Take a lock for this process; the descriptor holds it until it is closed.
 
     Args:
         what: what is locked, and `remedy` what to do when it is: both for the error's message.
+        briefly: it will be given back within seconds, so others wait for it instead of being refused.
+        patience_s: how long to wait for a process that did not say so.
 
     Raises:
         LaneLockedError: another process holds it.
     """
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    begun = time.monotonic()
+    while not _flock(fd):
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        # A moment for everybody: whoever has just taken it may not have written its name yet.
+        patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.1)
+        if briefly or time.monotonic() > begun + patience:
+            os.close(fd)
+            raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}")
+        time.sleep(0.01)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}{_BRIEFLY if briefly else ''}\n".encode(), 0)
+    return fd
+
+
+def _flock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
+    except BlockingIOError:
+        return False
+    return True
