@@ -16,7 +16,7 @@ from sqlalchemy import URL, select
 from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.database import Database, parse_url
-from rollbook.store.catalog.notes import NOTED, note, note_checkpoint
+from rollbook.store.catalog.notes import NOTED, Rows, note, note_checkpoint
 from rollbook.store.catalog.segments import find_lane, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
 from rollbook.store.errors import CatalogError, NotAStoreError
@@ -82,15 +82,16 @@ class Catalog:
     def record_checkpoint(self, run: str, record: CheckpointWritten) -> None:
         """Note a checkpoint."""
         with self._database.write() as session:
-            note_checkpoint(session, run, record)
+            note_checkpoint(Rows(session), run, record)
 
     def note_events(self, events: Iterable[Event]) -> None:
         """Note what events of the log say of policies, checkpoints, steps and consumers; others pass by."""
         wanted = [event for event in events if event.kind in NOTED]
         if wanted:
             with self._database.write() as session:
+                rows = Rows(session)
                 for event in wanted:
-                    note(session, event)
+                    note(rows, event)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Every table's rows at one moment, each table in the order of its key."""

@@ -7,7 +7,7 @@ says of weights overrules an activation's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from sqlalchemy import select
@@ -27,152 +27,158 @@ from rollbook.store.catalog.tables import (
 )
 from rollbook.store.events import Event
 
-Row = TypeVar("Row", bound=Base)
+R = TypeVar("R", bound=Base)
 _RANK = {PLANNED: 0, FAILED: 1, COMMITTED: 2, RETIRED: 3}
 
 
-def note(session: Session, event: Event) -> None:
+class Rows:
+    """The rows that events are folded into. Each is read at most once; the session writes them at its end.
+
+    Args:
+        empty: the tables hold nothing yet, so that nothing needs to be read.
+    """
+
+    def __init__(self, session: Session, *, empty: bool = False) -> None:
+        self._session, self._empty = session, empty
+        self._found: dict[tuple[Any, ...], Any] = {}
+        self._steps: dict[tuple[str, str, int], dict[int, StepRow]] = {}
+
+    def get(self, table: type[R], *key: Any) -> R | None:
+        """The row with this key, or None."""
+        place = (table, *key)
+        if place not in self._found:
+            self._found[place] = None if self._empty else self._session.get(table, key)
+        row: R | None = self._found[place]
+        return row
+
+    def add(self, row: R, *key: Any) -> R:
+        """Take in a new row, whose key this is."""
+        self._session.add(row)
+        self._found[type(row), *key] = row
+        return row
+
+    def attempts(self, run: str, policy: str, step: int) -> dict[int, StepRow]:
+        """Rows of a step, by attempt."""
+        place = (run, policy, step)
+        if place not in self._steps:
+            query = select(StepRow).where(StepRow.run == run, StepRow.policy == policy, StepRow.step == step)
+            rows: Iterable[StepRow] = [] if self._empty else self._session.scalars(query)
+            self._steps[place] = {row.attempt: row for row in rows}
+        return self._steps[place]
+
+    def begin_attempt(self, run: str, policy: str, step: int, attempt: int, status: str) -> StepRow:
+        """A new attempt at a step."""
+        row = StepRow(run=run, policy=policy, step=step, attempt=attempt, status=status)
+        self._session.add(row)
+        self.attempts(run, policy, step)[attempt] = row
+        return row
+
+    def forget_attempt(self, row: StepRow) -> None:
+        """Take a row away again."""
+        del self.attempts(row.run, row.policy, row.step)[row.attempt]
+        if row in self._session.new:
+            self._session.expunge(row)
+        else:
+            self._session.delete(row)
+
+
+def note(rows: Rows, event: Event) -> None:
     """Fold one event into the rows; a kind that `NOTED` does not name changes nothing."""
     fold = NOTED.get(event.kind)
     if fold is not None:
-        fold(session, event, event.record)
+        fold(rows, event, event.record)
 
 
-def note_checkpoint(session: Session, run: str, record: Any) -> None:
+def note_checkpoint(rows: Rows, run: str, record: Any) -> None:
     """Note a `checkpoint.written` record of a run."""
-    session.merge(
-        CheckpointRow(
-            path=record.path,
-            run=run,
-            policy=record.policy,
-            policy_version=record.policy_version,
-            weights_digest=record.weights_digest,
-            bytes=record.bytes,
-        )
-    )
+    row = rows.get(CheckpointRow, record.path) or rows.add(CheckpointRow(path=record.path), record.path)
+    row.run, row.policy, row.policy_version = run, record.policy, record.policy_version
+    row.weights_digest, row.bytes = record.weights_digest, record.bytes
 
 
-def _checkpoint(session: Session, event: Event, record: Any) -> None:
-    note_checkpoint(session, event.run, record)
+def _checkpoint(rows: Rows, event: Event, record: Any) -> None:
+    note_checkpoint(rows, event.run, record)
 
 
-def _published(session: Session, event: Event, record: Any) -> None:
-    row = _version(session, event, record)
+def _published(rows: Rows, event: Event, record: Any) -> None:
+    row = _version(rows, event, record)
     # A version that was published again, after a crash, is what the later one says.
     if row.published_us is None or event.time_us > row.published_us:
         row.published_us = event.time_us
         row.weights_digest, row.path = record.weights_digest, record.path
 
 
-def _activated(session: Session, event: Event, record: Any) -> None:
-    row = _version(session, event, record)
+def _activated(rows: Rows, event: Event, record: Any) -> None:
+    row = _version(rows, event, record)
     if row.activated_us is None or event.time_us < row.activated_us:
         row.activated_us = event.time_us
         if row.published_us is None:
             row.weights_digest, row.path = record.weights_digest, record.path
 
 
-def _version(session: Session, event: Event, record: Any) -> PolicyVersionRow:
+def _version(rows: Rows, event: Event, record: Any) -> PolicyVersionRow:
     key = (event.run, record.policy, record.policy_version)
-    row = session.get(PolicyVersionRow, key)
-    return row or _add(
-        session,
-        PolicyVersionRow(
-            run=event.run,
-            policy=record.policy,
-            policy_version=record.policy_version,
-            weights_digest=record.weights_digest,
-            path=record.path,
-        ),
-    )
-
-
-def _cursor(session: Session, event: Event, record: Any) -> None:
-    row = session.get(ConsumerRow, record.consumer)
-    place = {"cut": record.cut, "moved_us": event.time_us, "lane": event.lane, "seq": event.seq}
+    row = rows.get(PolicyVersionRow, *key)
     if row is None:
-        _add(session, ConsumerRow(name=record.consumer, **place))
-        return
-    # Within a lane its order counts; between a consumer's lanes, one after the other, only time tells.
-    if row.lane == event.lane:
+        row = PolicyVersionRow(run=key[0], policy=key[1], policy_version=key[2])
+        row.weights_digest, row.path = record.weights_digest, record.path
+        rows.add(row, *key)
+    return row
+
+
+def _cursor(rows: Rows, event: Event, record: Any) -> None:
+    row = rows.get(ConsumerRow, record.consumer)
+    if row is None:
+        row = rows.add(ConsumerRow(name=record.consumer), record.consumer)
+        later = True
+    elif row.lane == event.lane:
         later = event.seq > row.seq
     else:
+        # Between a consumer's lanes, one after the other, only time tells.
         later = (event.time_us, event.lane) > (row.moved_us, row.lane)
     if later:
         row.cut, row.moved_us, row.lane, row.seq = record.cut, event.time_us, event.lane, event.seq
 
 
-def _planned(session: Session, event: Event, record: Any) -> None:
-    row = _attempt(session, event, record, PLANNED)
+def _planned(rows: Rows, event: Event, record: Any) -> None:
+    row = _attempt(rows, event, record, PLANNED)
     row.input_version, row.cut = record.policy_version, record.cut
     row.lane, row.seq = event.lane, event.seq
 
 
-def _committed(session: Session, event: Event, record: Any) -> None:
-    _attempt(session, event, record, COMMITTED).output_version = record.policy_version
+def _committed(rows: Rows, event: Event, record: Any) -> None:
+    _attempt(rows, event, record, COMMITTED).output_version = record.policy_version
 
 
-def _failed(session: Session, event: Event, record: Any) -> None:
-    _attempt(session, event, record, FAILED)
+def _failed(rows: Rows, event: Event, record: Any) -> None:
+    _attempt(rows, event, record, FAILED)
 
 
-def _retired(session: Session, event: Event, record: Any) -> None:
+def _retired(rows: Rows, event: Event, record: Any) -> None:
     """A step is retired with all its attempts, those too whose events are noted later."""
-    rows = _attempts(session, event, record)
-    for row in rows:
+    attempts = rows.attempts(event.run, record.policy, record.step)
+    for row in attempts.values():
         row.status = RETIRED
-    if not rows:
-        _add(
-            session,
-            StepRow(
-                run=event.run,
-                policy=record.policy,
-                step=record.step,
-                attempt=UNKNOWN_ATTEMPT,
-                status=RETIRED,
-            ),
-        )
+    if not attempts:
+        rows.begin_attempt(event.run, record.policy, record.step, UNKNOWN_ATTEMPT, RETIRED)
 
 
-def _attempt(session: Session, event: Event, record: Any, status: str) -> StepRow:
+def _attempt(rows: Rows, event: Event, record: Any, status: str) -> StepRow:
     """The row of the record's attempt, its status at least this one."""
-    row = session.get(StepRow, (event.run, record.policy, record.step, record.attempt))
+    attempts = rows.attempts(event.run, record.policy, record.step)
+    if any(other.status == RETIRED for other in attempts.values()):
+        status = RETIRED
+    if UNKNOWN_ATTEMPT in attempts:
+        rows.forget_attempt(attempts[UNKNOWN_ATTEMPT])
+    row = attempts.get(record.attempt)
     if row is None:
-        others = _attempts(session, event, record)
-        for other in others:
-            if other.status == RETIRED:
-                status = RETIRED
-            if other.attempt == UNKNOWN_ATTEMPT:
-                session.delete(other)
-        row = _add(
-            session,
-            StepRow(
-                run=event.run,
-                policy=record.policy,
-                step=record.step,
-                attempt=record.attempt,
-                status=status,
-            ),
-        )
+        return rows.begin_attempt(event.run, record.policy, record.step, record.attempt, status)
     if _RANK[status] > _RANK[row.status]:
         row.status = status
     return row
 
 
-def _attempts(session: Session, event: Event, record: Any) -> list[StepRow]:
-    query = select(StepRow).where(
-        StepRow.run == event.run, StepRow.policy == record.policy, StepRow.step == record.step
-    )
-    return list(session.scalars(query))
-
-
-def _add(session: Session, row: Row) -> Row:
-    session.add(row)
-    session.flush()  # so that `get` finds it
-    return row
-
-
-NOTED: Mapping[str, Callable[[Session, Event, Any], None]] = {
+NOTED: Mapping[str, Callable[[Rows, Event, Any], None]] = {
     "checkpoint.written": _checkpoint,
     "policy.published": _published,
     "policy.activated": _activated,

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.catalog import catalog_url, note_store, read_identity
 from rollbook.store.catalog.database import PATIENCE_S, Database
-from rollbook.store.catalog.notes import NOTED, note
+from rollbook.store.catalog.notes import NOTED, Rows, note
 from rollbook.store.catalog.segments import find_lane, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, StoreMeta
 from rollbook.store.cut import Cut
@@ -74,12 +74,15 @@ def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda event
                     session.execute(delete(table))
             for lane in store.lanes():
                 _write_lane(session, store.path, lane)
+            empty = Rows(session, empty=True)
             for event in events:
-                note(session, event)
-            rows = {t.__tablename__: session.scalar(select(func.count()).select_from(t)) or 0 for t in TABLES}
+                note(empty, event)
+            counts = {
+                t.__tablename__: session.scalar(select(func.count()).select_from(t)) or 0 for t in TABLES
+            }
     finally:
         database.close()
-    return Rebuilt(database.name, moved, sum(end.values()), rows)
+    return Rebuilt(database.name, moved, sum(end.values()), counts)
 
 
 def set_aside_if_broken(url: URL) -> Path | None:
