@@ -116,6 +116,15 @@ def test_an_attempt_goes_from_planned_to_retired(store: Store) -> None:
     assert _rows(store, _lane("other", StepFailed(8, 1, "actor", "x")))["steps"][1][4] == "failed"
 
 
+def test_an_earlier_status_does_not_come_back(store: Store) -> None:
+    """The plan of an attempt that has committed may be noted again: it stays committed."""
+    planned, committed = _lane("train", _planned(7, 1, 3, "serve=1"), _committed(7, 1, 4))
+    assert _rows(store, [committed], [planned])["steps"] == [
+        ("demo", "actor", 7, 1, "committed", 3, 4, "serve=1", "train", 0)
+    ]
+    assert _rows(store, [planned])["steps"][0][4] == "committed"
+
+
 def test_runs_and_policies_are_apart(store: Store) -> None:
     """The same step and version of another run or policy is another row."""
     here = _lane("train", _planned(0, 1, 0, "serve=1"), PolicyPublished("actor", 0, None, "p", "w"))
