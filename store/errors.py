@@ -9,6 +9,7 @@
     │   ├── WriteFailedError     (also OSError) an append did not become durable
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   └── CatalogError         the catalog's database; the log itself is well
+    ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
     ├── EngineError              an engine failed, or was given what it cannot serve
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
@@ -56,6 +57,10 @@ class CutError(StoreError, ValueError):
 
 class CatalogError(StoreError):
     """The catalog's database cannot be reached or used. Nothing in the log depends on it."""
+
+
+class InterchangeError(RollbookError, ValueError):
+    """A file cannot be imported, or an export cannot be made; nothing was written."""
 
 
 class RequestError(RollbookError):

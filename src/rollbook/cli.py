@@ -49,6 +49,14 @@ class Source(StrEnum):
     tail = "tail"
 
 
+class ExportFormat(StrEnum):
+    """What `rollbook export` writes."""
+
+    parquet = "parquet"
+    jsonl = "jsonl"
+    datasets = "datasets"
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"rollbook {__version__}")
@@ -169,6 +177,40 @@ def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
     from rollbook.store.catalog.rebuild import run_rebuild
 
     run_rebuild(store, json)
+
+
+@app.command("export")
+def export_(
+    store: StoreOption,
+    to: Annotated[Path, typer.Option(help="File or folder to make; it must not exist yet.")],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
+    ],
+    as_of: AsOf = "head",
+    run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
+    split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
+    json: AsJson = False,
+) -> None:
+    """Write trajectories to files for others: Parquet tables, JSONL chats, or a Hugging Face dataset."""
+    from rollbook.store.interchange.export import run_export
+
+    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help='JSONL file; a line is {"messages": [...]}.')],
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run to add the chats to.")],
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
+    split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
+    json: AsJson = False,
+) -> None:
+    """Add OpenAI-style chats as trajectories of text, without tokens; a repeated import adds nothing."""
+    from rollbook.store.interchange.importing import run_import
+
+    run_import(file, store, run, lane, split, json)
 
 
 @app.command()

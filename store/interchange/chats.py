@@ -1,0 +1,227 @@
+"""One line of a JSONL file of OpenAI-style chats, read and checked. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import InterchangeError
+from rollbook.store.events import SPLITS, Json
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+STATUSES = ("completed", "truncated", "aborted", "failed", "open")
+REQUEST_FIELDS = ("model", "tools", "tool_choice", "parallel_tool_calls", "response_format")
+"""Keys of a line that belong to the request of each of its turns."""
+OF_AN_EXPORT = ("trajectory_id", "run", "turns", "tokens")
+"""Keys that mean something of their own in a line that has a `trajectory_id`: one that was exported."""
+NAME_LENGTH = 256
+_WRAPPED = 6
+"""Levels of nesting that an event may put around a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a line says of its trajectory. `name` is None where it says none."""
+
+    name: str | None
+    group: str | None
+    task: str | None
+    split: str
+    status: str
+    labels: Json
+    reward: float | None
+    success: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation whose last message is the assistant's.
+
+    `origin` is the trajectory that an exported line is a path of. `marks` says of exported replies, by
+    their place in `messages`, which turn they were and its reward.
+    """
+
+    messages: list[Json]
+    request: Json
+    head: Head
+    origin: str | None
+    marks: dict[int, tuple[str, float | None]]
+    digest: str
+
+
+class _Refusal(Exception):
+    """What is wrong with a line, and what to do; the caller says which line it is."""
+
+
+def read_chat(line: bytes, where: str, split: str) -> Chat:
+    """The chat of a line.
+
+    Args:
+        where: file and line, for the message of an error.
+        split: of a line that names none.
+
+    Raises:
+        InterchangeError: the line is none of what the format allows.
+    """
+    try:
+        return _chat(_object(line), split)
+    except _Refusal as error:
+        raise InterchangeError(f"{where}: {error}") from error
+
+
+def shown(value: Any) -> str:
+    """A value for an error's message, as JSON, cut short."""
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:
+        text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _object(line: bytes) -> Json:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        excerpt = line[:60].decode(errors="replace")
+        raise _Refusal(f"no JSON ({error}): {excerpt!r}; write one object per line, in UTF-8") from error
+    if not isinstance(value, dict):
+        raise _Refusal(f'{shown(value)} is no object: write {{"messages": [...]}}')
+    return value
+
+
+def _chat(value: Json, split: str) -> Chat:
+    origin = _text(value, "trajectory_id")
+    messages = _messages(value.get("messages"))
+    request = {name: value[name] for name in REQUEST_FIELDS if value.get(name) is not None}
+    tools = request.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
+        raise _Refusal(f"tools is {shown(tools)}: write a list of objects, or leave it out")
+    head = _head(value, split, origin)
+    marks = {} if origin is None else _marks(value.get("turns"), messages)
+    whole: Any = [
+        messages,
+        request,
+        [getattr(head, name) for name in Head.__slots__],
+        origin,
+        list(marks.items()),
+    ]
+    for _ in range(_WRAPPED):
+        whole = [whole]
+    try:
+        digest = digest_json(whole)
+    except TypeError as error:
+        raise _Refusal(f"it cannot be stored as JSON ({error}): nest it less deep") from error
+    return Chat(messages, request, head, origin, marks, digest)
+
+
+def _messages(messages: Any) -> list[Json]:
+    if not isinstance(messages, list) or not messages:
+        raise _Refusal(f"messages is {shown(messages)}: write a list of chat messages")
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            roles = ", ".join(ROLES)
+            raise _Refusal(f"messages[{index}] is {shown(message)}: write an object with a role of {roles}")
+        _check_calls(index, message.get("tool_calls"))
+    if messages[-1]["role"] != "assistant":
+        raise _Refusal(
+            f"the last message is {shown(messages[-1])}: a chat ends with the assistant's, "
+            "so remove what follows it"
+        )
+    return messages
+
+
+def _check_calls(index: int, calls: Any) -> None:
+    sound = calls is None or (
+        isinstance(calls, list)
+        and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+    )
+    if not sound:
+        raise _Refusal(
+            f"messages[{index}].tool_calls is {shown(calls)}: write a list of objects with a function"
+        )
+
+
+def _head(value: Json, split: str, origin: str | None) -> Head:
+    status = value.get("status")
+    if status is not None and status not in STATUSES:
+        raise _Refusal(f"status is {shown(status)}: use one of {', '.join(STATUSES)}")
+    success = value.get("success")
+    if success is not None and not isinstance(success, bool):
+        raise _Refusal(f"success is {shown(success)}: write true, false or null")
+    own = value.get("split")
+    if own is not None and own not in SPLITS:
+        raise _Refusal(f"split is {shown(own)}: use one of {', '.join(SPLITS)}")
+    return Head(
+        name=_name(value) or origin,
+        group=_text(value, "group"),
+        task=_text(value, "task"),
+        split=split if own is None else own,
+        status=status or "completed",
+        labels=_labels(value, origin is not None),
+        reward=_number("reward", value.get("reward")),
+        success=success,
+    )
+
+
+def _name(value: Json) -> str | None:
+    key = "trajectory" if value.get("trajectory") is not None else "id"
+    name = value.get(key)
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= NAME_LENGTH):
+        raise _Refusal(
+            f"{key} is {shown(name)}: write a text of 1 to {NAME_LENGTH} characters, or leave it out"
+        )
+    return name
+
+
+def _labels(value: Json, exported: bool) -> Json:
+    """The line's labels, and every key that means nothing else: nothing of a line is lost."""
+    labels = value.get("labels")
+    if labels is not None and not isinstance(labels, dict):
+        raise _Refusal(f"labels is {shown(labels)}: write an object")
+    known = {"messages", "trajectory", *REQUEST_FIELDS, *(OF_AN_EXPORT if exported else ())}
+    known |= {"group", "task", "split", "status", "labels", "reward", "success"}
+    if value.get("trajectory") is None:
+        known.add("id")
+    rest = {key: entry for key, entry in value.items() if key not in known}
+    twice = sorted(rest.keys() & (labels or {}).keys())
+    if twice:
+        raise _Refusal(f"{twice[0]!r} is a key of the line and of its labels: keep one of them")
+    return {**rest, **(labels or {})}
+
+
+def _text(value: Json, name: str) -> str | None:
+    text = value.get(name)
+    if text is not None and not isinstance(text, str):
+        raise _Refusal(f"{name} is {shown(text)}: write a text, or leave it out")
+    return text
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _Refusal(f"{name} is {shown(value)}: write a finite number, or leave it out")
+    return float(value)
+
+
+def _marks(turns: Any, messages: list[Json]) -> dict[int, tuple[str, float | None]]:
+    """Of an exported line's turns: place of the reply -> (turn id, reward)."""
+    marks: dict[int, tuple[str, float | None]] = {}
+    replies = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
+    for index, turn in enumerate(turns if isinstance(turns, list) else ()):
+        turn = turn if isinstance(turn, dict) else {}
+        place, turn_id = turn.get("message"), turn.get("turn_id")
+        if not isinstance(place, int) or not isinstance(turn_id, str) or place not in replies:
+            raise _Refusal(
+                f"turns[{index}] is {shown(turn)}: write a turn_id, and as message the place of its reply in "
+                "messages, or leave turns out"
+            )
+        marks[place] = (turn_id, _number(f"turns[{index}].reward", turn.get("reward")))
+    return marks

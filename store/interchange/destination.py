@@ -1,0 +1,55 @@
+"""Where an export goes: under a temporary name until it is whole, and never over something that is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollbook.store.errors import InterchangeError, RollbookError
+from rollbook.store.ids import new_id
+
+
+@contextmanager
+def destination(out: Path, *, folder: bool) -> Iterator[Path]:
+    """A temporary path beside `out` to write a file or folder at; it becomes `out` when the block ends.
+
+    When the block raises, nothing is left behind.
+
+    Raises:
+        InterchangeError: something is at `out`, or it cannot be written there.
+    """
+    _refuse_existing(out)
+    temporary = out.with_name(f".{out.name}.{new_id()}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if folder:
+            temporary.mkdir()
+        yield temporary
+        for path in sorted(temporary.rglob("*")) if folder else [temporary]:
+            _flush(path)
+        _refuse_existing(out)
+        temporary.rename(out)
+    except OSError as error:
+        if isinstance(error, RollbookError):
+            raise  # of the store that is read
+        raise InterchangeError(f"cannot write {out}: {error}; name another place with --to") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif temporary.exists():
+            temporary.unlink()
+
+
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):
+        raise InterchangeError(f"{out} exists: an export never overwrites; remove it or name another --to")
+
+
+def _flush(path: Path) -> None:
+    """Bring a file's bytes to the disk: after a power cut, a name without them would look whole."""
+    if path.is_file():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

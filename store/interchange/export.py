@@ -1,0 +1,66 @@
+"""`rollbook export`: a store, or a part of it, as files for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook.store.cut import format_cut
+from rollbook.store.interchange.destination import destination
+from rollbook.store.interchange.hub import export_dataset
+from rollbook.store.interchange.jsonl import export_jsonl
+from rollbook.store.interchange.progress import progress
+from rollbook.store.interchange.selection import Selection, count_events, select
+from rollbook.store.interchange.tables import export_tables
+from rollbook.store.log import open_store
+
+Exporter = Callable[[Selection, Path, Callable[[int], Any]], dict[str, int]]
+
+FORMATS: dict[str, tuple[Exporter, bool]] = {
+    "parquet": (export_tables, True),
+    "jsonl": (export_jsonl, False),
+    "datasets": (export_dataset, True),
+}
+"""Format -> what writes it, and whether into a folder."""
+
+
+def export_store(
+    store: Path,
+    out: Path,
+    format_: str,
+    *,
+    as_of: str = "head",
+    run: str | None = None,
+    split: str | None = None,
+) -> dict[str, Any]:
+    """Write the trajectories at a cut, of one run or split if given, to `out`; what was written.
+
+    Args:
+        format_: parquet, jsonl or datasets.
+
+    Raises:
+        NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
+        InterchangeError: `out` exists or cannot be written, or the run has no trajectory.
+    """
+    exporter, folder = FORMATS[format_]
+    log = open_store(store)
+    with destination(out, folder=folder) as temporary:
+        selection = select(log, as_of, run, split)
+        with progress(f"export {format_}", count_events(selection)) as advance:
+            rows = exporter(selection, temporary, advance)
+    return {"to": str(out), "format": format_, "cut": format_cut(selection.cut), "rows": rows}
+
+
+def run_export(
+    store: Path, out: Path, format_: str, as_of: str, run: str | None, split: str | None, as_json: bool
+) -> None:
+    """Export, and say what was written."""
+    done = export_store(store, out, format_, as_of=as_of, run=run, split=split)
+    if as_json:
+        print(orjson.dumps(done, option=orjson.OPT_INDENT_2).decode())
+        return
+    rows = ", ".join(f"{count} {name}" for name, count in done["rows"].items())
+    print(f"wrote {out}: {rows}, as of {done['cut']}")

@@ -1,0 +1,129 @@
+"""Which trajectories are meant, and the way to meet each of them whole while few are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from rollbook.store.cut import Cut, format_cut
+from rollbook.store.errors import InterchangeError
+from rollbook.store.events import SPLITS
+from rollbook.store.log import Store
+from rollbook.store.sql.query import connect
+from rollbook.store.trajectory import Trajectory, TrajectoryFold
+
+NOT_FOLDED = "sample.dropped"
+"""A kind that names a trajectory and says nothing of it; training writes it long after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The trajectories of a store at a cut; of one run or split only, unless that is None."""
+
+    store: Store
+    cut: Cut
+    run: str | None = None
+    split: str | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether no run and no split is left out."""
+        return self.run is None and self.split is None
+
+    def sql(self) -> str:
+        """A query for the ids of the trajectories; its parameters are `parameters`."""
+        where = "kind = 'trajectory.opened'"
+        if self.run is not None:
+            where += " AND run = $run"
+        if self.split is not None:
+            where += " AND json_extract_string(extra, '$.split') = $split"
+        return f"SELECT trajectory_id FROM events WHERE {where}"
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Values of the parameters that `sql` names."""
+        given = {"run": self.run, "split": self.split}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def connect(self) -> duckdb.DuckDBPyConnection:
+        """SQL at the cut."""
+        return connect(self.store.path, as_of=format_cut(self.cut))
+
+
+def select(store: Store, as_of: str, run: str | None, split: str | None) -> Selection:
+    """The trajectories that a command line names.
+
+    Raises:
+        CutError: no such cut.
+        InterchangeError: no such split, or the run has no trajectory at that cut.
+    """
+    if split is not None and split not in SPLITS:
+        raise InterchangeError(f"split is {split!r}: use one of {', '.join(SPLITS)}, or all")
+    selection = Selection(store, store.cut(as_of, run), run, split)
+    if run is not None:
+        opened = "SELECT DISTINCT run FROM events WHERE kind = 'trajectory.opened' ORDER BY run"
+        runs = [name for (name,) in selection.connect().execute(opened).fetchall()]
+        if run not in runs:
+            there = f"runs with trajectories: {', '.join(runs)}" if runs else "no run has any"
+            raise InterchangeError(f"run {run!r} has no trajectory at {as_of!r}; {there}")
+    return selection
+
+
+def trajectories(selection: Selection, advance: Callable[[int], Any]) -> Iterator[Trajectory]:
+    """Each selected trajectory once, as soon as the last of its events was read.
+
+    In memory are: an id and a number per trajectory, the trajectories between their first and their last
+    event, and what lanes that open no trajectory say of any (rewards that came late). Arrays stay in the
+    log's own files.
+
+    Args:
+        advance: told how many of the selected trajectories' events were read.
+
+    Raises:
+        CorruptionError: acknowledged bytes are damaged.
+    """
+    missing = _events_each(selection)
+    folding = TrajectoryFold()
+    for lane in _lanes(selection):
+        for event in selection.store.events({lane: selection.cut[lane]}):
+            record: Any = event.record
+            trajectory_id = getattr(record, "trajectory_id", None)
+            if trajectory_id not in missing or event.kind == NOT_FOLDED:
+                continue
+            folding.add(event)
+            advance(1)
+            missing[trajectory_id] -= 1
+            if not missing[trajectory_id]:
+                yield folding[trajectory_id]
+                folding.forget(trajectory_id)
+                del missing[trajectory_id]
+
+
+def count_events(selection: Selection) -> int:
+    """How many events `trajectories` will read of the selected ones."""
+    return sum(_events_each(selection).values())
+
+
+def _events_each(selection: Selection) -> dict[str, int]:
+    """Trajectory id -> events it is folded from."""
+    query = (
+        f"SELECT trajectory_id, count(*) FROM events WHERE kind <> '{NOT_FOLDED}' "
+        f"AND trajectory_id IN ({selection.sql()}) GROUP BY trajectory_id"
+    )
+    return dict(selection.connect().execute(query, selection.parameters).fetchall())
+
+
+def _lanes(selection: Selection) -> list[str]:
+    """Lanes with such events: first those that only add to trajectories of other lanes, each sorted.
+
+    Read last, they would keep every trajectory they speak of in memory until then.
+    """
+    query = (
+        "SELECT lane FROM events "
+        f"WHERE kind <> '{NOT_FOLDED}' AND trajectory_id IS NOT NULL GROUP BY lane "
+        "ORDER BY count_if(kind IN ('trajectory.opened', 'turn.requested')) > 0, lane"
+    )
+    return [lane for (lane,) in selection.connect().execute(query).fetchall()]

@@ -1,0 +1,172 @@
+"""Export as tables: trajectories, turns, rewards and events, one Parquet file each.
+
+`trajectories`, `rewards` and `events` are the SQL views of these names, with their columns. `turns` is
+made here: the view's facts, and what only a fold gives, each turn's whole prompt and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollbook.store.events import Json
+from rollbook.store.interchange.paths import span_rows
+from rollbook.store.interchange.rows import RowWriter
+from rollbook.store.interchange.selection import Selection, trajectories
+from rollbook.store.schema import SPAN
+from rollbook.store.trajectory import Trajectory, Turn
+
+BATCH_ROWS = 2048
+TEXTS = pa.list_(pa.string())
+IDS = pa.list_(pa.int32())
+
+TURNS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("trajectory", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("split", pa.string()),
+        ("turn_id", pa.string()),
+        ("position", pa.int32()),
+        ("parent_turn_id", pa.string()),
+        ("root_reason", pa.string()),
+        ("request_id", pa.string()),
+        ("status", pa.string()),
+        ("delivered", pa.string()),
+        ("error", pa.string()),
+        ("policy", pa.string()),
+        ("policy_version", pa.int64()),
+        ("version_spans", pa.list_(SPAN)),
+        ("prompt_ids", IDS),
+        ("prompt_delta", IDS),
+        ("prompt_length", pa.int64()),
+        ("completion_ids", IDS),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("messages", pa.string()),
+        ("reply", pa.string()),
+        ("request", pa.string()),
+        ("requested_model", pa.string()),
+        ("sampling", pa.string()),
+        ("honoured", pa.string()),
+        ("logprob_semantics", pa.string()),
+        ("flags", TEXTS),
+        ("timings", pa.string()),
+        ("reward", pa.float64()),
+    ]
+)
+"""Columns of the turns' file. Text that the log holds as JSON is JSON text."""
+
+
+def export_tables(selection: Selection, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+    """Write the four files into a folder that exists; the number of rows of each.
+
+    `events` has the log's own rows, also those of no trajectory (runs, steps), unless a split is selected.
+    In memory: what `trajectories` holds, a row group of turns, and a batch of 2,048 rows of the others;
+    DuckDB's joins for `trajectories` and `rewards` hold their keys.
+
+    Raises:
+        CorruptionError: acknowledged bytes are damaged.
+    """
+    chosen = f"trajectory_id IN ({selection.sql()})"
+    events = "true"
+    if selection.split is not None:
+        events = chosen
+    elif selection.run is not None:
+        events = "run = $run"
+    with selection.connect() as connection:
+        counts = {
+            name: _write_view(connection, name, where, selection.parameters, folder / f"{name}.parquet")
+            for name, where in (("trajectories", chosen), ("rewards", chosen), ("events", events))
+        }
+    counts["turns"] = _write_turns(selection, folder / "turns.parquet", advance)
+    return counts
+
+
+def _write_view(
+    connection: duckdb.DuckDBPyConnection, view: str, where: str, parameters: dict[str, str], path: Path
+) -> int:
+    used = {name: value for name, value in parameters.items() if f"${name}" in where}
+    relation = connection.sql(f'SELECT * FROM "{view}" WHERE {where}', params=used)
+    rows = 0
+    reader = relation.to_arrow_reader(BATCH_ROWS)
+    with pq.ParquetWriter(str(path), reader.schema, compression="zstd") as writer:
+        for batch in reader:
+            writer.write_batch(batch)
+            rows += batch.num_rows
+    return rows
+
+
+def _write_turns(selection: Selection, path: Path, advance: Callable[[int], Any]) -> int:
+    with RowWriter(path, TURNS) as writer:
+        for trajectory in trajectories(selection, advance):
+            for row in turn_rows(trajectory):
+                writer.add(row)
+        return writer.rows
+
+
+def turn_rows(trajectory: Trajectory) -> Iterator[Json]:
+    """A row in the columns `TURNS` for each turn, also those that failed or still run.
+
+    Raises:
+        CorruptionError: a prompt does not fold to the ids that were sent.
+    """
+    for turn in trajectory.turns.values():
+        yield _asked(trajectory, turn) | _answered(trajectory, turn)
+
+
+def _asked(trajectory: Trajectory, turn: Turn) -> Json:
+    asked = turn.requested
+    status = "completed" if turn.completed else "failed" if turn.failed else "running"
+    return {
+        "run": trajectory.run,
+        "trajectory": trajectory.opened.name,
+        "trajectory_id": trajectory.opened.trajectory_id,
+        "split": trajectory.opened.split,
+        "turn_id": turn.turn_id,
+        "position": turn.position,
+        "parent_turn_id": asked.parent_turn_id,
+        "root_reason": asked.root_reason,
+        "request_id": asked.request_id,
+        "status": status,
+        "delivered": turn.delivered,
+        "error": turn.failed.error if turn.failed else None,
+        "messages": json_text(trajectory.messages(turn)),
+        "request": json_text(asked.request),
+        "requested_model": asked.requested_model,
+        "sampling": json_text(asked.sampling),
+        "honoured": json_text(asked.honoured),
+        "reward": trajectory.reward(turn_id=turn.turn_id),
+    }
+
+
+def _answered(trajectory: Trajectory, turn: Turn) -> Json:
+    done = turn.completed
+    if done is None:
+        return {}
+    return {
+        "policy": done.policy,
+        "policy_version": done.policy_version,
+        "version_spans": span_rows(done.version_spans),
+        "prompt_ids": trajectory.prompt_ids(turn),
+        "prompt_delta": done.prompt_ids,
+        "prompt_length": done.prompt_length,
+        "completion_ids": done.completion_ids,
+        "logprobs": done.logprobs,
+        "finish_reason": done.finish_reason,
+        "reply": json_text(done.reply),
+        "logprob_semantics": json_text(done.logprob_semantics),
+        "flags": done.flags,
+        "timings": json_text(done.timings),
+    }
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON text."""
+    return orjson.dumps(value).decode()
