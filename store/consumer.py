@@ -47,7 +47,7 @@ def consumer_lane(name: str) -> str:
         CutError: the name does not fit into a lane's.
     """
     lane = LANE_PREFIX + name
-    if not LANE_NAME.fullmatch(lane):
+    if not name or not LANE_NAME.fullmatch(lane):
         raise CutError(
             f"consumer name {name!r}: use at most {63 - len(LANE_PREFIX)} lower-case letters, digits, '.', "
             "'_' and '-'"

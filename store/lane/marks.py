@@ -80,7 +80,7 @@ class _OpenMarks:
             if lane not in self._fds and not self._open(lane):
                 continue
             mark = unpack_watermark(os.pread(self._fds[lane], WATERMARK_BYTES + 1, 0))
-            if mark is None:  # not written yet, half overwritten, or damaged: the patient way to read it tells
+            if mark is None:  # not written yet, half overwritten or damaged: the patient way tells
                 mark = read_watermark(self._lanes / lane)
             if mark.next_seq:
                 counts[lane] = mark.next_seq
