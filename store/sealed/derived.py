@@ -1,4 +1,4 @@
-"""Files derived from a sealed unit: scalars per turn, outlier tokens, where each trajectory lies.
+"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, locations.
 
 They stand in `derived/<lane>/<unit>/` and only make questions faster: each can be deleted at any time, and
 comes back the same. A file is written under another name and renamed, so one that is there is whole.
@@ -19,8 +19,9 @@ from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 
-SCALARS, OUTLIERS, LOCATIONS = "scalars.parquet", "outliers.parquet", "locations.arrow"
-DERIVED = (SCALARS, OUTLIERS, LOCATIONS)
+SCALARS, TRAJECTORIES, REWARDS = "scalars.parquet", "trajectories.parquet", "rewards.parquet"
+OUTLIERS, LOCATIONS = "outliers.parquet", "locations.arrow"
+DERIVED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS, LOCATIONS)
 LOCATION_SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string()),
@@ -29,6 +30,8 @@ LOCATION_SCHEMA = pa.schema(
         pa.field("rows", pa.int64()),
     ]
 )
+
+_SMALL = ["seq", "event_id", "kind", "time", "run", "trajectory_id", "turn_id", "extra"]
 
 
 def build_derived(store: Path, unit: Unit) -> list[str]:
@@ -56,6 +59,18 @@ def _build_scalars(store: Path, unit: Unit, path: Path) -> None:
     marks = read_file(store, unit, MARKS)
     query = projections.turn_parts("(SELECT * FROM turns UNION ALL SELECT * FROM marks)")
     _copy({"turns": turns, "marks": marks}, f"{query} ORDER BY trajectory_id, turn_id", path)
+
+
+def _build_trajectories(store: Path, unit: Unit, path: Path) -> None:
+    turns = read_file(store, unit, TURNS, ["lane", *_SMALL, "version_spans"])
+    marks = read_file(store, unit, MARKS, ["lane", *_SMALL, "version_spans"])
+    query = projections.trajectory_parts("(SELECT * FROM turns UNION ALL SELECT * FROM marks)")
+    _copy({"turns": turns, "marks": marks}, f"{query} ORDER BY trajectory_id", path)
+
+
+def _build_rewards(store: Path, unit: Unit, path: Path) -> None:
+    marks = read_file(store, unit, MARKS, ["lane", *_SMALL, "reward"])
+    _copy({"marks": marks}, f"{projections.rewards('marks')} ORDER BY trajectory_id, seq", path)
 
 
 def _build_outliers(store: Path, unit: Unit, path: Path) -> None:
@@ -98,6 +113,8 @@ def _build_locations(store: Path, unit: Unit, path: Path) -> None:
 
 _BUILDERS: dict[str, Callable[[Path, Unit, Path], None]] = {
     SCALARS: _build_scalars,
+    TRAJECTORIES: _build_trajectories,
+    REWARDS: _build_rewards,
     OUTLIERS: _build_outliers,
     LOCATIONS: _build_locations,
 }

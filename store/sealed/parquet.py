@@ -29,7 +29,7 @@ TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 """The log's columns with the lane first: of sealed files and of `Store.table`."""
 
 FAT_KINDS = (TurnRequested.KIND, TurnCompleted.KIND)
-MARKS_ROW_GROUP = 2048
+MARKS_ROW_GROUP = 512
 BATCH_ROWS = 1024
 _FEW_VALUES = ["lane", "kind", "schema_version", "run", "policy", "policy_version", "step"]
 _ORDER = [("trajectory_id", "ascending", "at_start"), ("seq", "ascending")]

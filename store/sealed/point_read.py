@@ -23,7 +23,9 @@ from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.upkeep_events import BodyStored
 
 KEPT_OPEN = 256
-"""Sealed files whose footers, and units whose locations, a process keeps in memory."""
+"""Sealed files that a process keeps open, and units whose locations it keeps mapped."""
+_SMALL = [name for name in TABLE_SCHEMA.names if not pa.types.is_list(TABLE_SCHEMA.field(name).type)]
+"""Columns that the rows of small kinds use: no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +63,37 @@ def _locations(path: Path, _inode: int) -> _Locations:
     return _Locations(path)
 
 
-class _Footer:
-    """A Parquet file's metadata, read once, and the rows its groups begin with."""
+class _OpenFile:
+    """A sealed file kept open, its footer read once, and the rows its groups end with."""
 
     def __init__(self, store: Path, unit: Unit, name: str) -> None:
         system, folder = place(store, unit)
-        self._open = lambda: system.open_input_file(f"{folder}/{name}")
-        with self._open() as source:
-            self._metadata = pq.read_metadata(source)
-        sizes = [self._metadata.row_group(i).num_rows for i in range(self._metadata.num_row_groups)]
-        self._ends = np.cumsum(sizes)
+        source = system.open_input_file(f"{folder}/{name}")
+        self._file = pq.ParquetFile(source, page_checksum_verification=True)
+        footer = self._file.metadata
+        self._ends = np.cumsum([footer.row_group(i).num_rows for i in range(footer.num_row_groups)])
+        self._columns = None if name == TURNS else _SMALL
 
     def read(self, run: Run) -> pa.Table:
         first, last = np.searchsorted(self._ends, [run.first, run.first + run.rows - 1], side="right")
         before = int(self._ends[first - 1]) if first else 0
-        with self._open() as source:
-            file = pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True)
-            table = file.read_row_groups(range(int(first), int(last) + 1), use_threads=False)
-        return table.slice(run.first - before, run.rows)
+        groups = range(int(first), int(last) + 1)
+        table = self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
+        return _all_columns(table.slice(run.first - before, run.rows))
+
+
+def _all_columns(table: pa.Table) -> pa.Table:
+    """The rows in the columns of `TABLE_SCHEMA`; those that were not read are null."""
+    have = set(table.schema.names)
+    columns = [
+        table.column(f.name) if f.name in have else pa.nulls(table.num_rows, f.type) for f in TABLE_SCHEMA
+    ]
+    return pa.Table.from_arrays(columns, schema=TABLE_SCHEMA)
 
 
 @lru_cache(maxsize=KEPT_OPEN)
-def _footer(store: Path, unit: Unit, name: str) -> _Footer:
-    return _Footer(store, unit, name)
+def _open_file(store: Path, unit: Unit, name: str) -> _OpenFile:
+    return _OpenFile(store, unit, name)
 
 
 def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
@@ -102,9 +112,7 @@ def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
     parts = [TABLE_SCHEMA.empty_table()]
     for run in runs:
         try:
-            parts.append(
-                _footer(store, unit, run.file).read(run).select(TABLE_SCHEMA.names).cast(TABLE_SCHEMA)
-            )
+            parts.append(_open_file(store, unit, run.file).read(run))
         except (pa.ArrowException, OSError) as error:
             raise damaged(store, unit, run.file, error) from error
     table = pa.concat_tables(parts)

@@ -122,3 +122,73 @@ def outliers(turn_events: str) -> str:
     SELECT run, trajectory_id, turn_id, position, token_id, logprob, policy, policy_version
     FROM ({tokens(turn_events, turn_events)}) WHERE logprob < {OUTLIER_BELOW}
     """
+
+
+def trajectory_parts(events: str) -> str:
+    """One row per trajectory in the relation `events`: what is small about it, as far as these tell.
+
+    `whole` says that it was opened and finished within these events, between which all its turns lie.
+    """
+    opened = "CASE WHEN kind = 'trajectory.opened' THEN {} END"
+    finished = "CASE WHEN kind = 'trajectory.finished' THEN {} END"
+    texts = "json_extract_string(extra, ['$.name', '$.group', '$.task', '$.split'])"
+    return f"""
+    SELECT trajectory_id, any_value(run) AS run, any_value({opened.format("lane")}) AS lane,
+           any_value(texts[1]) AS trajectory, any_value(texts[2]) AS "group", any_value(texts[3]) AS task,
+           any_value(texts[4]) AS split, any_value(labels) AS labels,
+           any_value({opened.format("time")}) AS opened, any_value({finished.format("time")}) AS finished,
+           any_value(status) AS status, any_value(success) AS success,
+           count(*) FILTER (kind = 'turn.completed') AS turns,
+           min(list_min(versions)) AS min_version, max(list_max(versions)) AS max_version,
+           coalesce(bool_or(kind = 'trajectory.opened') AND bool_or(kind = 'trajectory.finished'), false)
+             AS whole
+    FROM (
+      SELECT *, {opened.format(texts)} AS texts,
+             {opened.format("CAST(json_extract(extra, '$.labels') AS VARCHAR)")} AS labels,
+             {finished.format("json_extract_string(extra, '$.status')")} AS status,
+             {finished.format("CAST(json_extract_string(extra, '$.success') AS BOOLEAN)")} AS success,
+             list_transform(version_spans, lambda s: s.version) AS versions
+      FROM {events} WHERE kind IN ('trajectory.opened', 'trajectory.finished', 'turn.completed'))
+    GROUP BY trajectory_id
+    """
+
+
+def trajectory_scalars(parts: str) -> str:
+    """One row per opened trajectory in the relation `parts`, which may hold one several times."""
+    same = [
+        "run",
+        "lane",
+        "trajectory",
+        '"group"',
+        "task",
+        "split",
+        "labels",
+        "opened",
+        "finished",
+        "status",
+        "success",
+    ]
+    names = ", ".join(same)
+    merged = ", ".join(f"any_value({name}) AS {name}" for name in same)
+    return f"""
+    SELECT trajectory_id, {names}, turns, min_version, max_version FROM {parts} WHERE whole
+    UNION ALL
+    SELECT trajectory_id, {merged}, CAST(sum(turns) AS BIGINT) AS turns,
+           min(min_version) AS min_version, max(max_version) AS max_version
+    FROM {parts} WHERE NOT whole GROUP BY trajectory_id HAVING any_value(opened) IS NOT NULL
+    """
+
+
+def rewards(events: str) -> str:
+    """The `reward.assigned` rows of the relation `events` with their rarer fields as columns."""
+    return f"""
+    SELECT run, trajectory_id, turn_id, reward, texts[1] AS source, texts[2] AS supersedes, event_id, time,
+           lane, seq
+    FROM (SELECT *, json_extract_string(extra, ['$.source', '$.supersedes']) AS texts
+          FROM {events} WHERE kind = 'reward.assigned')
+    """
+
+
+def several(turn_events: str) -> str:
+    """How many turns of the relation are not of one policy version."""
+    return f"SELECT count(*) FROM {turn_events} WHERE kind = 'turn.completed' AND NOT {ONE_VERSION}"

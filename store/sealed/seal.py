@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 
 from rollbook.store.errors import CorruptionError
@@ -20,10 +21,12 @@ from rollbook.store.lane.files import (
     segment_numbers,
     segment_path,
 )
-from rollbook.store.lane.reader import segment_batches
 from rollbook.store.lane.recovery import SegmentInfo, Start, unsealed_start, verify_segment
+from rollbook.store.lane.segment import segment_batches
+from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, read_file, same_bits, split, write_file
 from rollbook.store.sealed.unit import (
+    TURNS,
     SealedSegment,
     Unit,
     lane_units_folder,
@@ -127,7 +130,7 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
         files = tuple(write_file(folder / name, part, settings) for name, part in parts.items())
         for name in parts:
             _fsync(folder / name)
-        unit = replace(unit, files=files)
+        unit = replace(unit, files=files, several=_count_several(parts))
         write_manifest(folder, unit)
         for name, part in parts.items():
             _compare(folder, unit, name, part)
@@ -138,6 +141,15 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return unit
+
+
+def _count_several(parts: dict[str, pa.Table]) -> int:
+    if TURNS not in parts:
+        return 0
+    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
+        connection.register("turns", parts[TURNS])
+        [row] = connection.execute(projections.several("turns")).fetchall()
+    return int(row[0])
 
 
 def _compare(folder: Path, unit: Unit, name: str, part: pa.Table) -> None:

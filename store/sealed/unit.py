@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -25,7 +26,8 @@ from rollbook.store.lane.frame import FORMAT_VERSION
 
 MANIFEST = "UNIT.json"
 TURNS, MARKS = "turns.parquet", "marks.parquet"
-_NAME = re.compile(r"(\d{8})-(\d{8})\.(\d+)")
+UNIT_NAME = re.compile(r"\d{8}-\d{8}\.\d+")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Unit:
 
     Attributes:
         chain_before: chain value before the first segment's first frame (hex); each segment has its own.
+        several: completed turns that not one policy version sampled: what a filter on it must look into.
         remote: where the files are, if not beside the manifest.
         dropped_us: when retention removed the files, or None while they are there.
     """
@@ -77,6 +80,7 @@ class Unit:
     erased: tuple[Erasure, ...] = ()
     remote: str | None = None
     dropped_us: int | None = None
+    several: int = 0
     format: int = FORMAT_VERSION
 
     @property
@@ -180,27 +184,57 @@ def _read(path: Path, _mtime_ns: int, _inode: int) -> Unit:
 
 
 def all_units(store: Path, lane: str) -> list[Unit]:
-    """Every unit of the lane that is whole, superseded ones too, by first segment."""
+    """Every unit of the lane that is whole, superseded ones too, by first segment.
+
+    Raises:
+        CorruptionError: a manifest is missing or damaged.
+    """
     folder = lane_units_folder(store, lane)
+    while True:
+        names = _unit_names(folder)
+        units = [unit for name in names if (unit := _manifest_if_there(folder / name)) is not None]
+        # A listing may miss a unit that came meanwhile, and also those that went because it came. It
+        # counts only if nothing has changed since.
+        if len(units) == len(names) and _unit_names(folder) == names:
+            return units
+
+
+def _unit_names(folder: Path) -> list[str]:
     try:
-        names = os.listdir(folder)
+        return sorted(name for name in os.listdir(folder) if UNIT_NAME.fullmatch(name))
     except FileNotFoundError:
         return []
-    units: list[Unit] = []
-    for name in sorted(names):
-        if _NAME.fullmatch(name):
-            try:
-                units.append(read_manifest(folder / name))
-            except CorruptionError:
-                # Compaction may remove a superseded unit between the listing and the reading.
-                if (folder / name).exists():
-                    raise
-    return units
+
+
+def _manifest_if_there(folder: Path) -> Unit | None:
+    try:
+        return read_manifest(folder)
+    except CorruptionError:
+        if folder.exists():
+            raise
+        return None
 
 
 def current_units(store: Path, lane: str) -> list[Unit]:
     """The units that count, rising, none overlapping another: the widest, then the newest, of each place."""
     return choose(all_units(store, lane))
+
+
+def while_replaced(store: Path, lane: str, read: Callable[[list[Unit]], _T]) -> _T:
+    """What `read` makes of the lane's units that count; it is asked again where they changed meanwhile.
+
+    For whoever reads a unit's files without a lease: the sealer may remove a unit that another one replaced.
+
+    Raises:
+        CorruptionError: `read` raised it, and the units are the same as before.
+    """
+    while True:
+        units = current_units(store, lane)
+        try:
+            return read(units)
+        except CorruptionError:
+            if current_units(store, lane) == units:
+                raise
 
 
 def choose(units: Iterable[Unit]) -> list[Unit]:

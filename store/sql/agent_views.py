@@ -5,8 +5,8 @@ from __future__ import annotations
 from rollbook.store.sql import columns
 from rollbook.store.sql.view import View, json, text
 
-_NAMES = f"""(SELECT trajectory_id, any_value({text("name")}) AS trajectory FROM _mark_events
-               WHERE kind = 'trajectory.opened' GROUP BY trajectory_id)"""
+_NAMES = """(SELECT trajectory_id, any_value(trajectory) AS trajectory
+               FROM _trajectory_parts GROUP BY trajectory_id)"""
 """Grouped, so that DuckDB sees it is one row each and leaves the join out where no name is asked for."""
 
 EVENTS = View(
@@ -38,26 +38,30 @@ BODIES = View(
     columns.BODIES,
 )
 
+_REWARDS = """(
+    SELECT r.run, r.trajectory_id, r.turn_id, r.reward, r.source, r.event_id, r.time, r.lane, r.seq,
+           s.supersedes IS NOT NULL AS superseded
+    FROM _rewards r
+    LEFT JOIN (SELECT trajectory_id, supersedes FROM _rewards WHERE supersedes IS NOT NULL GROUP BY ALL) s
+      ON s.trajectory_id = r.trajectory_id AND s.supersedes = r.event_id)"""
+
 REWARDS = View(
     "rewards",
     "Every reward ever assigned, to a trajectory (turn_id is null) or to a turn; a superseded one stays.",
     f"""
-    SELECT r.run, r.trajectory_id, o.trajectory, r.turn_id, r.reward, {text("source", "r")} AS source,
-           r.event_id, r.time, r.lane, r.seq, r.event_id IN (
-             SELECT {text("supersedes")} FROM _mark_events
-             WHERE kind = 'reward.assigned' AND {text("supersedes")} IS NOT NULL
-           ) AS superseded
-    FROM _mark_events r LEFT JOIN {_NAMES} o USING (trajectory_id)
-    WHERE r.kind = 'reward.assigned'
+    SELECT r.run, r.trajectory_id, o.trajectory, r.turn_id, r.reward, r.source, r.event_id, r.time, r.lane,
+           r.seq, r.superseded
+    FROM {_REWARDS} r LEFT JOIN {_NAMES} o USING (trajectory_id)
     """,
     columns.REWARDS,
 )
 
 
-def _in_force(key: str, which: str) -> str:
-    """The agent's reward in force, one row per `key`."""
-    return f"""(SELECT {key}, arg_max(reward, (lane, seq)) AS reward FROM rewards
-               WHERE {which} AND NOT superseded AND source = 'agent' GROUP BY {key})"""
+def _in_force(which: str) -> str:
+    """The agent's reward in force, one row per trajectory and turn (null: of the whole trajectory)."""
+    return f"""(SELECT trajectory_id, turn_id, arg_max(reward, (lane, seq)) AS reward
+               FROM {_REWARDS} WHERE {which} AND NOT superseded AND source = 'agent'
+               GROUP BY trajectory_id, turn_id)"""
 
 
 TURNS = View(
@@ -82,7 +86,8 @@ TURNS = View(
            s.min_version, s.max_version, s.min_logprob, s.sum_logprob
     FROM _turn_scalars s
     LEFT JOIN {_NAMES} o USING (trajectory_id)
-    LEFT JOIN {_in_force("turn_id", "turn_id IS NOT NULL")} r ON r.turn_id = s.turn_id
+    LEFT JOIN {_in_force("turn_id IS NOT NULL")} r
+      ON r.trajectory_id = s.trajectory_id AND r.turn_id = s.turn_id
     LEFT JOIN (SELECT trajectory_id, turn_id, any_value(version_spans) AS version_spans,
                       any_value(prompt_ids) AS prompt_ids, any_value(completion_ids) AS completion_ids,
                       any_value(logprobs) AS logprobs,
@@ -98,25 +103,13 @@ TRAJECTORIES = View(
     "trajectories",
     "One agent run: its group, task, split, outcome, turns and the policy versions that made it.",
     f"""
-    SELECT o.run, {text("name", "o")} AS trajectory, o.trajectory_id,
-           {text("group", "o")} AS "group",
-           {text("task", "o")} AS task,
-           {text("split", "o")} AS split,
-           {json("labels", "o")} AS labels,
-           coalesce(f.status, 'open') AS status, CAST(f.success AS BOOLEAN) AS success,
-           r.reward, coalesce(t.turns, 0) AS turns, t.min_version, t.max_version,
-           o.time AS opened, f.time AS finished, o.lane
-    FROM _mark_events o
-    LEFT JOIN (SELECT trajectory_id, any_value({text("status")}) AS status,
-                      any_value({text("success")}) AS success, any_value(time) AS time
-               FROM _mark_events WHERE kind = 'trajectory.finished' GROUP BY trajectory_id) f
-      ON f.trajectory_id = o.trajectory_id
-    LEFT JOIN {_in_force("trajectory_id", "turn_id IS NULL")} r ON r.trajectory_id = o.trajectory_id
-    LEFT JOIN (SELECT trajectory_id, count(*) AS turns, min(min_version) AS min_version,
-                      max(max_version) AS max_version
-               FROM _turn_scalars WHERE completed IS NOT NULL GROUP BY trajectory_id) t
-      ON t.trajectory_id = o.trajectory_id
-    WHERE o.kind = 'trajectory.opened'
+    SELECT o.run, o.trajectory, o.trajectory_id, o."group", o.task, o.split, CAST(o.labels AS JSON) AS labels,
+           coalesce(o.status, 'open') AS status, o.success, r.reward, o.turns, o.min_version, o.max_version,
+           o.opened, o.finished, o.lane
+    FROM _trajectory_scalars o
+    LEFT JOIN (SELECT trajectory_id, any_value(reward) AS reward
+               FROM {_in_force("turn_id IS NULL")} GROUP BY trajectory_id) r
+      ON r.trajectory_id = o.trajectory_id
     """,
     columns.TRAJECTORIES,
 )

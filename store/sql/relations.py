@@ -4,8 +4,9 @@
 |---|---|
 | `_turn_events` | the log's `turn.requested` and `turn.completed` events: the fat ones |
 | `_mark_events` | all other events |
-| `_turn_scalars` | one per turn: all that is small about it |
-| `_outliers`, `_tokens` | sampled tokens below a logprob; all |
+| `_turn_scalars`, `_trajectory_scalars` | one per turn, per trajectory: all that is small about it |
+| `_rewards` | one per reward |
+| `_tokens`, `_outliers` | one per sampled token; only those below a logprob |
 
 What a unit's derived files hold is read from there; what is not sealed, what a cut holds in part, and what
 has no derived file is computed by the very queries that made those files.
@@ -18,9 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.store.cut import Cut
-from rollbook.store.sealed.derived import OUTLIERS, SCALARS
+from rollbook.store.sealed.derived import DERIVED, OUTLIERS, REWARDS, SCALARS, TRAJECTORIES
 from rollbook.store.sealed.parquet import FAT_KINDS
-from rollbook.store.sealed.projections import outliers, tokens, turn_parts, turn_scalars
+from rollbook.store.sealed.projections import (
+    outliers,
+    rewards,
+    tokens,
+    trajectory_parts,
+    trajectory_scalars,
+    turn_parts,
+    turn_scalars,
+)
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder, unit_folder
 
 LIVE = "_live"
@@ -64,61 +73,46 @@ def file_path(store: Path, unit: Unit, name: str) -> str:
 def definitions(of: Snapshot) -> list[tuple[str, str]]:
     """(name, query) of every relation, each after those it reads. Pure but for looking which files exist."""
     present = [unit for unit in of.whole if unit.dropped_us is None]
-    scalars = [u for u in present if _derived(of, u, SCALARS) is not None]
-    sharp = [u for u in present if _derived(of, u, OUTLIERS) is not None]
-    names = ", ".join(["trajectory_id", "turn_id"])
+    derived = [u for u in present if all((derived_folder(of.store, u) / name).exists() for name in DERIVED)]
+    rest = [unit for unit in present if unit not in derived]
+    fat, small = f"kind IN ({_FAT})", f"kind NOT IN ({_FAT})"
+    several = [unit for unit in present if unit.several]
+
+    def known(name: str, query: str) -> str:
+        files = [str(derived_folder(of.store, unit) / name) for unit in derived]
+        return f"SELECT * FROM ({query})" + (
+            f" UNION ALL BY NAME SELECT * FROM {_read(files)}" if files else ""
+        )
+
     return [
-        ("_turn_events", _events(of, present, of.parts, TURNS, f"kind IN ({_FAT})")),
-        ("_mark_events", _events(of, present, of.parts, MARKS, f"kind NOT IN ({_FAT})")),
-        ("_other_events", _other(of, [u for u in present if u not in scalars])),
-        ("_turn_parts", _with_derived(of, scalars, SCALARS, turn_parts("_other_events"))),
+        ("_turn_events", _events(of, present, TURNS, fat)),
+        ("_mark_events", _events(of, present, MARKS, small)),
+        ("_rest_turns", _events(of, rest, TURNS, fat)),
+        ("_rest_marks", _events(of, rest, MARKS, small)),
+        ("_rest", "SELECT * FROM _rest_turns UNION ALL SELECT * FROM _rest_marks"),
+        ("_turn_parts", known(SCALARS, turn_parts("_rest"))),
         ("_turn_scalars", turn_scalars("_turn_parts")),
-        (
-            "_several",
-            f"SELECT * FROM _turn_events SEMI JOIN (SELECT {names} FROM _turn_scalars "
-            f"WHERE NOT one_version) USING ({names})",
-        ),
-        ("_tokens", tokens("_turn_events", "_several")),
-        (
-            "_blunt_turns",
-            _events(of, [u for u in present if u not in sharp], of.parts, TURNS, f"kind IN ({_FAT})"),
-        ),
-        ("_outliers", _with_derived(of, sharp, OUTLIERS, outliers("_blunt_turns"))),
+        ("_trajectory_parts", known(TRAJECTORIES, trajectory_parts("_rest"))),
+        ("_trajectory_scalars", trajectory_scalars("_trajectory_parts")),
+        ("_rewards", known(REWARDS, rewards("_rest_marks"))),
+        ("_several_turns", _events(of, several, TURNS, fat)),
+        ("_tokens", tokens("_turn_events", "_several_turns")),
+        ("_outliers", known(OUTLIERS, outliers("_rest_turns"))),
     ]
 
 
-def _derived(of: Snapshot, unit: Unit, name: str) -> Path | None:
-    path = derived_folder(of.store, unit) / name
-    return path if path.exists() else None
-
-
-def _events(
-    of: Snapshot, units: Iterable[Unit], parts: Sequence[tuple[Unit, int]], name: str, live: str
-) -> str:
-    """The events of these units' files of one name, and of the live tail those that satisfy `live`."""
+def _events(of: Snapshot, units: Iterable[Unit], name: str, live: str) -> str:
+    """The events of these units' files of one name, of units held in part, and of the live tail."""
     files = [file_path(of.store, unit, name) for unit in units if unit.file(name)]
     queries = [f"SELECT * FROM {LIVE} WHERE {live}"]
     if files:
         queries.append(f"SELECT * FROM {_read(files)}")
     queries += [
         f"SELECT * FROM {_read([file_path(of.store, unit, name)])} WHERE seq < {end}"
-        for unit, end in parts
+        for unit, end in of.parts
         if unit.file(name)
     ]
     return " UNION ALL ".join(queries)
-
-
-def _other(of: Snapshot, units: Sequence[Unit]) -> str:
-    """All events whose turns' scalars are in no derived file."""
-    every = "true"
-    turns = _events(of, units, of.parts, TURNS, every)
-    marks = _events(of, units, of.parts, MARKS, "false")
-    return f"{turns} UNION ALL {marks}"
-
-
-def _with_derived(of: Snapshot, units: Iterable[Unit], name: str, rest: str) -> str:
-    files = [str(path) for unit in units if (path := _derived(of, unit, name))]
-    return f"SELECT * FROM ({rest})" + (f" UNION ALL BY NAME SELECT * FROM {_read(files)}" if files else "")
 
 
 def _read(files: Sequence[str]) -> str:
