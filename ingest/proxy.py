@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
 from rollbook.ingest.engine import Engine
+from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.recorder import RESPONSE_PREFIX, LiveTrajectory, Recorder
 from rollbook.ingest.requests import (
     ChatRequest,
@@ -63,6 +64,7 @@ def build_app(recorder: Recorder, engine: Engine) -> FastAPI:
         await engine.start(activated)
         yield
         await engine.close()
+        streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
@@ -70,6 +72,7 @@ def build_app(recorder: Recorder, engine: Engine) -> FastAPI:
     _add_trajectory_routes(app, recorder)
     _add_chat_routes(app, recorder, taker)
     _add_health(app, recorder, engine)
+    streams = app.state.streams = add_event_routes(app, recorder)
     control = engine.control()
     if control is not None:
         app.include_router(control, prefix="/engine")

@@ -7,6 +7,7 @@ log: a restarted recorder reads it back and goes on with the trajectories that a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from rollbook.ingest.chat_template import ChatTokenizer
 from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.tree import TreeTurn, TurnTree
 from rollbook.store import Event, Store
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import LaneLockedError, RequestError
 from rollbook.store.events import (
     Record,
     RewardAssigned,
@@ -26,6 +27,7 @@ from rollbook.store.events import (
 )
 from rollbook.store.ids import new_id
 from rollbook.store.trajectory import Trajectory, Turn
+from rollbook.store.upkeep_events import TrajectoryAdopted
 
 RESPONSE_PREFIX = "chatcmpl-"
 
@@ -61,6 +63,8 @@ class Recorder:
         self.writer = store.writer(lane)
         self._by_name: dict[str, LiveTrajectory] = {}
         self._noted: Future[int] | None = None
+        self.adopted: dict[str, int] = {}
+        """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
         try:
             self._restore()
         except BaseException:
@@ -68,22 +72,37 @@ class Recorder:
             raise
 
     def _restore(self) -> None:
-        """Read back the run's trajectories: of finished ones the name, of open ones all of it."""
-        lanes: dict[str, str] = {}
-        open_: set[str] = set()
-        for event in self.store.events():
-            record = event.record
-            if event.run != self.run:
-                continue
-            if isinstance(record, TrajectoryOpened):
-                self._by_name[record.name] = LiveTrajectory(record, event.lane, finished=True)
-                lanes[record.trajectory_id] = event.lane
-                open_.add(record.trajectory_id)
-            elif isinstance(record, TrajectoryFinished):
-                open_.discard(record.trajectory_id)
-        for trajectory_id, trajectory in self.store.trajectories(ids=open_).items():
-            live = _restored(trajectory, lanes[trajectory_id])
-            self._by_name[trajectory.opened.name] = live
+        """Read back the run's trajectories: of finished ones the name, of open ones all of it.
+
+        Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
+        one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
+        """
+        runs = _RunReader(self.store, self.run)
+        tried = {self.lane}
+        with contextlib.ExitStack() as locks:
+            while lanes := {t.lane for t in runs.open()} - tried:
+                tried |= lanes
+                for lane in sorted(lanes):
+                    try:
+                        locks.enter_context(self.store.writer(lane))
+                    except LaneLockedError:
+                        continue  # its process lives, and answers for its trajectories
+                    self.adopted[lane] = 0
+                runs.refresh()
+            adopted = [t for t in runs.open() if t.lane in self.adopted]
+            for trajectory in adopted:
+                self.adopted[trajectory.lane] += 1
+            self._record_adoptions(adopted)
+        for opened, lane in runs.opened.values():
+            self._by_name[opened.name] = LiveTrajectory(opened, lane, finished=True)
+        for trajectory in runs.open():
+            lane = self.lane if trajectory.lane in self.adopted else trajectory.lane
+            self._by_name[trajectory.opened.name] = _restored(trajectory, lane)
+
+    def _record_adoptions(self, trajectories: list[Trajectory]) -> None:
+        records = [TrajectoryAdopted(t.opened.trajectory_id, t.lane, t.last_event_id) for t in trajectories]
+        if records:
+            self.writer.append([Event(record, self.run) for record in records]).result()
 
     async def write(self, *records: Record) -> list[Event]:
         """Append records together; returns once they are durable.
@@ -184,6 +203,37 @@ class Recorder:
     def close(self) -> None:
         """Commit what is pending and give the lane back."""
         self.writer.close()
+
+
+class _RunReader:
+    """Which trajectories of a run there are, and the open ones whole."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.opened: dict[str, tuple[TrajectoryOpened, str]] = {}
+        self._store, self._run = store, run
+        self._finished: set[str] = set()
+        self._cut: dict[str, int] = {}
+        self._open: list[Trajectory] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what became durable since the last time."""
+        head = self._store.head()
+        for event in self._store.events(head, self._cut):
+            record = event.record
+            if event.run != self._run:
+                continue
+            if isinstance(record, TrajectoryOpened):
+                self.opened[record.trajectory_id] = (record, event.lane)
+            elif isinstance(record, TrajectoryFinished):
+                self._finished.add(record.trajectory_id)
+        self._cut = head
+        ids = set(self.opened) - self._finished
+        self._open = list(self._store.trajectories(head, ids).values()) if ids else []
+
+    def open(self) -> list[Trajectory]:
+        """Those that are not finished."""
+        return self._open
 
 
 def _restored(trajectory: Trajectory, lane: str) -> LiveTrajectory:

@@ -99,10 +99,11 @@ def _serve(
         )
     )
     _announce(options, listener.getsockname()[1], recorder)
-    config = uvicorn.Config(
-        build_app(recorder, engine), log_level="warning", access_log=False, timeout_keep_alive=75
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    app = build_app(recorder, engine)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75)
+    server = uvicorn.Server(config)
+    app.state.streams.stopping = lambda: server.should_exit  # a tail that is followed has no end of its own
+    server.run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -122,6 +123,8 @@ def _announce(options: ServeOptions, port: int, recorder: Recorder) -> None:
     base = f"http://{options.host}:{port}"
     console.print(f"recording run [bold]{options.run}[/] into {recorder.store.path} (lane {options.lane})")
     console.print(f"point an agent here: base_url = [bold]{base}/t/ANY-ID/v1[/]")
+    for lane, count in recorder.adopted.items():
+        console.print(f"adopted {count} open trajectories of lane {lane}, whose process is gone")
     truncated = recorder.writer.recovered.truncated_bytes
     if truncated:
         console.print(f"recovered: cut off {truncated} bytes of a write that never finished")

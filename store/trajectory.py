@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from rollbook.store.events import (
     TurnFailed,
     TurnRequested,
 )
+from rollbook.store.tenure import Place, Tenures
+from rollbook.store.upkeep_events import TrajectoryAdopted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +55,10 @@ class Trajectory:
     turns: Mapping[str, Turn]
     finished: TrajectoryFinished | None
     rewards: tuple[tuple[str, RewardAssigned], ...]
+    lane: str = ""
+    """The lane that writes it, or wrote it last."""
+    last_event_id: str = ""
+    """Id of its last event in that lane."""
 
     def reward(self, source: str = "agent", turn_id: str | None = None) -> float | None:
         """The reward in force of the trajectory, or of one turn: the last one not superseded."""
@@ -113,21 +119,27 @@ def prompt_sha256(ids: TokenIds) -> str:
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i4").data).hexdigest()
 
 
-@dataclass(slots=True)
 class _Builder:
-    run: str
-    opened: TrajectoryOpened
-    requested: dict[str, TurnRequested] = field(default_factory=dict)
-    completed: dict[str, TurnCompleted] = field(default_factory=dict)
-    failed: dict[str, TurnFailed] = field(default_factory=dict)
-    delivered: dict[str, str] = field(default_factory=dict)
-    finished: TrajectoryFinished | None = None
-    rewards: list[tuple[str, int, str, RewardAssigned]] = field(default_factory=list)
+    """What the events of one trajectory say, in whatever order its lanes are read."""
+
+    def __init__(self, event: Event, opened: TrajectoryOpened) -> None:
+        self.run, self.opened = event.run, opened
+        self.requested: dict[str, TurnRequested] = {}
+        self.completed: dict[str, TurnCompleted] = {}
+        self.failed: dict[str, TurnFailed] = {}
+        self.delivered: dict[str, str] = {}
+        self.finished: TrajectoryFinished | None = None
+        self.rewards: list[tuple[Place, str, RewardAssigned]] = []
+        self._asked_at: dict[str, Place] = {}
+        place = (event.lane, event.seq)
+        self._tenures = Tenures(place, places={event.event_id: place})
 
     def add(self, event: Event) -> None:
+        place = self._tenures.places[event.event_id] = (event.lane, event.seq)
         match event.record:
             case TurnRequested() as record:
                 self.requested[record.turn_id] = record
+                self._asked_at[record.turn_id] = place
             case TurnCompleted() as record:
                 self.completed[record.turn_id] = record
             case TurnFailed() as record:
@@ -135,35 +147,39 @@ class _Builder:
             case TurnDelivered() as record:
                 self.delivered.setdefault(record.turn_id, record.how)
             case RewardAssigned() as record:
-                self.rewards.append((event.lane, event.seq, event.event_id, record))
+                self.rewards.append((place, event.event_id, record))
             case TrajectoryFinished() as record:
                 self.finished = record
+            case TrajectoryAdopted() as record:
+                self._tenures.adoptions[place] = record.last_event_id
 
     def build(self) -> Trajectory:
+        tenures = self._tenures
+        order = list(self.requested)
+        if tenures.adoptions:
+            order.sort(key=lambda turn_id: tenures.key(self._asked_at[turn_id]))
         turns = {
             turn_id: Turn(
                 position,
-                requested,
+                self.requested[turn_id],
                 self.completed.get(turn_id),
                 self.failed.get(turn_id),
                 self.delivered.get(turn_id),
             )
-            for position, (turn_id, requested) in enumerate(self.requested.items())
+            for position, turn_id in enumerate(order)
         }
         # Lanes may be read in any order: which reward came last must not depend on it.
-        rewards = tuple((event_id, r) for _, _, event_id, r in sorted(self.rewards, key=_place))
-        return Trajectory(self.run, self.opened, turns, self.finished, rewards)
-
-
-def _place(reward: tuple[str, int, str, RewardAssigned]) -> tuple[str, int]:
-    return reward[0], reward[1]
+        rewards = sorted(self.rewards, key=lambda reward: tenures.key(reward[0]))
+        given = tuple((event_id, record) for _, event_id, record in rewards)
+        return Trajectory(self.run, self.opened, turns, self.finished, given, *tenures.last())
 
 
 class TrajectoryFold:
     """Folds events into trajectories as they come.
 
-    Events of one lane must come in order. Lanes may come in any: a reward from another lane that
-    comes before the trajectory's opening is kept until then.
+    Events of one lane must come in order. Lanes may come in any: what another lane holds of a trajectory
+    (a judge's reward, or what was written after an adoption) is kept until its opening comes. A trajectory
+    is whole once every event of a closed cut was added.
     """
 
     def __init__(self) -> None:
@@ -178,7 +194,7 @@ class TrajectoryFold:
         if trajectory_id is None or trajectory_id in self._forgotten:
             return None
         if isinstance(record, TrajectoryOpened):
-            builder = self._builders[trajectory_id] = _Builder(event.run, record)
+            builder = self._builders[trajectory_id] = _Builder(event, record)
             for early in self._early.pop(trajectory_id, ()):
                 builder.add(early)
         elif trajectory_id in self._builders:
@@ -195,6 +211,9 @@ class TrajectoryFold:
 
     def __getitem__(self, trajectory_id: str) -> Trajectory:
         return self._builders[trajectory_id].build()
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._builders
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._builders)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.errors import TrainError
-from rollbook.store.events import Event
+from rollbook.store.events import Event, TrajectoryFinished
 from rollbook.store.trajectory import TrajectoryFold, fold
 from rollbook.train.config import GrpoConfig, TrainConfig
 from rollbook.train.history import History
@@ -180,8 +180,7 @@ class QueueSource:
             events = self._more()
             if events is None:
                 return False
-            for event in events:
-                self._add(event)
+            self._take_in(events)
             if len(self._ready) > ready:
                 self._waiting_since = time.monotonic()
             elif not events:
@@ -197,10 +196,18 @@ class QueueSource:
                 f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
             )
 
-    def _add(self, event: Event) -> None:
-        trajectory_id = self._folding.add(event)
-        if trajectory_id is None or event.kind != "trajectory.finished":
-            return
+    def _take_in(self, events: list[Event]) -> None:
+        """Fold events up to a closed cut, and then look at the trajectories that they finish.
+
+        Not before: of an adopted one another lane may hold the beginning, and be read later.
+        """
+        for event in events:
+            self._folding.add(event)
+        for event in events:
+            if isinstance(event.record, TrajectoryFinished) and event.record.trajectory_id in self._folding:
+                self._add(event.record.trajectory_id)
+
+    def _add(self, trajectory_id: str) -> None:
         trajectory = self._folding[trajectory_id]
         recipe = self._config.recipe
         samples = [s for s in samples_of(trajectory, recipe.reward_source) if is_candidate(s, recipe)]

@@ -13,6 +13,7 @@ from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import RewardAssigned, TurnDelivered
 from rollbook.store.trajectory import fold
+from rollbook.store.upkeep_events import TrajectoryAdopted
 from rollbook.train.history import History, fold_history
 from rollbook.train.samples import all_samples
 from rollbook.train.source import EpochSource, QueueSource, make_source
@@ -327,3 +328,23 @@ def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any) -> None:
         samples = all_samples(fold(fabric.events(made)).values())
         rows.append(_take(EpochSource(config, samples, {}, 0, 0), 5))
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("adopter", ["adopter", "zz"])
+def test_the_tail_gives_adopted_trajectories(fabric: Any, store: Store, adopter: str) -> None:
+    """A trajectory that another lane finished is one unit, whole, whichever lane is read first."""
+    made = list(fabric.records("t0"))
+    trajectory_id = made[0].trajectory_id
+    events = fabric.events(made)
+    half = len(events) // 2
+    adopted = TrajectoryAdopted(trajectory_id, "serve", events[half - 1].event_id)
+    source = _queue(fabric, store, algorithm={"name": "sft", "batch_size": 1}, recipe={})
+    for lane, part in (("serve", events[:half]), (adopter, [*fabric.events([adopted]), *events[half:]])):
+        with store.writer(lane) as writer:
+            writer.append(part).result(30)
+    taken = source.take(0)
+    assert _names(taken) == ["t0"]
+    assert taken is not None
+    [expected] = all_samples(fold(events).values())
+    assert taken.samples[0].tokens.tolist() == expected.tokens.tolist()
+    assert taken.cut == store.head()

@@ -1,0 +1,141 @@
+"""docs/tail.md: every command of it is run, against a folder and a server, and does what the page says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from rollbook import store as rb
+from rollbook.ingest.event_feed import KEEP_ALIVE_S
+from rollbook.ingest.events_api import PARAMETERS, add_event_routes
+from rollbook.ingest.recorder import Recorder
+from rollbook.store import Store, format_cut
+
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    """The text of docs/tail.md."""
+    return (root / "docs" / "tail.md").read_text()
+
+
+@pytest.fixture
+def here(one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A folder to run commands in, with a store named demo-store."""
+    shutil.copytree(one_of_everything.path, tmp_path / "demo-store")
+    monkeypatch.chdir(tmp_path)
+    return rb.open("demo-store")
+
+
+@pytest.fixture
+def url(here: Store) -> Iterator[str]:
+    """Address of a server with the tail's routes over demo-store."""
+    # The tail needs nothing of a model; everything else of the recorder is real.
+    recorder = Recorder(here, "proxy", "demo", None)  # type: ignore[arg-type]
+    app = FastAPI()
+    streams = add_event_routes(app, recorder)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    streams.stopping = lambda: server.should_exit
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(20)
+    streams.close()
+    recorder.close()
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def _lines(page: str, program: str) -> list[list[str]]:
+    lines = [line for block in _blocks(page, "bash") for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith(program)]
+
+
+def _rollbook(root: Path, words: list[str]) -> subprocess.Popen[str]:
+    code = f"import sys; sys.path.insert(0, {str(root / 'src')!r}); from rollbook.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_the_rollbook_commands(page: str, url: str, here: Store, root: Path) -> None:
+    """Each prints what the page says of it; the one that follows is stopped after its first lines."""
+    commands = _lines(page, "rollbook")
+    assert len(commands) == 4
+    outputs = []
+    for words in commands:
+        process = _rollbook(root, [word.replace(ADDRESS, url) for word in words[1:]])
+        if "--no-follow" in words:
+            out, err = process.communicate(timeout=60)
+            assert (process.returncode, err) == (0, "")
+            outputs.append(out.splitlines())
+            continue
+        assert process.stdout is not None
+        outputs.append([process.stdout.readline().rstrip("\n") for _ in outputs[0]])
+        process.kill()
+        process.communicate()
+    events = list(here.events())
+    whole, some, rest, remote = outputs
+    assert [line.split()[2] for line in whole] == [f"{e.lane}={e.seq}" for e in events]
+    assert remote == whole
+    assert {line.split()[3] for line in some} == {"turn.failed", "reward.assigned"}
+    left = [e.event_id for e in events if e.lane != "serve" or e.seq >= 20]
+    assert [orjson.loads(line)["event_id"] for line in rest] == left
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_commands(page: str, url: str, here: Store) -> None:
+    """Events as messages and as Arrow, and a cursor that is kept."""
+    commands = _lines(page, "curl")
+    assert len(commands) == 4
+    head = format_cut(here.head())
+    outputs = [
+        subprocess.run(
+            [word.replace(ADDRESS, url) for word in words],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        ).stdout
+        for words in commands
+    ]
+    assert outputs[0].startswith("id: ")
+    assert outputs[0].endswith(f'event: head\nid: {head}\ndata: {{"cut":"{head}"}}\n\n')
+    with pa.ipc.open_stream("events.arrow") as stream:
+        assert "lane" in stream.read_all().schema.names
+    assert outputs[2:] == ['{"cut":"serve=20"}'] * 2
+    assert [e.lane for e in here.events() if e.kind == "cursor.moved"] == ["proxy", "upkeep"]
+
+
+def test_the_remote_tail(page: str, url: str, capsys: Any) -> None:
+    """The block that needs a server, run against one."""
+    [block] = [b for b in _blocks(page, "python") if "HttpTail" in b]
+    exec(compile(block.replace(ADDRESS, url), "docs/tail.md", "exec"), {})
+    assert re.fullmatch(r"[1-9]\d* \{.*'serve': \d+.*\}\n", capsys.readouterr().out)
+
+
+def test_what_the_page_states(page: str) -> None:
+    """Its list of query parameters is complete, and the time between comments is the code's."""
+    table = page.split("| query | meaning | default |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == PARAMETERS
+    assert f"every {KEEP_ALIVE_S:.0f} s" in page

@@ -1,0 +1,161 @@
+"""A proxy goes on with the conversations of one that was killed, in a lane of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rollbook import store
+from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.requests import OpenTrajectory
+from rollbook.store.errors import RequestError
+from rollbook.store.events import TurnRequested
+from rollbook.store.trajectory import Trajectory, fold
+from rollbook.store.upkeep_events import TrajectoryAdopted
+
+
+def _say(url: str, name: str, messages: list[Any]) -> tuple[str, list[Any]]:
+    """One turn: its id, and the messages with the reply."""
+    client = openai.OpenAI(base_url=f"{url}/t/{name}/v1", api_key="none", max_retries=0)
+    reply = client.chat.completions.create(model="m", messages=messages)
+    said = {"role": "assistant", "content": reply.choices[0].message.content}
+    return reply.id.removeprefix("chatcmpl-"), [*messages, said]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _trajectory(path: Path, name: str) -> Trajectory:
+    log = store.open(path)
+    orders = [list(log.events()), sorted(log.events(), key=lambda e: e.lane, reverse=True)]
+    one, other = ({t.opened.name: t for t in fold(events).values()}[name] for events in orders)
+    assert list(one.turns) == list(other.turns)
+    return one
+
+
+def test_conversations_survive_the_death_of_their_proxy(serve: Any, text_model: Any, script: Any) -> None:
+    """kill -9 amid a turn; a proxy of another lane goes on: tokens fold exactly, and there is no new root.
+    When that one is killed too, the first lane takes the conversation back."""
+    common = ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
+    first = serve(*common, "--lane", "serve")
+    turns: list[str] = []
+    turn, messages = _say(first.url, "a", [_user("one")])
+    turns.append(turn)
+    httpx.post(f"{first.url}/v1/trajectories", json={"id": "quiet"}).raise_for_status()
+    _say(first.url, "done", [_user("bye")])
+    httpx.post(f"{first.url}/v1/trajectories/done/finish", json={"reward": 1.0}).raise_for_status()
+    asking = [*messages, _user("sleep 30")]
+
+    def ask_in_vain() -> None:
+        with pytest.raises(openai.APIError):
+            _say(first.url, "a", asking)
+
+    cut_off = threading.Thread(target=ask_in_vain)
+    cut_off.start()
+    log = store.open(first.path)
+    while not any(isinstance(e.record, TurnRequested) and e.record.parent_turn_id for e in log.events()):
+        time.sleep(0.02)
+    first.kill()
+    cut_off.join()
+
+    # Sorted before, and after, the lane that it adopts from.
+    second = type(first)(first.path, [*common, "--lane", "early"])
+    assert "adopted 2 open trajectories of lane serve" in second.log.read_text()
+    for text in ("two", "three"):
+        turn, messages = _say(second.url, "a", [*messages, _user(text)])
+        turns.append(turn)
+    assert httpx.post(f"{second.url}/v1/trajectories/done/finish", json={}).status_code == 409
+    second.kill()
+
+    third = type(first)(first.path, [*common, "--lane", "serve"])
+    turn, messages = _say(third.url, "a", [*messages, _user("four")])
+    turns.append(turn)
+    body = {"reward": 1.0, "turn_rewards": [0.1, 0.2, 0.3, 0.4]}
+    httpx.post(f"{third.url}/v1/trajectories/a/finish", json=body).raise_for_status()
+    third.stop()
+
+    found = _trajectory(first.path, "a")
+    done = [t for t in found.turns.values() if t.completed]
+    assert [t.turn_id for t in done] == turns
+    assert [t.requested.parent_turn_id for t in done] == [None, *turns[:-1]]
+    assert [t.requested.root_reason for t in done[1:]] == [None] * 3
+    assert [path[-1].turn_id for path in found.paths()] == [turns[-1]]
+    assert found.messages(done[-1]) == messages[:-1]
+    assert all(found.prompt_ids(t).size == t.completed.prompt_length for t in done if t.completed)
+    assert [found.reward(turn_id=turn_id) for turn_id in turns] == [0.1, 0.2, 0.3, 0.4]
+    pending = [t for t in found.turns.values() if not t.completed]
+    assert [(t.position, t.requested.parent_turn_id) for t in pending] == [(1, turns[0])]
+
+    _check_adoptions(log, found.opened.trajectory_id)
+
+
+def _check_adoptions(log: store.Store, trajectory_id: str) -> None:
+    events = list(log.events())
+    adoptions = [e for e in events if isinstance(e.record, TrajectoryAdopted)]
+    of_a = [e for e in adoptions if e.record.trajectory_id == trajectory_id]
+    assert [(e.lane, e.record.from_lane) for e in of_a] == [("early", "serve"), ("serve", "early")]
+    for adoption in of_a:
+        record = adoption.record
+        assert isinstance(record, TrajectoryAdopted)
+        mine = [e for e in events if getattr(e.record, "trajectory_id", None) == record.trajectory_id]
+        later = [e.seq for e in mine if e.lane == adoption.lane and e.seq > adoption.seq]
+        assert later  # it comes before anything else that its lane writes of it
+        [last] = [e for e in mine if e.event_id == record.last_event_id]
+        assert last.lane == record.from_lane
+
+
+def test_a_lane_whose_process_lives_is_left_alone(tmp_path: Path, chat: Any) -> None:
+    """Its trajectories are 409 to others until it is gone; then the next proxy adopts them, once."""
+    log = store.open(tmp_path / "store", create=True)
+    living = Recorder(log, "one", "default", chat())
+    live = living.draft(OpenTrajectory(id="x"))
+    living.record_opening(live)
+    living.close()
+    living = Recorder(log, "one", "default", chat())
+    assert living.adopted == {}
+    other = Recorder(log, "two", "default", chat())
+    assert other.adopted == {}
+    with pytest.raises(RequestError, match=r"written by the proxy of lane 'one'"):
+        other.find("x")
+    other.close()
+    living.close()
+    elsewhere = Recorder(log, "two", "another-run", chat())
+    assert (elsewhere.adopted, elsewhere.find("x")) == ({}, None)
+    elsewhere.close()
+    for expected in ({"one": 1}, {}):
+        other = Recorder(log, "two", "default", chat())
+        assert other.adopted == expected
+        found = other.find("x")
+        assert found is not None
+        assert (found.lane, found.opened) == ("two", live.opened)
+        other.close()
+    assert [e.kind for e in log.events() if e.lane == "two"] == ["trajectory.adopted"]
+
+
+def test_what_was_whole_but_not_acknowledged_is_adopted_too(tmp_path: Path, chat: Any) -> None:
+    """Frames behind the dead lane's watermark are recovered before the adoption names its last event."""
+    log = store.open(tmp_path / "store", create=True)
+    recorder = Recorder(log, "one", "default", chat())
+    live = recorder.draft(OpenTrajectory(id="x"))
+    recorder.record_opening(live)
+    mark = log.path / "lanes" / "one" / "WATERMARK"
+    assert recorder._noted is not None
+    recorder._noted.result(30)
+    before = mark.read_bytes()
+    recorder.mark_delivered(live, "u1", "sent")
+    recorder.close()
+    mark.write_bytes(before)
+    assert log.head() == {"one": 1}
+    other = Recorder(log, "two", "default", chat())
+    other.close()
+    assert log.head() == {"one": 2, "two": 1}
+    [adoption] = [e.record for e in log.events() if isinstance(e.record, TrajectoryAdopted)]
+    [delivered] = [e for e in log.events() if e.kind == "turn.delivered"]
+    assert (adoption.from_lane, adoption.last_event_id) == ("one", delivered.event_id)
