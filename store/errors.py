@@ -8,7 +8,8 @@
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
     │   ├── WriteFailedError     (also OSError) an append did not become durable
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
-    │   └── CatalogError         the catalog's database; the log itself is well
+    │   ├── CatalogError         the catalog's database; the log itself is well
+    │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
     ├── EngineError              an engine failed, or was given what it cannot serve
@@ -57,6 +58,10 @@ class CutError(StoreError, ValueError):
 
 class CatalogError(StoreError):
     """The catalog's database cannot be reached or used. Nothing in the log depends on it."""
+
+
+class UpkeepError(StoreError, ValueError):
+    """What retention or erasure was told to keep, retire or erase cannot be read, or is not in the store."""
 
 
 class InterchangeError(RollbookError, ValueError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.store.erased import TOKENS_ERASED
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import (
     Event,
@@ -45,6 +46,11 @@ class Turn:
         """The turn's id."""
         return self.requested.turn_id
 
+    @property
+    def tokens_erased(self) -> bool:
+        """Whether its token ids and logprobs were erased; each id is then -1."""
+        return self.completed is not None and TOKENS_ERASED in self.completed.flags
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
@@ -71,20 +77,24 @@ class Trajectory:
         return values[-1] if values else None
 
     def prompt_ids(self, turn: Turn) -> TokenIds:
-        """The ids the engine was sent for a completed turn, int32.
+        """The ids the engine was sent for a completed turn, int32; -1 where they were erased.
 
         Raises:
             CorruptionError: they are not the ids that were sent (their sha256 differs).
         """
         parts: list[TokenIds] = []
         node: Turn | None = turn
+        erased = False
         while node is not None and node.completed is not None:
+            erased = erased or node.tokens_erased
             parts.append(node.completed.prompt_ids)
             node = self.parent(node)
             if node is not None and node.completed is not None:
                 parts.append(node.completed.completion_ids)
         ids = np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
-        if turn.completed is not None and prompt_sha256(ids) != turn.completed.prompt_sha256:
+        if turn.completed is None or erased:
+            return ids
+        if prompt_sha256(ids) != turn.completed.prompt_sha256:
             raise CorruptionError(f"turn {turn.turn_id}: its prompt does not fold to the ids sent")
         return ids
 

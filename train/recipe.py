@@ -1,7 +1,7 @@
 """Which samples a recipe trains on, and which of its rules drops each other one. Pure.
 
 Samples of another split, or without a trainable token, are not candidates: the ledger counts them as
-kept out. A candidate is kept, or dropped by exactly one named rule.
+kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Drop:
 
 def is_candidate(sample: Sample, recipe: RecipeConfig) -> bool:
     """Whether the recipe speaks of this sample at all."""
-    return sample.split in recipe.splits and bool(sample.loss_mask.any())
+    return sample.split in recipe.splits and (sample.erased or bool(sample.loss_mask.any()))
 
 
 def select(
@@ -59,6 +59,8 @@ def select(
 def _unfit(
     sample: Sample, recipe: RecipeConfig, algorithm: SftConfig | GrpoConfig, version: int
 ) -> Drop | None:
+    if sample.erased:
+        return Drop(sample, "erased", {})
     oldest = sample.oldest_version
     limit = recipe.max_staleness
     if limit is not None and oldest is not None and version - oldest > limit:

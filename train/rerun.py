@@ -13,6 +13,7 @@ import torch
 from rollbook.store import Store, parse_cut
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned
+from rollbook.store.upkeep_events import TrajectoryErased
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.history import CommittedStep
 from rollbook.train.samples import Sample, samples_of
@@ -38,7 +39,7 @@ def samples_at_cut(log: Store, plan: StepPlanned) -> dict[str, Sample]:
     """The samples a manifest names, by leaf turn, materialized from the log at the manifest's cut.
 
     Raises:
-        ReplayError: the log does not hold one of them.
+        ReplayError: the log does not hold one of them, or its tokens were erased.
     """
     wanted = {ref["trajectory_id"] for ref in plan.samples}
     source = plan.recipe["reward_source"]
@@ -47,7 +48,21 @@ def samples_at_cut(log: Store, plan: StepPlanned) -> dict[str, Sample]:
     missing = [ref for ref in plan.samples if ref["turn_id"] not in samples]
     if missing:
         raise ReplayError(f"step {plan.step}: the log no longer holds its sample {missing[0]}")
+    for ref in plan.samples:
+        if samples[ref["turn_id"]].erased:
+            raise ReplayError(
+                f"step {plan.step}: the tokens of trajectory {ref['trajectory_id']}, which it trained on, "
+                f"were erased ({_why_erased(log, ref['trajectory_id'])}); no step that needs them can be "
+                "replayed"
+            )
     return samples
+
+
+def _why_erased(log: Store, trajectory_id: str) -> str:
+    """The reason that was given for an erasure."""
+    records = [e.record for e in log.events() if isinstance(e.record, TrajectoryErased)]
+    reasons = [r.reason for r in records if r.trajectory_id == trajectory_id and not r.tokens_kept]
+    return reasons[-1] if reasons else "not recorded yet: the erasure was cut short, run it again"
 
 
 def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedStep]) -> Iterator[RerunStep]:

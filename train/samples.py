@@ -32,6 +32,7 @@ class Sample:
         versions: int64 [T]; policy version that sampled the token, else -1.
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
+        erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
     """
 
     run: str
@@ -48,6 +49,7 @@ class Sample:
     temperatures: npt.NDArray[np.float32]
     reward: float | None
     rewards: dict[str, float]
+    erased: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,6 +82,7 @@ class Sample:
             "split": self.split,
             "reward": self.reward,
             "turn_rewards": self.rewards,
+            "erased": self.erased,
             "tokens": self.tokens.tolist(),
             "loss_mask": self.loss_mask.astype(int).tolist(),
             "logprobs": [None if np.isnan(p) else float(p) for p in self.logprobs],
@@ -91,7 +94,8 @@ class Sample:
 def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample]:
     """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
 
-    Turns that were not delivered, or failed, are context without loss. Rewards are those of `source`.
+    Turns that were not delivered, or failed, are context without loss; a path with erased tokens has no
+    loss at all. Rewards are those of `source`.
     """
     owned: set[str] = set()
     for path in trajectory.paths():
@@ -121,6 +125,10 @@ def _sample(trajectory: Trajectory, path: tuple[Turn, ...], owned: set[str], sou
             versions[start + span.start : start + span.end] = span.version
         temperature = float(done.logprob_semantics.get("temperature", 1.0))
         temperatures[start:stop] = temperature or 1.0  # greedy turns report the T=1 distribution
+    # Where nothing could be trained before either, the erasure took nothing from training.
+    erased = any(turn.tokens_erased for turn in path) and bool(loss_mask.any())
+    if erased:
+        loss_mask[:], logprobs[:] = False, 0.0
     rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path}
     return Sample(
         run=trajectory.run,
@@ -137,6 +145,7 @@ def _sample(trajectory: Trajectory, path: tuple[Turn, ...], owned: set[str], sou
         temperatures=temperatures,
         reward=trajectory.reward(source),
         rewards={turn_id: value for turn_id, value in rewards.items() if value is not None},
+        erased=erased,
     )
 
 

@@ -114,24 +114,6 @@ def sql(
 
 
 @app.command()
-def tail(
-    store: Annotated[Path | None, typer.Option(help="Folder of the store, if it is on this machine.")] = None,
-    url: Annotated[str | None, typer.Option(help="Or the address of a `rollbook serve`.")] = None,
-    start: Annotated[
-        str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
-    ] = "empty",
-    kinds: Annotated[str, typer.Option(help="Only these kinds, such as turn.completed,turn.failed.")] = "",
-    run: Annotated[str | None, typer.Option(help="Only events of this run.")] = None,
-    follow: Annotated[bool, typer.Option(help="Go on as the log grows.")] = True,
-    json: AsJson = False,
-) -> None:
-    """Print events as they become durable, a line each."""
-    from rollbook.store.print_events import run_tail
-
-    run_tail(store, url, start, kinds, run, follow, json)
-
-
-@app.command()
 def samples(
     store: StoreOption,
     trajectory: Annotated[
@@ -229,6 +211,54 @@ def import_(
     from rollbook.store.interchange.importing import run_import
 
     run_import(file, store, run, lane, split, json)
+
+
+@store_app.command("retain")
+def store_retain(
+    store: StoreOption,
+    keep: Annotated[str, typer.Option(help="How much: 7d, 12h, 500GiB or versions:20.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Drop old sealed units that nothing needs any more; says of each other one why it stays."""
+    from rollbook.store.sealed.print_keeping import run_retain
+
+    run_retain(store, keep, dry_run, json)
+
+
+@store_app.command("retire")
+def store_retire(
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run of the steps.")],
+    reason: Annotated[str, typer.Option(help="Why, for the log.")],
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    steps: Annotated[str | None, typer.Option(help="Steps A-B, or one step.")] = None,
+    before_version: Annotated[
+        int | None, typer.Option(help="Steps that started from a version below this.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Give steps up for replay, so that `rollbook store retain` may drop what only they needed."""
+    from rollbook.store.sealed.print_keeping import run_retire
+
+    run_retire(store, run, policy, reason, steps, before_version, json)
+
+
+@store_app.command("erase")
+def store_erase(
+    store: StoreOption,
+    trajectory: Annotated[str, typer.Option(help="The client's name of the trajectory, or its id.")],
+    reason: Annotated[str, typer.Option(help="Why, for the log; not the text itself.")],
+    run: Run = None,
+    keep_tokens: Annotated[
+        bool, typer.Option("--keep-tokens", help="Keep token ids and logprobs: trainable, replayable.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove the text of one trajectory from every file of the store."""
+    from rollbook.store.sealed.print_keeping import run_erase
+
+    run_erase(store, trajectory, run, keep_tokens, reason, json)
 
 
 @app.command()

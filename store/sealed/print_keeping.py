@@ -1,0 +1,110 @@
+"""What `rollbook store retain`, `retire` and `erase` print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollbook.store.log import open_store
+from rollbook.store.sealed.erase import EraseReport, erase_trajectory
+from rollbook.store.sealed.retain import RetainReport, retain
+from rollbook.store.sealed.retire import parse_steps, retire_steps
+
+MIB = 1 << 20
+
+
+def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
+    """Drop what `keep` does not keep, and print what becomes of each sealed unit."""
+    report = retain(open_store(path), keep, dry_run=dry_run)
+    if as_json:
+        _print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
+        return
+    console = Console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name, justify in (
+        ("unit", "left"),
+        ("events", "right"),
+        ("MiB", "right"),
+        ("newest event, UTC", "left"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("", overflow="fold")
+    for unit in report.units:
+        told = "; ".join(unit.why_kept)
+        going = "would be dropped" if dry_run else "dropped"
+        table.add_row(
+            f"{unit.lane}/{unit.unit}",
+            str(unit.next_seq - unit.first_seq),
+            f"{unit.bytes / MIB:.1f}",
+            datetime.fromtimestamp(unit.newest_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            Text(going, style="bold") if unit.dropped else Text(f"stays: {told}"),
+        )
+    if report.units:
+        console.print(table)
+    console.print(_sum_up(report))
+
+
+def _sum_up(report: RetainReport) -> str:
+    dropped = sum(unit.dropped for unit in report.units)
+    verb = "would drop" if report.dry_run else "dropped"
+    return f"{verb} {dropped} of {len(report.units)} sealed units, {report.dropped_bytes / MIB:.1f} MiB"
+
+
+def run_retire(
+    path: Path,
+    run: str,
+    policy: str,
+    reason: str,
+    steps: str | None,
+    before_version: int | None,
+    as_json: bool,
+) -> None:
+    """Retire steps, and print which."""
+    chosen = None if steps is None else parse_steps(steps)
+    log = open_store(path)
+    report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    of = f"of policy {policy} in run {run}"
+    earlier = f"; {report.before} were retired before" if report.before else ""
+    Console().print(f"retired {len(report.steps)} steps {of}{earlier}", markup=False)
+
+
+def run_erase(
+    path: Path, trajectory: str, run: str | None, keep_tokens: bool, reason: str, as_json: bool
+) -> None:
+    """Erase a trajectory, and print what was done."""
+    report = erase_trajectory(open_store(path), trajectory, reason, run=run, keep_tokens=keep_tokens)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    for line in _told(report):
+        Console().print(line, markup=False, soft_wrap=True)
+
+
+def _told(report: EraseReport) -> list[str]:
+    what = "text" if report.tokens_kept else "text and tokens"
+    done = f"rewrote {', '.join(report.units)}" if report.units else "nothing was left to rewrite"
+    lines = [
+        f"erased the {what} of trajectory {report.name} ({report.trajectory_id}) of run {report.run}: "
+        f"{report.events} events, {report.bodies} large values; {done}"
+    ]
+    if report.shared_bodies:
+        lines.append(
+            f"{report.shared_bodies} large values stay, since requests of other trajectories hold them too"
+        )
+    if not report.finished:
+        lines.append("the trajectory is not finished: erase it again when it is")
+    return lines
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())

@@ -1,0 +1,114 @@
+"""Takes files away for good: what retention and erasure have in common.
+
+Both first make durable what the lane is without the files, and only then remove them. So whoever is stopped
+in between leaves files that nobody reads, and the next run removes those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pyarrow import fs
+from sqlalchemy.exc import SQLAlchemyError
+
+from rollbook.store.errors import CatalogError
+from rollbook.store.lane.files import fsync_folder, lane_folder, segment_path
+from rollbook.store.log import Store
+from rollbook.store.sealed.leases import removing
+from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.sealer import CLAIM
+from rollbook.store.sealed.unit import (
+    MARKS,
+    TURNS,
+    Unit,
+    all_units,
+    current_units,
+    derived_folder,
+    lane_units_folder,
+    unit_folder,
+)
+
+UPKEEP_LANE = "upkeep"
+"""Where retention and erasure say what they did."""
+
+PATIENCE_S = 60.0
+"""How long to wait for the sealer to end its pass."""
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def only_one(log: Store) -> Iterator[None]:
+    """Be the only process that changes the store's sealed units.
+
+    Raises:
+        LaneLockedError: another one does, and went on for `PATIENCE_S` seconds.
+    """
+    with log.claim(CLAIM, "try again when it is done", PATIENCE_S):
+        yield
+
+
+def remove_wal(store: Path, unit: Unit) -> int:
+    """Remove what is left of the unit's segments as WAL files; how many bytes."""
+    folder = lane_folder(store, unit.lane)
+    paths = [segment_path(folder, s.number) for s in unit.segments]
+    # Newest first: a reader that finds a segment's successor gone asks the unit, which is whole.
+    found = [path for path in reversed(paths) if path.exists()]
+    freed = sum(path.stat().st_size for path in found)
+    for path in found:
+        path.unlink()
+    if found:
+        fsync_folder(folder)
+    return freed
+
+
+def remove_replaced(store: Path, lane: str, unit: Unit) -> None:
+    """Remove every unit that this one took the place of, leased or not, and what was derived from it."""
+    others = [u for u in all_units(store, lane) if u.name != unit.name]
+    old = [u for u in others if u.first <= unit.last and u.last >= unit.first]
+    for other in old:
+        remove_files(store, other)
+    derived = store / "derived" / lane
+    current = {u.name for u in current_units(store, lane)}
+    stale = [f for f in derived.glob("*") if f.name not in current]
+    with removing(store):
+        # No lease is taken meanwhile: whoever takes one afterwards sees that these are gone.
+        folders = [unit_folder(store, other) for other in old] + [f for f in stale if f.name[0] != "."]
+        for folder in folders:
+            folder.rename(folder.with_name(f".{folder.name}.gone"))
+    for parent in (lane_units_folder(store, lane), derived):
+        for hidden in parent.glob(".*"):
+            shutil.rmtree(hidden)
+    if old:
+        fsync_folder(lane_units_folder(store, lane))
+
+
+def remove_files(store: Path, unit: Unit) -> int:
+    """Remove the unit's Parquet files, and leave its manifest; how many bytes."""
+    system, folder = place(store, unit)
+    infos = system.get_file_info([f"{folder}/{name}" for name in (TURNS, MARKS)])
+    found = [info for info in infos if info.type == fs.FileType.File]
+    for info in found:
+        system.delete_file(info.path)
+    if found and unit.remote is None:
+        fsync_folder(unit_folder(store, unit))
+    return sum(info.size for info in found)
+
+
+def remove_derived(store: Path, unit: Unit) -> None:
+    """Remove what was derived from the unit."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(derived_folder(store, unit))
+
+
+def note_units(log: Store, lane: str) -> None:
+    """Tell the catalog which units count now; nothing is lost where it cannot be told."""
+    try:
+        with contextlib.closing(log.catalog()) as catalog:
+            catalog.record_units(lane, current_units(log.path, lane))
+    except (CatalogError, SQLAlchemyError) as error:
+        logger.warning("the catalog does not know what became of lane %s: %s", lane, error)
