@@ -64,37 +64,46 @@ def _in_force(which: str) -> str:
                GROUP BY trajectory_id, turn_id)"""
 
 
+_DETAIL = f"""(
+      SELECT trajectory_id, turn_id, any_value(trajectory) AS trajectory, any_value(reward) AS reward,
+             any_value(version_spans) AS version_spans, any_value(prompt_ids) AS prompt_ids,
+             any_value(completion_ids) AS completion_ids, any_value(logprobs) AS logprobs,
+             any_value(asked) AS asked, any_value(answered) AS answered
+      FROM (
+        SELECT trajectory_id, turn_id, version_spans, prompt_ids, completion_ids, logprobs,
+               CASE WHEN kind = 'turn.requested' THEN extra END AS asked,
+               CASE WHEN kind = 'turn.completed' THEN extra END AS answered
+        FROM _turn_events
+        UNION ALL BY NAME
+        SELECT trajectory_id, turn_id, trajectory FROM _turn_scalars JOIN {_NAMES} USING (trajectory_id)
+        UNION ALL BY NAME
+        SELECT * FROM {_in_force("turn_id IS NOT NULL")})
+      GROUP BY trajectory_id, turn_id)"""
+"""What `turns` has beyond a turn's scalars, as ONE grouped relation: DuckDB leaves a join with it out where
+none of it is asked for, but of several such joins only the last."""
+
 TURNS = View(
     "turns",
     "One model call: what was asked, the exact tokens and logprobs, and which policy version made them.",
     f"""
-    SELECT s.run, o.trajectory, s.trajectory_id, s.turn_id, s.parent_turn_id, s.root_reason,
+    SELECT s.run, d.trajectory, s.trajectory_id, s.turn_id, s.parent_turn_id, s.root_reason,
            CASE WHEN s.completed IS NOT NULL THEN 'completed'
                 WHEN s.error IS NOT NULL THEN 'failed' ELSE 'running' END AS status,
-           s.delivered, s.policy, s.policy_version, c.version_spans,
-           c.prompt_ids AS prompt_delta, s.prompt_length,
-           c.completion_ids, c.logprobs, s.completion_length, s.finish_reason,
-           json_extract_string(c.answered, '$.reply.content') AS content,
-           json_extract(c.answered, '$.reply') AS reply,
-           json_extract(c.asked, '$.messages') AS new_messages,
-           json_extract(c.asked, '$.request') AS request, s.requested_model,
-           json_extract(c.asked, '$.sampling') AS sampling,
-           r.reward, s.requested, s.completed,
+           s.delivered, s.policy, s.policy_version, d.version_spans,
+           d.prompt_ids AS prompt_delta, s.prompt_length,
+           d.completion_ids, d.logprobs, s.completion_length, s.finish_reason,
+           json_extract_string(d.answered, '$.reply.content') AS content,
+           json_extract(d.answered, '$.reply') AS reply,
+           json_extract(d.asked, '$.messages') AS new_messages,
+           json_extract(d.asked, '$.request') AS request, s.requested_model,
+           json_extract(d.asked, '$.sampling') AS sampling,
+           d.reward, s.requested, s.completed,
            date_diff('microsecond', s.requested, s.completed) / 1000.0 AS latency_ms, s.lane, s.seq,
-           s.error, json_extract(c.answered, '$.flags') AS flags,
-           json_extract(c.answered, '$.timings') AS timings,
+           s.error, json_extract(d.answered, '$.flags') AS flags,
+           json_extract(d.answered, '$.timings') AS timings,
            s.min_version, s.max_version, s.min_logprob, s.sum_logprob
     FROM _turn_scalars s
-    LEFT JOIN {_NAMES} o USING (trajectory_id)
-    LEFT JOIN {_in_force("turn_id IS NOT NULL")} r
-      ON r.trajectory_id = s.trajectory_id AND r.turn_id = s.turn_id
-    LEFT JOIN (SELECT trajectory_id, turn_id, any_value(version_spans) AS version_spans,
-                      any_value(prompt_ids) AS prompt_ids, any_value(completion_ids) AS completion_ids,
-                      any_value(logprobs) AS logprobs,
-                      any_value(CASE WHEN kind = 'turn.requested' THEN extra END) AS asked,
-                      any_value(CASE WHEN kind = 'turn.completed' THEN extra END) AS answered
-               FROM _turn_events GROUP BY trajectory_id, turn_id) c
-      ON c.trajectory_id = s.trajectory_id AND c.turn_id = s.turn_id
+    LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,
     columns.TURNS,
 )

@@ -41,10 +41,10 @@ ORDER BY latency_ms DESC LIMIT 10""",
     ),
     Example(
         "Which tokens were very unlikely when they were sampled?",
-        "Natural logarithms: -10 is one in 22,026.",
+        "Natural logarithms: -10 is one in 22,026. `outliers` has those below -8 ready; `tokens` has all.",
         """\
 SELECT trajectory, turn_id, position, token_id, logprob, tokens.policy_version
-FROM tokens JOIN turns USING (turn_id)
+FROM outliers AS tokens JOIN turns USING (trajectory_id, turn_id)
 WHERE logprob < -10
 ORDER BY logprob LIMIT 20""",
     ),
@@ -191,6 +191,70 @@ ORDER BY lane, seq""",
 SELECT trajectory, turn_id, source, reward, superseded, time
 FROM rewards
 ORDER BY trajectory, lane, seq""",
+    ),
+    Example(
+        "Where did every sampled token go?",
+        "Per policy version the terms add up to what was sampled: trained, dropped (by which rule),\n"
+        "waiting, in flight (the trajectory is open), or kept out (evaluation, undelivered and others).",
+        """\
+SELECT run, policy_version, term, rule, turns, tokens,
+       round(100.0 * tokens / sum(tokens) OVER (PARTITION BY run, policy_version), 1) AS percent
+FROM ledger
+ORDER BY run, policy_version, tokens DESC, term""",
+    ),
+    Example(
+        "Which turns made this step, and which steps did this turn go into?",
+        "The lineage both ways: every turn on the path of every sample that a step consumed.",
+        """\
+SELECT step, position, trajectory, lineage.turn_id, lineage.turn_id = leaf_turn_id AS is_leaf
+FROM lineage JOIN trajectories USING (trajectory_id)
+WHERE lineage.status = 'committed' AND step = 0
+ORDER BY position, lineage.turn_id""",
+    ),
+    Example(
+        "How long are the sequences, and how much of them was sampled?",
+        "A path is what a sample is made of; the rest of its tokens are prompts and tool results.",
+        """\
+SELECT turns, count(*) AS paths, avg(length) AS tokens, max(length) AS longest,
+       avg(sampled / length) AS sampled_share
+FROM paths
+GROUP BY turns ORDER BY turns""",
+    ),
+    Example(
+        "How did latency and throughput develop?",
+        "`completion_length` over the time between a request's event and its answer's, by minute.",
+        """\
+SELECT date_trunc('minute', completed) AS minute, count(*) AS turns,
+       quantile_cont(latency_ms, 0.5) AS p50_ms, quantile_cont(latency_ms, 0.99) AS p99_ms,
+       sum(completion_length) AS tokens
+FROM turns WHERE completed IS NOT NULL
+GROUP BY minute ORDER BY minute""",
+    ),
+    Example(
+        "Which weight transfers failed, and how long did the others take?",
+        "From `sync.started` to the engine's verified digest.",
+        """\
+SELECT policy_version, engine, transport, status, bytes / 1e6 AS megabytes, seconds, error
+FROM syncs
+ORDER BY started""",
+    ),
+    Example(
+        "What do large requests have in common?",
+        "Bodies stored once: images, tool schemas, long system prompts. In `turns.request` and\n"
+        "`turns.new_messages` each is `{\"$body\": digest}`.",
+        """\
+SELECT digest, length, copies, substr(body::VARCHAR, 1, 60) AS begins
+FROM bodies
+ORDER BY length DESC LIMIT 10""",
+    ),
+    Example(
+        "Did entropy collapse?",
+        "The mean logprob of sampled tokens by version: at 0 the policy would no longer choose at all.",
+        """\
+SELECT policy_version, sum(completion_length) AS tokens,
+       sum(sum_logprob) / sum(completion_length) AS mean_logprob, min(min_logprob) AS least_likely
+FROM turns WHERE sum_logprob IS NOT NULL
+GROUP BY policy_version ORDER BY policy_version""",
     ),
     Example(
         "How much does the log hold?",

@@ -120,12 +120,18 @@ LEDGER = View(
     "ledger",
     "Where the sampled tokens of each policy version went; over all terms they are all that were sampled.",
     """
-    WITH trained AS (
-      SELECT DISTINCT run, trajectory_id, turn_id FROM lineage WHERE status = 'committed'
-    ), dropped AS (
-      SELECT d.run, d.trajectory_id, d.turn_id, min(d.rule) AS rule
+    WITH RECURSIVE trained AS (
+      SELECT DISTINCT trajectory_id, turn_id FROM lineage WHERE status = 'committed'
+    ), kept_back AS (
+      SELECT d.trajectory_id, d.turn_id, d.rule
       FROM drops d JOIN steps p ON p.run = d.run AND p.step = d.step AND p.attempt = d.attempt
-      WHERE p.status = 'committed' GROUP BY ALL
+      WHERE p.status = 'committed'
+      UNION
+      SELECT k.trajectory_id, s.parent_turn_id, k.rule
+      FROM kept_back k JOIN _turn_scalars s ON s.trajectory_id = k.trajectory_id AND s.turn_id = k.turn_id
+      WHERE s.parent_turn_id IS NOT NULL
+    ), dropped AS (
+      SELECT trajectory_id, turn_id, min(rule) AS rule FROM kept_back GROUP BY trajectory_id, turn_id
     ), turn AS (
       SELECT s.run, s.trajectory_id, s.turn_id, s.policy, s.policy_version, s.one_version,
              s.completion_length,

@@ -25,7 +25,7 @@ def test_the_page_shows_every_view_and_question() -> None:
     page = render()
     assert all(f"### `{view.name}`\n" in page for view in VIEWS)
     assert all(f"### {e.question}\n" in page and e.sql in page for e in EXAMPLES)
-    assert len({e.question for e in EXAMPLES}) == len(EXAMPLES) >= 12
+    assert len({e.question for e in EXAMPLES}) == len(EXAMPLES) >= 20
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
@@ -71,3 +71,15 @@ def test_answers(one_of_everything: Store) -> None:
     assert [(row[0], row[2], row[4] == 0) for row in groups] == [("task-2", 2, True), ("task-1", 2, False)]
     lineage = _answer(ask, "weights come from")
     assert [(row[1], row[2], row[7]) for row in lineage] == [(2, 1, "w2"), (1, 0, "w1"), (0, None, "w0")]
+    assert [row[:6] for row in _answer(ask, "every sampled token go")] == [
+        ("demo", 0, "trained", None, 4, 8),
+        ("demo", 0, "dropped", "staleness", 1, 2),
+        ("demo", 0, "kept out", "undelivered", 1, 2),
+        ("demo", 1, "trained", None, 2, 4),
+    ]
+    made = [(row[1], row[3], row[4]) for row in _answer(ask, "turns made this step")]
+    assert made == [(i, f"task-1-{i}-{n}", n == 2) for i in (0, 1) for n in (1, 2)]
+    assert _answer(ask, "long are the sequences") == [(2, 4, 7.0, 7, pytest.approx(4 / 7))]
+    assert [row[3] for row in _answer(ask, "weight transfers")] == ["finished", "failed"]
+    assert _answer(ask, "large requests") == [("d1", 20, 1, '"a long system prompt"')]
+    assert [row[0::3] for row in _answer(ask, "entropy")] == [(0, -12.0), (1, -0.5)]

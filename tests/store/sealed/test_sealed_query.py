@@ -49,10 +49,10 @@ def _seal(store: Store, lane: str, *, at_once: int) -> None:
         seal_segments(store.path, lane, numbers[i : i + at_once], SEAL)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize("at_once", [1, 4])
 def test_no_answer_changes(scattered: Store, at_once: int) -> None:
     """All views say the same before sealing, after it, with derived files, and without the WAL."""
-    cuts = ["head", *[f"serve={n},train=4" for n in (1, 3, 5, 8, 10, 13, 17)]]
+    cuts = ["head", *[f"serve={n},train=4" for n in (3, 8, 13)]]
     before = {cut: _answers(scattered, cut) for cut in cuts}
     assert all(len(rows) > 0 for name, rows in before["head"].items()), "a view without rows proves nothing"
     _seal(scattered, "serve", at_once=at_once)
