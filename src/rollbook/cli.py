@@ -114,6 +114,24 @@ def sql(
 
 
 @app.command()
+def tail(
+    store: Annotated[Path | None, typer.Option(help="Folder of the store, if it is on this machine.")] = None,
+    url: Annotated[str | None, typer.Option(help="Or the address of a `rollbook serve`.")] = None,
+    start: Annotated[
+        str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
+    ] = "empty",
+    kinds: Annotated[str, typer.Option(help="Only these kinds, such as turn.completed,turn.failed.")] = "",
+    run: Annotated[str | None, typer.Option(help="Only events of this run.")] = None,
+    follow: Annotated[bool, typer.Option(help="Go on as the log grows.")] = True,
+    json: AsJson = False,
+) -> None:
+    """Print events as they become durable, a line each."""
+    from rollbook.store.print_events import run_tail
+
+    run_tail(store, url, start, kinds, run, follow, json)
+
+
+@app.command()
 def samples(
     store: StoreOption,
     trajectory: Annotated[
