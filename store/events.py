@@ -18,25 +18,55 @@ import numpy.typing as npt
 
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.training_events import (
-    CheckpointWritten,
-    PolicyActivated,
-    PolicyPublished,
-    SampleDropped,
-    StepCommitted,
-    StepFailed,
-    StepPlanned,
-    StepRetired,
-    SyncFailed,
-    SyncFinished,
-    SyncStarted,
+    CheckpointWritten as CheckpointWritten,
+)
+from rollbook.store.training_events import (
+    PolicyActivated as PolicyActivated,
+)
+from rollbook.store.training_events import (
+    PolicyPublished as PolicyPublished,
+)
+from rollbook.store.training_events import (
+    SampleDropped as SampleDropped,
+)
+from rollbook.store.training_events import (
+    StepCommitted as StepCommitted,
+)
+from rollbook.store.training_events import (
+    StepFailed as StepFailed,
+)
+from rollbook.store.training_events import (
+    StepPlanned as StepPlanned,
+)
+from rollbook.store.training_events import (
+    StepRetired as StepRetired,
+)
+from rollbook.store.training_events import (
+    SyncFailed as SyncFailed,
+)
+from rollbook.store.training_events import (
+    SyncFinished as SyncFinished,
+)
+from rollbook.store.training_events import (
+    SyncStarted as SyncStarted,
 )
 from rollbook.store.upkeep_events import (
-    BodyStored,
-    CursorMoved,
-    LabelAdded,
-    SegmentDropped,
-    TrajectoryAdopted,
-    TrajectoryErased,
+    BodyStored as BodyStored,
+)
+from rollbook.store.upkeep_events import (
+    CursorMoved as CursorMoved,
+)
+from rollbook.store.upkeep_events import (
+    LabelAdded as LabelAdded,
+)
+from rollbook.store.upkeep_events import (
+    SegmentDropped as SegmentDropped,
+)
+from rollbook.store.upkeep_events import (
+    TrajectoryAdopted as TrajectoryAdopted,
+)
+from rollbook.store.upkeep_events import (
+    TrajectoryErased as TrajectoryErased,
 )
 
 TokenIds = npt.NDArray[np.int32]

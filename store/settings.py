@@ -20,32 +20,33 @@ class _Section(BaseModel):
 class AppendSettings(_Section):
     """How a lane's writer groups commits and cuts segments."""
 
-    linger_ms: float = Field(2.0, ge=0, le=1000)
+    linger_ms: float = Field(default=2.0, ge=0, le=1000)
     """How long a group waits for company once it has its first event; saves CPU, costs latency."""
-    group_events: int = Field(512, ge=1)
+    group_events: int = Field(default=512, ge=1)
     """A group of this many events is committed at once."""
-    group_bytes: int = Field(4 * MIB, ge=1)
+    group_bytes: int = Field(default=4 * MIB, ge=1)
     """So is one whose events hold about this many bytes."""
-    segment_bytes: int = Field(64 * MIB, ge=1)
+    segment_bytes: int = Field(default=64 * MIB, ge=1)
     """A segment that has grown beyond this is closed."""
-    segment_age_s: float = Field(60.0, gt=0)
+    segment_age_s: float = Field(default=60.0, gt=0)
     """So is one whose first event is older than this."""
-    body_bytes: int = Field(8192, ge=256)
+    body_bytes: int = Field(default=8192, ge=256)
     """Text and JSON values of a request beyond this are stored once a segment, by content hash."""
 
 
 class SealSettings(_Section):
     """How closed segments become Parquet."""
 
-    row_group: int = Field(64, ge=1)
+    row_group: int = Field(default=64, ge=1)
     """Rows of a row group of fat turns: smaller reads one trajectory faster, larger scans faster."""
-    compression_level: int = Field(1, ge=1, le=22)
+    compression_level: int = Field(default=1, ge=1, le=22)
     """zstd level."""
-    keep_wal_bytes: int = Field(1024 * MIB, ge=0)
+    keep_wal_bytes: int = Field(default=1024 * MIB, ge=0)
     """Newest bytes of sealed segments of a lane kept as memory-mapped Arrow for the trainer's stream."""
-    compact_bytes: int = Field(256 * MIB, ge=0)
-    """Neighbouring sealed units are merged until one has about this many bytes; 0 merges nothing."""
-    poll_s: float = Field(2.0, gt=0)
+    compact_bytes: int = Field(default=512 * MIB, ge=0)
+    """Neighbouring sealed units are merged until one holds about this many bytes of log; 0 merges nothing.
+    Merging takes memory for three times as much."""
+    poll_s: float = Field(default=2.0, gt=0)
     """How often the sealer beside `serve` looks for closed segments."""
 
 

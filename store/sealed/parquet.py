@@ -135,7 +135,7 @@ def same_bits(ours: pa.Table, theirs: pa.Table) -> str | None:
     for name in ours.schema.names:
         a, b = (_bits(t.column(name).combine_chunks()) for t in (ours, theirs))
         if not a.equals(b):
-            return name
+            return str(name)
     return None
 
 

@@ -44,8 +44,8 @@ class _Locations:
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all()
         self._ids, self._files, self._first, self._rows = (c.combine_chunks() for c in table.columns)
-        ends = (self._ids[0].as_py(), self._ids[-1].as_py()) if len(self._ids) else ("~", "")
-        self.lowest, self.highest = ends
+        self.lowest: str = self._ids[0].as_py() if len(self._ids) else "~"
+        self.highest: str = self._ids[-1].as_py() if len(self._ids) else ""
 
     def find(self, trajectory_id: str) -> list[Run]:
         if not self.lowest <= trajectory_id <= self.highest:

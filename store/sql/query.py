@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import duckdb
+from duckdb.sqltypes import VARCHAR
 
 from rollbook.store.log import Store, open_store
+from rollbook.store.sealed.leases import lease_units
 from rollbook.store.sql.relations import LIVE, definitions, snapshot
 from rollbook.store.sql.views import VIEWS
 
@@ -17,7 +19,8 @@ def connect(
     """A DuckDB connection with the views of `store.sql.views` over the store at a cut.
 
     It sees what was durable when it was opened, and keeps seeing that; connect again for more. The
-    store is only read: any process may do this while others write.
+    store is only read: any process may do this while others write. Close the connection when done: it
+    keeps the sealed files that it reads from being replaced.
 
     Raises:
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
@@ -29,13 +32,16 @@ def connect(
 def connect_at(store: Store, as_of: str = "head", run: str | None = None) -> duckdb.DuckDBPyConnection:
     """`connect` for a store that is open."""
     cut = store.cut(as_of, run)
-    units = snapshot(store.path, cut)
-    live = store.table(cut, units.sealed_to())
+    units, lease = lease_units(store.path, cut)
+    of = snapshot(store.path, cut, units)
+    live = store.table(cut, of.sealed_to())
     connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
     connection.register(LIVE, live)
-    for name, query in definitions(units):
+    # The connection holds the function, which holds the lease: compaction removes none of its files.
+    connection.create_function("rollbook_lease", lambda: repr(lease), [], VARCHAR)
+    for name, query in definitions(of):
         connection.execute(f"CREATE VIEW {name} AS {query}")
     for view in VIEWS:
         connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')

@@ -14,7 +14,7 @@ has no derived file is computed by the very queries that made those files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from rollbook.store.sealed.projections import (
     turn_parts,
     turn_scalars,
 )
-from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder, unit_folder
+from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_folder
 
 LIVE = "_live"
 """Name of the registered Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
@@ -52,12 +52,12 @@ class Snapshot:
         return ends | {unit.lane: end for unit, end in self.parts}
 
 
-def snapshot(store: Path, cut: Cut) -> Snapshot:
-    """The units that hold the cut's events."""
+def snapshot(store: Path, cut: Cut, units: Mapping[str, Sequence[Unit]]) -> Snapshot:
+    """Of these units of each lane, those that hold the cut's events. Pure."""
     whole: list[Unit] = []
     parts: list[tuple[Unit, int]] = []
     for lane, end in sorted(cut.items()):
-        for unit in current_units(store, lane):
+        for unit in units.get(lane, ()):
             if unit.next_seq <= end:
                 whole.append(unit)
             elif unit.first_seq < end and unit.dropped_us is None:
