@@ -200,8 +200,11 @@ class Store:
         return Consumer(self, name, lane)
 
     @contextlib.contextmanager
-    def claim(self, what: str, remedy: str) -> Iterator[None]:
+    def claim(self, what: str, remedy: str, patience_s: float = 0.0) -> Iterator[None]:
         """Be the only process that does `what` with this store, such as training a policy of a run.
+
+        Args:
+            patience_s: how long to wait for another process to be done with it.
 
         Raises:
             LaneLockedError: another process does.
@@ -209,7 +212,7 @@ class Store:
         folder = self.path / "claims"
         folder.mkdir(exist_ok=True)
         file = folder / f"{quote(what, safe=' ')}.lock"
-        fd = take_lock(file, f"{what} in {self.path} is being done by", remedy)
+        fd = take_lock(file, f"{what} in {self.path} is being done by", remedy, patience_s=patience_s)
         try:
             yield
         finally:

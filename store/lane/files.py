@@ -137,7 +137,7 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
     while not _flock(fd):
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         # A moment for everybody: whoever has just taken it may not have written its name yet.
-        patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.1)
+        patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.02)
         if briefly or time.monotonic() > begun + patience:
             os.close(fd)
             raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}")

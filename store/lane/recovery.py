@@ -9,6 +9,7 @@ Segments that were sealed were verified then; recovery goes on from where the la
 
 from __future__ import annotations
 
+import builtins
 import mmap
 import os
 from collections.abc import Iterator
@@ -44,16 +45,21 @@ class SegmentInfo:
     first_seq: int
     events: int
     bytes: int
-    chain: bytes
+    chain: builtins.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the lane's unsealed segments begin: their first number, sequence number and chain value."""
+    """Where the lane's unsealed segments begin: their first number, sequence number and chain value.
+
+    Attributes:
+        before: bytes of the segment before.
+    """
 
     number: int
     next_seq: int
     chain: bytes
+    before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def unsealed_start(store: Path, lane: str) -> Start:
     Raises:
         CorruptionError: units do not follow each other without a gap.
     """
-    number, next_seq, chain = 1, 0, EMPTY_CHAIN.hex()
+    number, next_seq, chain, size = 1, 0, EMPTY_CHAIN.hex(), 0
     for unit in current_units(store, lane):
         if (unit.first, unit.first_seq, unit.chain_before) != (number, next_seq, chain):
             raise CorruptionError(
@@ -94,7 +100,8 @@ def unsealed_start(store: Path, lane: str) -> Start:
                 f"the missing folder in {store / 'sealed' / lane}"
             )
         number, next_seq, chain = unit.last + 1, unit.next_seq, unit.chain
-    return Start(number, next_seq, bytes.fromhex(chain))
+        size = unit.segments[-1].bytes
+    return Start(number, next_seq, bytes.fromhex(chain), size)
 
 
 def recover_lane(store: Path, lane: str) -> LaneState:
@@ -105,13 +112,20 @@ def recover_lane(store: Path, lane: str) -> LaneState:
             are unchanged.
     """
     folder = lane_folder(store, lane)
-    try:
-        state = _recover(folder, unsealed_start(store, lane))
-    except CorruptionError as error:
-        quarantine(folder, str(error))
-        raise
-    (folder / "QUARANTINED").unlink(missing_ok=True)
-    return state
+    while True:
+        start: Start | None = None
+        try:
+            start = unsealed_start(store, lane)
+            state = _recover(folder, start)
+        except (CorruptionError, FileNotFoundError) as error:
+            if start is not None and unsealed_start(store, lane) != start:
+                continue  # closed segments were sealed meanwhile, and their files removed: look again
+            quarantine(folder, str(error))
+            if isinstance(error, CorruptionError):
+                raise
+            raise CorruptionError(f"{folder}: a segment went away while it was read: {error}") from error
+        (folder / "QUARANTINED").unlink(missing_ok=True)
+        return state
 
 
 def _recover(folder: Path, start: Start) -> LaneState:
@@ -145,8 +159,13 @@ def _recover(folder: Path, start: Start) -> LaneState:
         # Whole frames nobody was told of: in the file, but perhaps not yet on the disk.
         _fsync(segment_path(folder, infos[-1].number))
     end = infos[-1] if infos else None
-    mark = Watermark(end.number, end.bytes, next_seq) if end else Watermark(start.number - 1, 0, next_seq)
+    # Without segments the lane ends where its last sealed one did, whose WAL file may still be there.
+    mark = Watermark(end.number, end.bytes, next_seq) if end else _end_of_sealed(start)
     return LaneState(tuple(infos), start, mark, chain, next_seq, truncated)
+
+
+def _end_of_sealed(start: Start) -> Watermark:
+    return Watermark(start.number - 1, start.before, start.next_seq)
 
 
 def _has_watermark(folder: Path) -> bool:

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pyarrow.compute as pc
 
 from rollbook.store.lane.files import lane_folder, segment_path
-from rollbook.store.lane.reader import LaneReader, segment_batches
+from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.recovery import LaneState
+from rollbook.store.lane.segment import segment_batches
 from rollbook.store.lane.window import REMEMBERED, EventWindow
 from rollbook.store.sealed.parquet import read_file
-from rollbook.store.sealed.unit import MARKS, TURNS, current_units
+from rollbook.store.sealed.unit import MARKS, TURNS, Unit, while_replaced
 
 
 def event_window(store: Path, lane: str, state: LaneState) -> EventWindow:
     """The window over a recovered lane, filled with its newest event ids."""
     window = EventWindow(lambda event_id: find_event(store, lane, event_id))
-    newest = _newest_ids(store, lane, state)
-    window.preload(newest[-REMEMBERED:], complete=len(newest) == state.next_seq)
+    newest = _unsealed_ids(store, lane, state)
+    while_replaced(store, lane, lambda units: _add_sealed_ids(store, units, newest))
+    ids = [(event_id, seq) for seq, event_id in sorted(newest.items())]
+    window.preload(ids[-REMEMBERED:], complete=len(ids) == state.next_seq)
     return window
 
 
-def _newest_ids(store: Path, lane: str, state: LaneState) -> list[tuple[str, int]]:
-    """(id, sequence number) of at least `REMEMBERED` events if there are as many, in order."""
-    found: list[tuple[str, int]] = []
+def _unsealed_ids(store: Path, lane: str, state: LaneState) -> dict[int, str]:
+    """Sequence number -> id of the newest events of the recovered segments, at least `REMEMBERED` of them."""
+    found: dict[int, str] = {}
     for info in reversed(state.segments):
         if len(found) >= REMEMBERED:
             return found
-        ids: list[tuple[str, int]] = []
-        for batch in segment_batches(segment_path(lane_folder(store, lane), info.number), info.bytes):
-            ids += zip(batch.column("event_id").to_pylist(), batch.column("seq").to_pylist(), strict=True)
-        found = ids + found
-    for unit in reversed(current_units(store, lane)):
-        if len(found) >= REMEMBERED or unit.dropped_us is not None:
-            return found
-        ids = []
-        for name in (TURNS, MARKS):
-            table = read_file(store, unit, name, ["event_id", "seq"])
-            ids += zip(table["event_id"].to_pylist(), table["seq"].to_pylist(), strict=True)
-        found = sorted(ids, key=lambda pair: pair[1]) + found
+        # Sealed and removed since they were recovered? Then a unit has them.
+        with contextlib.suppress(FileNotFoundError):
+            for batch in segment_batches(segment_path(lane_folder(store, lane), info.number), info.bytes):
+                seqs, ids = (batch.column(name).to_pylist() for name in ("seq", "event_id"))
+                found |= zip(seqs, ids, strict=True)
     return found
+
+
+def _add_sealed_ids(store: Path, units: list[Unit], found: dict[int, str]) -> None:
+    """Add events of the newest units until `REMEMBERED` are found."""
+    for unit in reversed(units):
+        if len(found) >= REMEMBERED or unit.dropped_us is not None:
+            return
+        for name in (TURNS, MARKS):
+            table = read_file(store, unit, name, ["seq", "event_id"])
+            found |= zip(table["seq"].to_pylist(), table["event_id"].to_pylist(), strict=True)
 
 
 def find_event(store: Path, lane: str, event_id: str) -> int | None:
     """The sequence number of an event in the whole lane, or None. Reads every id of it."""
-    units = [u for u in current_units(store, lane) if u.dropped_us is None]
+    return while_replaced(store, lane, lambda units: _find(store, lane, event_id, units))
+
+
+def _find(store: Path, lane: str, event_id: str, units: list[Unit]) -> int | None:
+    units = [unit for unit in units if unit.dropped_us is None]
     for unit in reversed(units):
         for name in (TURNS, MARKS):
             table = read_file(store, unit, name, ["event_id", "seq"])

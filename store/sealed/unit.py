@@ -208,7 +208,10 @@ def _unit_names(folder: Path) -> list[str]:
 
 def _manifest_if_there(folder: Path) -> Unit | None:
     try:
-        return read_manifest(folder)
+        unit = read_manifest(folder)
+        if (unit.lane, unit.name) != (folder.parent.name, folder.name):
+            raise CorruptionError(f"{folder}: its manifest is that of unit {unit.lane}/{unit.name}")
+        return unit
     except CorruptionError:
         if folder.exists():
             raise

@@ -1,0 +1,113 @@
+"""One segment's WAL file as record batches, zero-copy out of the memory-mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rollbook.store.codec import conform, to_batch
+from rollbook.store.lane.frame import (
+    BATCH_FRAME,
+    ROW_FRAME,
+    BadFrameError,
+    Frame,
+    read_frame,
+    scan,
+    skip_frame,
+)
+from rollbook.store.lane.rows import decode_rows
+
+ROWS_TOGETHER = 512
+"""Row frames next to each other become one batch of up to this many events."""
+
+
+class Segment:
+    """A WAL file being read: the file stays mapped, so removing it takes nothing from this reader."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.number, self.path = number, path
+        self.offset = 0
+        self._schema: pa.Schema | None = None
+        self._view = memoryview(b"")
+
+    def _map(self, stop: int | None) -> memoryview:
+        with pa.memory_map(str(self.path)) as file:
+            return memoryview(file.read_buffer(file.size() if stop is None else stop))
+
+    def batches(self, stop: int | None, start_seq: int) -> Iterator[tuple[pa.RecordBatch, int, int]]:
+        """(batch, its first sequence number, offset behind it) from where reading stands.
+
+        Raises:
+            BadFrameError, pa.ArrowException, FormatError, FileNotFoundError
+        """
+        self._view = self._map(stop)
+        if self._schema is None:
+            header = read_frame(self._view, 0)
+            self._schema = _arrow(pa.ipc.read_schema, pa.py_buffer(header.payload))
+            conform(pa.RecordBatch.from_pylist([], schema=self._schema))  # refuses other columns
+            self.offset = _skip_to(self._view, header.end, start_seq)
+        yield from self._batches(self._view, self.offset)
+
+    def _batches(self, buffer: memoryview, offset: int) -> Iterator[tuple[pa.RecordBatch, int, int]]:
+        waiting: list[Frame] = []
+        for frame in scan(buffer, offset, len(buffer)):
+            if frame.kind == ROW_FRAME:
+                waiting.append(frame)
+                if sum(f.count for f in waiting) < ROWS_TOGETHER:
+                    continue
+            if waiting:
+                yield _rows_batch(waiting)
+                waiting = []
+            if frame.kind == BATCH_FRAME:
+                payload = pa.py_buffer(frame.payload)
+                batch = conform(_arrow(pa.ipc.read_record_batch, payload, self._schema))
+                yield batch, frame.first_seq, frame.end
+            elif frame.kind != ROW_FRAME:
+                raise BadFrameError(frame.offset, f"a frame of kind {frame.kind} in the middle of a segment")
+        if waiting:
+            yield _rows_batch(waiting)
+
+    def bodies(self) -> Iterator[pa.RecordBatch]:
+        """The batches before the offset, out of what is mapped: the file may be gone."""
+        before = self._view[: self.offset]
+        for batch, _, _ in self._batches(before, skip_frame(before, 0).end):
+            yield batch
+
+
+def segment_batches(path: Path, stop: int | None = None) -> Iterator[pa.RecordBatch]:
+    """A segment's batches, up to `stop` bytes of the file.
+
+    Raises:
+        BadFrameError, pa.ArrowException, FormatError, FileNotFoundError
+    """
+    for batch, _, _ in Segment(int(path.stem), path).batches(stop, 0):
+        yield batch
+
+
+def _rows_batch(frames: list[Frame]) -> tuple[pa.RecordBatch, int, int]:
+    try:
+        rows = [row for f in frames for row in decode_rows(f.payload, f.count)]
+        return to_batch(rows, frames[0].first_seq), frames[0].first_seq, frames[-1].end
+    except (ValueError, TypeError) as error:
+        raise BadFrameError(frames[0].offset, f"not the rows of events: {error}") from error
+
+
+def _skip_to(buffer: memoryview, offset: int, seq: int) -> int:
+    """Offset of the frame that holds event `seq`, by the headers alone."""
+    while offset < len(buffer):
+        frame = skip_frame(buffer, offset)
+        if frame.first_seq + frame.count > seq:
+            break
+        offset = frame.end
+    return offset
+
+
+def _arrow(read: Callable[..., Any], *args: Any) -> Any:
+    """What pyarrow reads; some of what is no Arrow message it calls an OSError."""
+    try:
+        return read(*args)
+    except OSError as error:
+        raise pa.ArrowInvalid(str(error)) from error
