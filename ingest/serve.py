@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from rollbook.ingest.engine import Engine
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.scripted import ScriptedEngine, load_script
+from rollbook.ingest.sealer_child import sealer_beside
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import RunOpened
 
@@ -37,6 +39,7 @@ class ServeOptions:
     policy: str = "actor"
     device: str = "cpu"
     threads: int | None = None
+    seal: bool = True
 
     def as_json(self) -> dict[str, object]:
         """For `run.opened`."""
@@ -103,7 +106,8 @@ def _serve(
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75)
     server = uvicorn.Server(config)
     app.state.streams.stopping = lambda: server.should_exit  # a tail that is followed has no end of its own
-    server.run(sockets=[listener])
+    with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
+        server.run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

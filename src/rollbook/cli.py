@@ -85,6 +85,9 @@ def serve(
     policy: Annotated[str, typer.Option(help="Name of the line of weights served.")] = "actor",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Torch threads on the CPU.")] = None,
+    seal: Annotated[
+        bool, typer.Option(help="Seal closed segments beside it, in a process of low priority.")
+    ] = True,
 ) -> None:
     """Record agents: an OpenAI endpoint whose every request and reply becomes durable events.
 
@@ -93,7 +96,9 @@ def serve(
     from rollbook.ingest.serve import ServeOptions
     from rollbook.ingest.serve import serve as run_server
 
-    run_server(ServeOptions(store, model, engine, script, host, port, run, lane, policy, device, threads))
+    run_server(
+        ServeOptions(store, model, engine, script, host, port, run, lane, policy, device, threads, seal)
+    )
 
 
 @app.command()
@@ -189,46 +194,36 @@ def store_info(store: StoreOption, json: AsJson = False) -> None:
     print_info(store, json)
 
 
+@store_app.command("seal")
+def store_seal(
+    store: StoreOption,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until interrupted.")] = False,
+    json: AsJson = False,
+    parent: Annotated[int | None, typer.Option(help="End with this process.", hidden=True)] = None,
+) -> None:
+    """Make closed segments into Parquet, merge small units, remove what was replaced.
+
+    `rollbook serve` does this by itself. Exit code 1: a lane is damaged, and was left as it is.
+    """
+    from rollbook.store.sealed.watch import run_seal
+
+    raise typer.Exit(run_seal(store, watch, json, parent))
+
+
+@store_app.command("verify")
+def store_verify(store: StoreOption, json: AsJson = False) -> None:
+    """Read every byte of the log and check it: checksums, chains, order. Exit code 1: damage was found."""
+    from rollbook.store.print_verify import run_verify
+
+    raise typer.Exit(run_verify(store, json))
+
+
 @store_app.command("rebuild-catalog")
 def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
     """Make the catalog anew from the store's files, even where its database is gone or broken."""
     from rollbook.store.catalog.rebuild import run_rebuild
 
     run_rebuild(store, json)
-
-
-@app.command("export")
-def export_(
-    store: StoreOption,
-    to: Annotated[Path, typer.Option(help="File or folder to make; it must not exist yet.")],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
-    ],
-    as_of: AsOf = "head",
-    run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
-    split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
-    json: AsJson = False,
-) -> None:
-    """Write trajectories to files for others: Parquet tables, JSONL chats, or a Hugging Face dataset."""
-    from rollbook.store.interchange.export import run_export
-
-    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
-
-
-@app.command("import")
-def import_(
-    file: Annotated[Path, typer.Argument(help='JSONL file; a line is {"messages": [...]}.')],
-    store: StoreOption,
-    run: Annotated[str, typer.Option(help="Run to add the chats to.")],
-    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
-    split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
-    json: AsJson = False,
-) -> None:
-    """Add OpenAI-style chats as trajectories of text, without tokens; a repeated import adds nothing."""
-    from rollbook.store.interchange.importing import run_import
-
-    run_import(file, store, run, lane, split, json)
 
 
 @store_app.command("retain")
@@ -277,6 +272,40 @@ def store_erase(
     from rollbook.store.sealed.print_keeping import run_erase
 
     run_erase(store, trajectory, run, keep_tokens, reason, json)
+
+
+@app.command("export")
+def export_(
+    store: StoreOption,
+    to: Annotated[Path, typer.Option(help="File or folder to make; it must not exist yet.")],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
+    ],
+    as_of: AsOf = "head",
+    run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
+    split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
+    json: AsJson = False,
+) -> None:
+    """Write trajectories to files for others: Parquet tables, JSONL chats, or a Hugging Face dataset."""
+    from rollbook.store.interchange.export import run_export
+
+    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help='JSONL file; a line is {"messages": [...]}.')],
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run to add the chats to.")],
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
+    split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
+    json: AsJson = False,
+) -> None:
+    """Add OpenAI-style chats as trajectories of text, without tokens; a repeated import adds nothing."""
+    from rollbook.store.interchange.importing import run_import
+
+    run_import(file, store, run, lane, split, json)
 
 
 @app.command()

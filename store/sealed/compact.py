@@ -1,0 +1,151 @@
+"""Merges neighbouring sealed units into larger ones, so that a lane has few files however it was written.
+
+Sizes are those of the log that a unit holds (its segments' bytes; Parquet takes about half). Some neighbours
+are merged, up to `compact_bytes` together, when
+
+1. they are at least `FEWEST`, and none holds more than half of what they hold together: so each is at
+   least doubled, and a row is written again at most log2(compact_bytes / size of its first unit) times;
+   half as often where units are alike, as they then grow fourfold; or
+2. they are at least two, and no neighbour on either side fits with them: nothing more can come to them
+   but by rule 1, so this happens about once.
+
+Every row keeps its bits: what was written is read back and compared. That takes memory for about three
+times the merged rows, at most about 3 x `compact_bytes`; a unit that is read whole takes less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rollbook.store.ids import now_us
+from rollbook.store.sealed.leases import UnitName, removing
+from rollbook.store.sealed.parquet import damaged, read_file
+from rollbook.store.sealed.seal import write_unit
+from rollbook.store.sealed.unit import (
+    MARKS,
+    TURNS,
+    UNIT_NAME,
+    Unit,
+    all_units,
+    choose,
+    current_units,
+    lane_units_folder,
+)
+from rollbook.store.settings import SealSettings
+
+FEWEST = 4
+"""Neighbours that are merged though more may come."""
+_GONE = ".gone"
+
+
+def compact(store: Path, lane: str, settings: SealSettings) -> Iterator[tuple[Unit, tuple[Unit, ...]]]:
+    """Merge what should be, one by one: each new unit, and those it takes the place of, which stay.
+
+    The caller is the only one that changes the store's sealed units.
+
+    Raises:
+        CorruptionError: a unit is damaged, or what was written did not read back the same.
+    """
+    while True:
+        units = current_units(store, lane)
+        run = next_run([_size(unit) for unit in units], settings.compact_bytes)
+        if run is None:
+            return
+        old = tuple(units[run[0] : run[1]])
+        yield merge(store, old, settings), old
+
+
+def next_run(sizes: Sequence[int | None], limit: int) -> tuple[int, int] | None:
+    """The first units to merge: positions [start, stop), or None. Pure.
+
+    Args:
+        sizes: bytes of each unit of a lane, in order; None where a unit is not to be touched.
+        limit: most bytes of a merged unit.
+    """
+    for start in range(len(sizes)):
+        best: tuple[int, int] | None = None
+        total = largest = 0
+        for stop in range(start + 1, len(sizes) + 1):
+            size = sizes[stop - 1]
+            if size is None or total + size > limit:
+                break
+            total, largest = total + size, max(largest, size)
+            doubled = stop - start >= FEWEST and 2 * largest <= total
+            if doubled or (stop - start >= 2 and _is_closed(sizes, start, stop, total, limit)):
+                best = (start, stop)
+        if best is not None:
+            return best
+    return None
+
+
+def _is_closed(sizes: Sequence[int | None], start: int, stop: int, total: int, limit: int) -> bool:
+    """Whether no neighbour fits with these. At the lane's end one may still come."""
+    if stop == len(sizes):
+        return False
+    around = [sizes[stop], *([sizes[start - 1]] if start else [])]
+    return all(size is None or total + size > limit for size in around)
+
+
+def _size(unit: Unit) -> int | None:
+    if unit.dropped_us is not None or unit.remote is not None:
+        return None
+    return sum(segment.bytes for segment in unit.segments)
+
+
+def merge(store: Path, units: Sequence[Unit], settings: SealSettings) -> Unit:
+    """One unit of a higher generation with all rows of these, which follow each other.
+
+    Raises:
+        CorruptionError: a unit is damaged, or what was written did not read back the same.
+    """
+    segments = tuple(segment for unit in units for segment in unit.segments)
+    erased = tuple(erasure for unit in units for erasure in unit.erased)
+    generation = max(unit.generation for unit in units) + 1
+    new = Unit(units[0].lane, generation, units[0].chain_before, segments, (), now_us(), erased)
+    return write_unit(store, new, pa.concat_tables(_parts(store, units)), settings)
+
+
+def _parts(store: Path, units: Sequence[Unit]) -> list[pa.Table]:
+    parts: list[pa.Table] = []
+    for unit in units:
+        tables = [read_file(store, unit, name) for name in (TURNS, MARKS)]
+        seqs = np.sort(np.concatenate([table["seq"].to_numpy() for table in tables]))
+        if not np.array_equal(seqs, np.arange(unit.first_seq, unit.next_seq)):
+            events = f"{unit.first_seq} to {unit.next_seq - 1}"
+            raise damaged(store, unit, TURNS, f"the unit does not hold events {events} once each")
+        parts += tables
+    return parts
+
+
+def remove_superseded(store: Path, lane: str) -> list[str]:
+    """Remove units that others took the place of, with what was derived from them; their names.
+
+    Units that a reader has leased stay until a later call, and so do those whose files are remote. The
+    caller is the only one that changes the store's sealed units.
+
+    Raises:
+        StoreError: readers have kept the lock of the leases for too long.
+    """
+    every = all_units(store, lane)
+    current = choose(every)
+    old = [unit.name for unit in every if unit not in current and unit.remote is None]
+    derived = store / "derived" / lane
+    known = {unit.name for unit in every}
+    orphans = [f.name for f in derived.glob("*") if UNIT_NAME.fullmatch(f.name) and f.name not in known]
+    gone = list(derived.glob(f".*{_GONE}"))  # what an interrupted call had begun to remove
+    with removing(store) if old or orphans else contextlib.nullcontext(set[UnitName]()) as held:
+        free = [name for name in (*old, *orphans) if (lane, name) not in held]
+        for folder in (lane_units_folder(store, lane), derived):
+            for name in free:
+                # Renamed first: so it goes whole, and no reader sees half of it.
+                with contextlib.suppress(FileNotFoundError):
+                    gone.append((folder / name).rename(folder / f".{name}{_GONE}"))
+    for path in gone:
+        shutil.rmtree(path, ignore_errors=True)
+    return [name for name in free if name in old]
