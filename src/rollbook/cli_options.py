@@ -1,0 +1,16 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+StoreOption = Annotated[Path, typer.Option("--store", help="Folder of the store.")]
+AsOf = Annotated[str, typer.Option("--as-of", help="Cut: head, step:N, or lane=count,lane=count.")]
+Run = Annotated[str | None, typer.Option("--run", help="Run, where the store holds several.")]
+RunOfStep = Annotated[
+    str | None, typer.Option("--run", help="Run of --as-of step:N, where several have that step.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]

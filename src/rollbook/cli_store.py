@@ -1,0 +1,99 @@
+"""`rollbook store ...`: what one does with a store's files. A command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rollbook.cli_options import AsJson, Run, StoreOption
+
+store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and look after them.")
+
+
+@store_app.command("info")
+def store_info(store: StoreOption, json: AsJson = False) -> None:
+    """Lanes, segments and checkpoints of a store."""
+    from rollbook.store.sql.print_rows import print_info
+
+    print_info(store, json)
+
+
+@store_app.command("seal")
+def store_seal(
+    store: StoreOption,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until interrupted.")] = False,
+    json: AsJson = False,
+    parent: Annotated[int | None, typer.Option(help="End with this process.", hidden=True)] = None,
+) -> None:
+    """Make closed segments into Parquet, merge small units, remove what was replaced.
+
+    `rollbook serve` does this by itself. Exit code 1: a lane is damaged, and was left as it is.
+    """
+    from rollbook.store.sealed.watch import run_seal
+
+    raise typer.Exit(run_seal(store, watch, json, parent))
+
+
+@store_app.command("verify")
+def store_verify(store: StoreOption, json: AsJson = False) -> None:
+    """Read every byte of the log and check it: checksums, chains, order. Exit code 1: damage was found."""
+    from rollbook.store.print_verify import run_verify
+
+    raise typer.Exit(run_verify(store, json))
+
+
+@store_app.command("rebuild-catalog")
+def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
+    """Make the catalog anew from the store's files, even where its database is gone or broken."""
+    from rollbook.store.catalog.rebuild import run_rebuild
+
+    run_rebuild(store, json)
+
+
+@store_app.command("retain")
+def store_retain(
+    store: StoreOption,
+    keep: Annotated[str, typer.Option(help="How much: 7d, 12h, 500GiB or versions:20.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Drop old sealed units that nothing needs any more; says of each other one why it stays."""
+    from rollbook.store.sealed.print_keeping import run_retain
+
+    run_retain(store, keep, dry_run, json)
+
+
+@store_app.command("retire")
+def store_retire(
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run of the steps.")],
+    reason: Annotated[str, typer.Option(help="Why, for the log.")],
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    steps: Annotated[str | None, typer.Option(help="Steps A-B, or one step.")] = None,
+    before_version: Annotated[
+        int | None, typer.Option(help="Steps that started from a version below this.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Give steps up for replay, so that `rollbook store retain` may drop what only they needed."""
+    from rollbook.store.sealed.print_keeping import run_retire
+
+    run_retire(store, run, policy, reason, steps, before_version, json)
+
+
+@store_app.command("erase")
+def store_erase(
+    store: StoreOption,
+    trajectory: Annotated[str, typer.Option(help="The client's name of the trajectory, or its id.")],
+    reason: Annotated[str, typer.Option(help="Why, for the log; not the text itself.")],
+    run: Run = None,
+    keep_tokens: Annotated[
+        bool, typer.Option("--keep-tokens", help="Keep token ids and logprobs: trainable, replayable.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove the text of one trajectory from every file of the store."""
+    from rollbook.store.sealed.print_keeping import run_erase
+
+    run_erase(store, trajectory, run, keep_tokens, reason, json)
