@@ -166,10 +166,12 @@ def test_cursors_of_all_lanes(store: Store, notes: Any) -> None:
     assert cursors.find("c") is None
     moved = [Event(CursorMoved("c", f"a={i}"), "r") for i in (1, 3)]
     with store.writer("serve", AppendSettings(segment_bytes=300)) as writer:
-        for event in moved:
+        for event in [*moved, *notes(1)]:
             writer.append([event]).result(30)
         list(seal_closed(store.path, "serve", SealSettings()))
-        remove_sealed_wal(store.path, "serve", current_units(store.path, "serve"), 0)
+        units = current_units(store.path, "serve")
+        assert units[-1].next_seq >= 2
+        remove_sealed_wal(store.path, "serve", units, 0)
         writer.append([Event(CursorMoved("d", "a=9"), "r")]).result(30)
     assert cursors.find("c") == Cursors(store).find("c") == {"a": 3}
     _append(store, "serve2", [Event(CursorMoved("c", "a=2,b=5"), "r")])
