@@ -19,8 +19,9 @@ import orjson
 import pyarrow as pa
 
 from rollbook.store import Event, Store, format_cut
-from rollbook.store.codec import as_json, decode, inline_bodies
+from rollbook.store.codec import decode, inline_bodies
 from rollbook.store.errors import RollbookError
+from rollbook.store.event_json import json_bytes
 from rollbook.store.lane.marks import wait_for_growth
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.tail import Tail
@@ -65,7 +66,7 @@ class Feed:
         while not self.done and size < MESSAGE_BYTES:
             event = next(self._events, None)
             if event is not None:
-                parts.append(orjson.dumps(as_json(event)))
+                parts.append(json_bytes(event))
                 size += len(parts[-1])
                 self._cut[event.lane] = event.seq + 1
                 self._left = None if self._left is None else self._left - 1

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollbook.store.errors import ConfigError
-from rollbook.store.event_json import as_json
+from rollbook.store.event_json import json_bytes
 from rollbook.store.events import (
     RECORDS,
     Event,
@@ -89,7 +89,7 @@ def _pump(tail: AnyTail, show: Any, follow: bool) -> None:
 
 
 def _print_json(event: Event) -> None:
-    sys.stdout.write(orjson.dumps(as_json(event)).decode() + "\n")
+    sys.stdout.write(json_bytes(event).decode() + "\n")
 
 
 class _Lines:

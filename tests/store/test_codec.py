@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as nps
 
 from rollbook.store.codec import as_json, decode, encode, from_json
 from rollbook.store.errors import FormatError
+from rollbook.store.event_json import json_bytes
 from rollbook.store.events import RECORDS, Event, RewardAssigned, TurnCompleted, TurnFailed, VersionSpan
 from rollbook.store.schema import COLUMNS, LOG_SCHEMA
 
@@ -134,7 +135,9 @@ def test_json_comes_back_bit_for_bit(plain: Any, event: Event, bits: int | None)
     if isinstance(event.record, RewardAssigned) and bits is not None:
         reward = float(np.uint64(bits).view(np.float64))
         event = replace(event, record=replace(event.record, reward=reward))
-    back = from_json(orjson.loads(orjson.dumps(as_json(event))))
+    text = json_bytes(event)
+    assert text == orjson.dumps(as_json(event))
+    back = from_json(orjson.loads(text))
     ours, theirs = plain(event), plain(back)
     for values in (ours, theirs):
         if isinstance(values.get("record.reward"), float):
