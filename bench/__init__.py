@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol, cast
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rollbook.bench import append
 from rollbook.bench.figure import Figure, Outcome, Spread
 from rollbook.store.errors import ConfigError
 
 __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
-def _append(folder: Path, on_round: Callable[[], None]) -> Outcome:
-    return append.outcome(append.measure(folder, append.Plan(), on_round))
+BENCHES = ("append", "recover", "seal", "sql", "stream", "tail")
+"""Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
 
-_BENCHES = {"append": (_append, append.Plan().rounds)}
-"""Name -> (benchmark, rounds it wants)."""
+class Benchmark(Protocol):
+    """What a benchmark's module has. It is imported only when it runs: one may need what another does not."""
+
+    Plan: Callable[[], Any]
+    """How much to measure; `steps` says how often `on_round` will be called, unless time runs out."""
+    measure: Callable[[Path, Any, Callable[[], None]], Any]
+    """Measure in a folder: (folder, plan, on_round)."""
+    outcome: Callable[[Any], Outcome]
+    """What was measured, as figures."""
+
+
+def load(name: str) -> Benchmark:
+    """The benchmark of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in BENCHES:
+        raise ConfigError(f"no benchmark {name!r}: use one of {', '.join(BENCHES)}")
+    return cast(Benchmark, import_module(f"{__name__}.{name}"))
 
 
 def run_bench(name: str, folder: Path | None, as_json: bool) -> None:
@@ -34,19 +53,19 @@ def run_bench(name: str, folder: Path | None, as_json: bool) -> None:
     Raises:
         ConfigError: no such benchmark, or no such folder.
     """
-    if name not in _BENCHES:
-        raise ConfigError(f"no benchmark {name!r}: use one of {', '.join(sorted(_BENCHES))}")
+    benchmark = load(name)
     inside = Path.cwd() if folder is None else folder
     if not inside.is_dir():
         raise ConfigError(f"--folder {inside} is not a folder: name one on the disk to measure")
-    bench, rounds = _BENCHES[name]
+    plan = benchmark.Plan()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=inside) as scratch,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
-        bar = progress.add_task(f"{name}: rounds", total=rounds)
-        found = bench(Path(scratch), lambda: progress.advance(bar))
+        bar = progress.add_task(f"{name}: rounds", total=plan.steps)
+        measured = benchmark.measure(Path(scratch), plan, lambda: progress.advance(bar))
+    found = benchmark.outcome(measured)
     if as_json:
         print(orjson.dumps([f.as_json() for f in found.figures], option=orjson.OPT_INDENT_2).decode())
     else:

@@ -1,172 +1,127 @@
-"""`append.vs_raw`: durable appends through the lane writer against plain writes of the same bytes.
+"""`append.*`: durable appends against the bare disk, and against what peers write.
 
-Each commit is 40 events of about 14 KB. One side appends them and waits for the acknowledgement; the
-other gives the very bytes of such a frame to `os.write` and `os.fdatasync`. The two take turns, commit
-by commit, in one run on one disk, so that a noisy neighbour hits both. Making the events and the raw
-side's bytes is not timed; encoding, checksums, hand-over to the writer thread and watermark are.
+Every commit is 40 events of about 14 KB. In each round all sides write the same turns, one after the other,
+and the order changes from round to round. What a side is given (events, dicts, an Arrow table, bytes) is
+made just before its turn and not timed; encoding, checksums, threads and syncs are.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-import orjson
-
 from rollbook import store
-from rollbook.bench.figure import Figure, Outcome, spread
-from rollbook.store import Event
-from rollbook.store.codec import encode
-from rollbook.store.events import Json, TurnCompleted, VersionSpan
-from rollbook.store.ids import new_id
+from rollbook.bench.figure import Figure, Outcome, Spread, quantile, spread
+from rollbook.bench.open_loop import Served, Traffic, answer_at_once, arrivals, produce
+from rollbook.bench.rounds import Lap, Laps, Limit, Side, Work, interleave, order, times_faster, walls
+from rollbook.bench.sinks import Commits, DuckDBSink, JsonlSink, LogSink, RawSink, Sink, SqliteSink
+from rollbook.bench.turns import bare_bytes, make_turns
+from rollbook.store.events import TurnCompleted
 from rollbook.store.lane.files import lane_folder, segment_numbers, segment_path
-from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, read_frame
-from rollbook.store.lane.writer import LaneWriter
+from rollbook.store.lane.frame import read_frame
 
-LANE = "bench"
-PROMPT_IDS, COMPLETION_IDS, VOCABULARY = 1_100, 525, 151_936
-TEXT_CHARACTERS = 4_600
-"""Of the reply; with the ids, the logprobs and the rest of the record an event is about 14 KB."""
-ACK_TIMEOUT_S = 60.0
+GROUPED, SINGLE = "grouped", "single"
+LOG, RAW, JSONL, DUCKDB, SQLITE = "log", "raw", "jsonl", "duckdb", "sqlite"
+ALONE = "producer alone"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much to measure: stops at `rounds`, or after `limit_s` seconds if that comes first."""
+    """How much to measure."""
 
-    rounds: int = 60
-    commits: int = 5
-    """Commits of each side in a round."""
+    limit: Limit = field(default_factory=lambda: Limit(20, 25.0))
     events: int = 40
     """Events in a commit."""
-    limit_s: float = 20.0
+    commits: int = 12
+    """Commits of each side in a round."""
+    in_flight: int = 3
+    """Appends that wait for their acknowledgement at a time: the next is encoded while one is flushed."""
+    single: int = 48
+    """Commits of one event in a round, each acknowledged before the next."""
+    turns: int = 160
+    """Different turns; the rounds take them in turn."""
+    traffic: Traffic = field(default_factory=Traffic)
+    passes: int = 3
+    """Runs of the open loop, each beside one of the producer alone."""
+
+    @property
+    def steps(self) -> int:
+        """How often `on_round` will be called, unless time runs out."""
+        return 2 * self.limit.rounds + self.passes
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of every commit, round by round, and the bytes that each side wrote."""
+    """What was seen: laps of commits in groups and alone, open-loop runs, and bytes written."""
 
     plan: Plan
-    log_s: tuple[tuple[float, ...], ...]
-    raw_s: tuple[tuple[float, ...], ...]
+    grouped: Laps
+    single: Laps
+    served: Sequence[tuple[Served, Served]]
+    """(the log, the producer alone) of each pass."""
     log_bytes: int
+    """Of the grouped commits' frames."""
     raw_bytes: int
-    commits_written: int
-    values_per_event: float
-    """Bytes of an event's bare values: its arrays, and the rest of its record as JSON."""
-
-
-def make_turn(rng: np.random.Generator) -> TurnCompleted:
-    """A completed turn of a realistic size; ids follow Zipf's law over a 151,936-token vocabulary."""
-    words = rng.integers(97, 123, TEXT_CHARACTERS, dtype=np.uint8)
-    words[rng.integers(0, TEXT_CHARACTERS, TEXT_CHARACTERS // 6)] = 32
-    return TurnCompleted(
-        trajectory_id=new_id(),
-        turn_id=new_id(),
-        policy="actor",
-        policy_version=7,
-        prompt_ids=(rng.zipf(1.2, PROMPT_IDS) % VOCABULARY).astype(np.int32),
-        completion_ids=(rng.zipf(1.2, COMPLETION_IDS) % VOCABULARY).astype(np.int32),
-        logprobs=-rng.exponential(0.5, COMPLETION_IDS).astype(np.float32),
-        version_spans=(VersionSpan("actor", 7, 0, COMPLETION_IDS),),
-        prompt_length=PROMPT_IDS,
-        prompt_sha256="0" * 64,
-        finish_reason="stop",
-        reply={"role": "assistant", "content": words.tobytes().decode()},
-        logprob_semantics={"kind": "sampled", "of": "softmax(logits / temperature)", "temperature": 1.0},
-        flags=[],
-        timings={"held_us": 0, "engine_us": 1_000_000},
-    )
-
-
-def _groups(plan: Plan) -> Iterator[list[Event]]:
-    """Groups of events without end: other ids each time, over a fixed set of records."""
-    rng = np.random.default_rng(0)
-    records = [make_turn(rng) for _ in range(plan.events * 4)]
-    start = 0
-    while True:
-        yield [Event(records[(start + i) % len(records)], "bench") for i in range(plan.events)]
-        start += plan.events
-
-
-def _frame_bytes(events: list[Event]) -> bytes:
-    """The group as one frame: as many bytes as the lane writer writes for it."""
-    payload = encode(events, 0).serialize()
-    buffers, _ = encode_frame(BATCH_FRAME, payload, 0, len(events), EMPTY_CHAIN)
-    return b"".join(bytes(buffer) for buffer in buffers)
-
-
-def _append(writer: LaneWriter, events: list[Event]) -> float:
-    begun = time.perf_counter()
-    writer.append(events).result(ACK_TIMEOUT_S)
-    return time.perf_counter() - begun
-
-
-def _write(fd: int, data: bytes) -> float:
-    begun = time.perf_counter()
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.fdatasync(fd)
-    return time.perf_counter() - begun
+    bare_bytes: float
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
-    """Write both sides into `folder`, taking turns. Calls `on_round` after each round.
+    """Write all sides into `folder`, taking turns. Calls `on_round` after each round.
 
     Raises:
         WriteFailedError, OSError: the disk refuses, for instance because it is full.
     """
     log = store.open(folder / "store", create=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-    fd = os.open(folder / "raw", flags, 0o644)
-    log_s: list[tuple[float, ...]] = []
-    raw_s: list[tuple[float, ...]] = []
-    try:
-        with log.writer(LANE) as writer:
-            groups = _groups(plan)
-            _round(writer, fd, groups, plan, log_first=True)  # warm-up: not measured
-            deadline = time.monotonic() + plan.limit_s
-            while len(log_s) < plan.rounds and (not log_s or time.monotonic() < deadline):
-                # Who goes first alternates: the second one of a pair finds the disk busier.
-                ours, theirs = _round(writer, fd, groups, plan, log_first=len(log_s) % 2 == 0)
-                log_s.append(ours)
-                raw_s.append(theirs)
-                on_round()
-        raw_bytes = os.fstat(fd).st_size
-    finally:
-        os.close(fd)
+    turns = make_turns(plan.turns)
+    # A group is one commit: the writer neither waits for more nor puts two into one flush.
+    whole = log.settings().append.model_copy(update={"group_events": plan.events})
+    with contextlib.ExitStack() as stack:
+        sqlite = stack.enter_context(contextlib.closing(SqliteSink(folder / "sqlite.db")))
+        grouped: dict[str, Sink] = {
+            LOG: LogSink(stack.enter_context(log.writer(GROUPED, whole)), plan.in_flight),
+            RAW: stack.enter_context(contextlib.closing(RawSink(folder / "raw"))),
+            JSONL: stack.enter_context(contextlib.closing(JsonlSink(folder / "events.jsonl"))),
+            DUCKDB: stack.enter_context(contextlib.closing(DuckDBSink(folder / "duck.db"))),
+            SQLITE: sqlite,
+        }
+        grouped_laps = interleave(_sides(grouped, turns, plan.commits, plan.events), plan.limit, on_round)
+        raw_bytes = (folder / "raw").stat().st_size
+        single: dict[str, Sink] = {LOG: LogSink(stack.enter_context(log.writer(SINGLE)), 1), SQLITE: sqlite}
+        single_laps = interleave(_sides(single, turns, plan.single, 1), plan.limit, on_round)
+        writer = stack.enter_context(log.writer("open-loop"))
+        served = []
+        for number in range(plan.passes):
+            due = arrivals(plan.traffic, number)
+            appends = {LOG: writer.append, ALONE: answer_at_once}
+            ran = {name: produce(appends[name], turns, due) for name in order(list(appends), number)}
+            served.append((ran[LOG], ran[ALONE]))
+            on_round()
     return Measured(
-        plan,
-        tuple(log_s),
-        tuple(raw_s),
-        _batch_bytes(lane_folder(log.path, LANE)),
-        raw_bytes,
-        (len(log_s) + 1) * plan.commits,
-        _values_bytes(next(groups)),
+        *(plan, grouped_laps, single_laps, tuple(served)),
+        *(_batch_bytes(lane_folder(log.path, GROUPED)), raw_bytes, bare_bytes(turns)),
     )
 
 
-def _round(
-    writer: LaneWriter, fd: int, groups: Iterator[list[Event]], plan: Plan, *, log_first: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of each commit: (through the log, raw)."""
-    ours: list[float] = []
-    theirs: list[float] = []
-    for _ in range(plan.commits):
-        events = next(groups)
-        data = _frame_bytes(events)
-        if log_first:
-            ours.append(_append(writer, events))
-        theirs.append(_write(fd, data))
-        if not log_first:
-            ours.append(_append(writer, events))
-    return tuple(ours), tuple(theirs)
+def _sides(
+    sinks: Mapping[str, Sink], turns: Sequence[TurnCompleted], commits: int, events: int
+) -> dict[str, Side]:
+    def side(sink: Sink) -> Side:
+        def ready(number: int) -> Work:
+            prepared = sink.prepare(_commits(turns, number + 1, commits, events))
+            return lambda: sink.write(prepared)
+
+        return ready
+
+    return {name: side(sink) for name, sink in sinks.items()}
+
+
+def _commits(turns: Sequence[TurnCompleted], number: int, commits: int, events: int) -> Commits:
+    """The turns of a round, commit by commit; the rounds go round the turns."""
+    flat: Iterator[int] = iter(range(number * commits * events, (number + 1) * commits * events))
+    return [[turns[next(flat) % len(turns)] for _ in range(events)] for _ in range(commits)]
 
 
 def _batch_bytes(folder: Path) -> int:
@@ -178,62 +133,84 @@ def _batch_bytes(folder: Path) -> int:
     return total
 
 
-def _values_bytes(events: list[Event]) -> float:
-    sizes = []
-    for event in events:
-        record = event.record
-        assert isinstance(record, TurnCompleted)
-        assert record.logprobs is not None
-        rest: Json = {"reply": record.reply, "semantics": record.logprob_semantics, "timings": record.timings}
-        arrays = record.prompt_ids.nbytes + record.completion_ids.nbytes + record.logprobs.nbytes
-        sizes.append(arrays + len(orjson.dumps(rest)))
-    return sum(sizes) / len(sizes)
-
-
 def outcome(measured: Measured) -> Outcome:
     """The figures and spreads of a measurement."""
-    events = measured.plan.commits * measured.plan.events
-    ours = [events / sum(seconds) for seconds in measured.log_s]
-    theirs = [events / sum(seconds) for seconds in measured.raw_s]
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    acks = sorted(1e3 * s for seconds in measured.log_s for s in seconds)
-    plain = sorted(1e3 * s for seconds in measured.raw_s for s in seconds)
-    size = measured.log_bytes / (measured.commits_written * measured.plan.events)
-    runs = len(ours)
-    same = "os.write + fdatasync of the same bytes"
-    figures = (
-        Figure(
-            *("append.vs_raw", median(ours), "events/s"),
-            *(f"{same}: {median(theirs):.0f} events/s", median(ratios), runs),
+    plan = measured.plan
+    events = plan.commits * plan.events
+    figures = [
+        _faster("append.vs_raw", "write + fdatasync of the same bytes", measured.grouped, RAW, events),
+        _faster("append.vs_jsonl", "JSONL (orjson) + fdatasync", measured.grouped, JSONL, events),
+        _faster(
+            "append.vs_duckdb", "a DuckDB file, a transaction a commit", measured.grouped, DUCKDB, events
         ),
+        _cpu(measured.grouped, events),
+        _faster(
+            "append.single_vs_sqlite", "SQLite WAL, synchronous=FULL", measured.single, SQLITE, plan.single
+        ),
+        *_open_loop(measured.served),
+        _size(measured),
+    ]
+    spreads = [
+        *_rates("events/s", measured.grouped, events, lambda lap: lap.wall_s),
+        *_rates("events/CPU second", measured.grouped, events, lambda lap: lap.cpu_s),
+        *_rates("single events/s", measured.single, plan.single, lambda lap: lap.wall_s),
+        *_latencies(measured.served),
+    ]
+    return Outcome(tuple(figures), tuple(spreads))
+
+
+def _faster(name: str, against: str, laps: Laps, side: str, events: int) -> Figure:
+    ours, theirs = walls(laps[LOG]), walls(laps[side])
+    value, other = (median(events / s for s in seconds) for seconds in (ours, theirs))
+    against = f"{against}: {other:.0f} events/s"
+    return Figure(name, value, "events/s", against, times_faster(ours, theirs), len(ours))
+
+
+def _cpu(laps: Laps, events: int) -> Figure:
+    ours, theirs = ([lap.cpu_s for lap in laps[side]] for side in (LOG, SQLITE))
+    value, other = (median(events / s for s in seconds) for seconds in (ours, theirs))
+    against = f"SQLite WAL, synchronous=FULL: {other:.0f} events/CPU s"
+    ratio = times_faster(ours, theirs)
+    return Figure("append.cpu_vs_sqlite", value, "events/CPU s", against, ratio, len(ours))
+
+
+def _open_loop(served: Sequence[tuple[Served, Served]]) -> list[Figure]:
+    def middle(of: Callable[[Served], float], at: int = 0) -> float:
+        return median(of(both[at]) for both in served)
+
+    sleep = middle(lambda s: quantile(s.overshoot_ms, 99))
+    alone = middle(lambda s: s.cores, 1)
+    runs = len(served)
+    figures = [
+        Figure(
+            *(f"append.ack_p{q}_ms", middle(lambda s, q=q: quantile(s.ack_ms, q)), "ms"),  # type: ignore[misc]
+            *(f"asyncio.sleep overshoot in the same run, p99: {sleep:.2f} ms", None, runs),
+        )
+        for q in (50, 99)
+    ]
+    against = f"the producer alone: {alone:.2f} cores"
+    return [*figures, Figure("append.cores", middle(lambda s: s.cores), "cores", against, None, runs)]
+
+
+def _size(measured: Measured) -> Figure:
+    rounds = len(measured.grouped[LOG]) + 1
+    size = measured.log_bytes / (rounds * measured.plan.commits * measured.plan.events)
+    against = f"bare values: {measured.bare_bytes:.0f} bytes"
+    return Figure("append.bytes_per_event", size, "bytes", against, None, rounds)
+
+
+def _rates(unit: str, laps: Laps, events: int, seconds: Callable[[Lap], float]) -> list[Spread]:
+    return [spread(side, unit, [events / seconds(lap) for lap in laps[side]]) for side in laps]
+
+
+def _latencies(served: Sequence[tuple[Served, Served]]) -> list[Spread]:
+    ours, alone = zip(*served, strict=True)
+    return [
         *(
-            Figure(
-                f"append.ack_ms.p{q}",
-                _quantile(acks, q),
-                "ms",
-                f"{same}: {_quantile(plain, q):.2f} ms",
-                None,
-                runs,
-            )
-            for q in (50, 99)
+            spread(f"acknowledgement p{q}", "ms", [quantile(s.ack_ms, q) for s in ours])
+            for q in (50, 99, 100)
         ),
-        Figure(
-            *("append.bytes_per_event", size, "bytes"),
-            *(f"bare values: {measured.values_per_event:.0f} bytes", None, runs),
-        ),
-    )
-    return Outcome(
-        figures,
-        (
-            spread("durable appends", "events/s", ours),
-            spread(same, "events/s", theirs),
-            spread("ratio of a round", "", ratios),
-            spread("acknowledgement of a commit", "ms", acks),
-            spread("raw commit", "ms", plain),
-        ),
-    )
-
-
-def _quantile(ordered: list[float], percent: int) -> float:
-    """The smallest value that `percent` % of the ordered values do not exceed."""
-    return ordered[max(-(-percent * len(ordered) // 100) - 1, 0)]
+        spread("asyncio.sleep overshoot p99", "ms", [quantile(s.overshoot_ms, 99) for s in ours]),
+        spread("cores, with the log", "cores", [s.cores for s in ours]),
+        spread("cores, the producer alone", "cores", [s.cores for s in alone]),
+    ]

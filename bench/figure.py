@@ -54,3 +54,9 @@ class Outcome:
 def spread(what: str, unit: str, values: Sequence[float]) -> Spread:
     """Minimum, median and maximum of at least one value."""
     return Spread(what, unit, min(values), median(values), max(values))
+
+
+def quantile(values: Sequence[float], percent: int) -> float:
+    """The smallest of the values that `percent` % of them do not exceed; 0 where there are none."""
+    ordered = sorted(values)
+    return ordered[max(-(-percent * len(ordered) // 100) - 1, 0)] if ordered else 0.0

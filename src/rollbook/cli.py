@@ -215,7 +215,7 @@ def import_(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="append")],
+    name: Annotated[str, typer.Argument(help="append, recover, seal, sql, stream or tail")],
     json: AsJson = False,
     folder: Annotated[
         Path | None, typer.Option(help="Where to write; default: a temporary folder here.")

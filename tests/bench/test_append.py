@@ -1,19 +1,27 @@
-"""The append benchmark, in small: what it writes and what it says. Nothing here is about speed."""
+"""The append benchmark, in small: what every side writes and what it says. Nothing here is about speed."""
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import numpy as np
 import orjson
 import pytest
 
 from rollbook import store as rb
-from rollbook.bench import append, run_bench
-from rollbook.bench.figure import Figure, spread
-from rollbook.store.errors import ConfigError
+from rollbook.bench import append
+from rollbook.bench.open_loop import Traffic, arrivals
+from rollbook.bench.rounds import Limit
 
-TINY = append.Plan(rounds=3, commits=2, events=4)
+TINY = append.Plan(
+    limit=Limit(2, 60.0), events=8, commits=2, single=3, turns=20, traffic=Traffic(200.0, 0.1), passes=2
+)
+WRITTEN = (2 + 1) * 2 * 8
+"""Events of a side's grouped commits: two rounds and the warm-up."""
+SINGLE = (2 + 1) * 3
 
 
 @pytest.fixture(scope="module")
@@ -24,86 +32,88 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, append.Mea
     return folder, append.measure(folder, TINY, lambda: told.append(None)), len(told)
 
 
-def test_both_sides_write_the_same_number_of_bytes(measured: Any) -> None:
-    """The log's batch frames and the raw file are equally long, warm-up included."""
+def test_the_log_and_the_bare_file_are_equally_long(measured: Any) -> None:
+    """The log's frames and the raw file have the same number of bytes, warm-up included."""
     folder, result, _ = measured
     assert result.log_bytes == result.raw_bytes == (folder / "raw").stat().st_size
-    assert result.commits_written == (3 + 1) * 2
 
 
-def test_every_commit_is_an_append_to_a_real_store(measured: Any) -> None:
-    """The log side is a store that reads back: every event is there, and no id is used twice."""
-    folder, result, rounds = measured
-    events = list(rb.open(folder / "store").events())
-    assert len(events) == result.commits_written * TINY.events
-    assert len({e.event_id for e in events}) == len(events)
-    assert rounds == len(result.log_s) == len(result.raw_s) == 3
-    assert {len(seconds) for seconds in result.log_s + result.raw_s} == {2}
+def test_every_side_wrote_the_same_turns(measured: Any) -> None:
+    """Log, JSON lines, DuckDB and SQLite hold the same ids and logprobs, in the same order."""
+    folder, _, _ = measured
+    events = [e for e in rb.open(folder / "store").events() if e.lane == append.GROUPED]
+    assert len(events) == WRITTEN == len({e.event_id for e in events})
+    ours = [(e.record.turn_id, e.record.prompt_ids.tolist(), e.record.logprobs.tolist()) for e in events]
+    lines = [orjson.loads(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+    assert ours == [(v["turn_id"], v["prompt_ids"], _float32(v["logprobs"])) for v in lines]
+    with duckdb.connect(str(folder / "duck.db")) as duck:
+        rows = duck.execute("select turn_id, prompt_ids, logprobs from events order by rowid").fetchall()
+    assert ours == [(turn, ids, _float32(logprobs)) for turn, ids, logprobs in rows]
+    rows = (
+        sqlite3.connect(folder / "sqlite.db")
+        .execute("select turn_id, prompt_ids, logprobs from events")
+        .fetchall()
+    )
+    assert len(rows) == WRITTEN + SINGLE
+    assert ours == [
+        (turn, np.frombuffer(ids, np.int32).tolist(), np.frombuffer(p, np.float32).tolist())
+        for turn, ids, p in rows[:WRITTEN]
+    ]
+
+
+def _float32(values: list[float]) -> list[float]:
+    return np.array(values, np.float32).tolist()
+
+
+def test_commits_are_of_the_stated_size(measured: Any) -> None:
+    """Grouped appends are one frame each, however many are in flight; single ones are acknowledged alone."""
+    folder, _, _ = measured
+    store = rb.open(folder / "store")
+    assert [b.num_rows for lane, b in store.batches() if lane == append.GROUPED] == [8] * (WRITTEN // 8)
+    assert store.head() == {"grouped": WRITTEN, "single": SINGLE, "open-loop": 2 * 20}
+    assert sqlite3.connect(folder / "sqlite.db").execute("pragma journal_mode").fetchone() == ("wal",)
 
 
 def test_an_event_is_about_14_kb(measured: Any) -> None:
     """Events are as large as the benchmark says, and little is added to their bare values."""
     _, result, _ = measured
-    per_event = result.log_bytes / (result.commits_written * TINY.events)
+    per_event = result.log_bytes / WRITTEN
     assert 13_000 < per_event < 15_000
-    assert 0.9 < result.values_per_event / per_event < 1
+    assert 0.9 < result.bare_bytes / per_event < 1
 
 
 def test_the_figures(measured: Any) -> None:
-    """The ratio is the median over the rounds; only it is a ratio."""
+    """Names, ratios and runs: only what has a goal that is a ratio has one."""
+    _, result, told = measured
+    found = {f.figure: f for f in append.outcome(result).figures}
+    ratios = ["vs_raw", "vs_jsonl", "vs_duckdb", "cpu_vs_sqlite", "single_vs_sqlite"]
+    others = ["ack_p50_ms", "ack_p99_ms", "cores", "bytes_per_event"]
+    assert list(found) == [f"append.{name}" for name in ratios + others]
+    assert [name for name, f in found.items() if f.ratio is not None] == [f"append.{n}" for n in ratios]
+    laps = result.grouped
+    rounds = [raw.wall_s / log.wall_s for log, raw in zip(laps["log"], laps["raw"], strict=True)]
+    assert found["append.vs_raw"].ratio == pytest.approx(sum(rounds) / 2)
+    assert all(f.value > 0 for f in found.values())
+    assert [f.runs for f in found.values()] == [2] * 5 + [2, 2, 2, 3]
+    assert found["append.ack_p99_ms"].value >= found["append.ack_p50_ms"].value
+    assert told == TINY.steps == 6
+    assert all(s.low <= s.middle <= s.high for s in append.outcome(result).spreads)
+
+
+def test_every_event_of_the_open_loop_is_acknowledged(measured: Any) -> None:
+    """As many latencies as events, with the log and without; sleeps were watched meanwhile."""
     _, result, _ = measured
-    found = append.outcome(result)
-    by_name = {f.figure: f for f in found.figures}
-    names = ["append.vs_raw", "append.ack_ms.p50", "append.ack_ms.p99", "append.bytes_per_event"]
-    assert list(by_name) == names
-    ratios = sorted(sum(raw) / sum(log) for log, raw in zip(result.log_s, result.raw_s, strict=True))
-    assert by_name["append.vs_raw"].ratio == pytest.approx(ratios[1])
-    assert [f.ratio for f in found.figures[1:]] == [None] * 3
-    assert all(f.runs == 3 and f.value > 0 for f in found.figures)
-    assert by_name["append.ack_ms.p99"].value >= by_name["append.ack_ms.p50"].value
-    assert all(s.low <= s.middle <= s.high for s in found.spreads)
+    assert [len(s.ack_ms) for both in result.served for s in both] == [20] * 4
+    assert all(s.overshoot_ms and s.cores > 0 for both in result.served for s in both)
 
 
-def test_it_stops_by_itself(tmp_path: Path) -> None:
-    """A limit that has passed ends the measurement after one round."""
-    result = append.measure(tmp_path, append.Plan(10**9, 1, 1, limit_s=0.0), lambda: None)
-    assert len(result.log_s) == 1
-
-
-def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` prints a list of objects with exactly the promised keys; nothing is left on the disk."""
-    import rollbook.bench as benches
-
-    small = (lambda folder, tell: append.outcome(append.measure(folder, TINY, tell)), TINY.rounds)
-    monkeypatch.setitem(benches._BENCHES, "append", small)
-    run_bench("append", tmp_path, True)
-    rows = orjson.loads(capsys.readouterr().out)
-    assert [sorted(row) for row in rows] == [
-        sorted(("figure", "value", "unit", "against", "ratio", "runs"))
-    ] * 4
-    for row in rows:
-        assert isinstance(row["figure"], str)
-        assert isinstance(row["value"], float)
-        assert isinstance(row["unit"], str)
-        assert isinstance(row["against"], str)
-        assert row["ratio"] is None or isinstance(row["ratio"], float)
-    assert list(tmp_path.iterdir()) == []
-    run_bench("append", tmp_path, False)
-    assert "append.vs_raw" in capsys.readouterr().out
-
-
-def test_what_cannot_be_run(tmp_path: Path) -> None:
-    """An unknown name lists the names; a folder that is not there is named."""
-    with pytest.raises(ConfigError, match="'nope': use one of append"):
-        run_bench("nope", tmp_path, True)
-    with pytest.raises(ConfigError, match="is not a folder"):
-        run_bench("append", tmp_path / "none", True)
-
-
-def test_quantiles_and_spreads() -> None:
-    """The p-th percentile is the smallest value that p % of the values do not exceed."""
-    values = [float(i) for i in range(1, 201)]
-    assert [append._quantile(values, q) for q in (50, 99, 100)] == [100.0, 198.0, 200.0]
-    assert append._quantile([3.0], 99) == 3.0
-    assert spread("x", "ms", [3.0, 1.0, 2.0]).middle == 2.0
-    assert Figure("a", 1.0, "s", None, None, 1).as_json()["against"] is None
+def test_arrivals_are_poisson() -> None:
+    """Gaps of a Poisson process: mean 1/rate, and as wide as their mean; the same for the same seed."""
+    due = arrivals(Traffic(1000.0, 20.0), 3)
+    gaps = np.diff(due)
+    assert len(due) == 20_000
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(0.001, rel=0.05)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
+    assert due == arrivals(Traffic(1000.0, 20.0), 3) != arrivals(Traffic(1000.0, 20.0), 4)
+    assert len(arrivals(Traffic(1.0, 0.0), 0)) == 1

@@ -1,0 +1,249 @@
+"""`recover.*`: what is left of acknowledged events after `kill -9`, and how fast a lane is recovered.
+
+A process appends to a lane of tiny segments while it seals them, merges sealed units, derives tables and
+notes it all in the catalog (`bench.crash`). At a random moment it is killed. Then the lane is recovered and
+every event whose acknowledgement got out is looked up and compared, all those of earlier lives too. `kill -9`
+leaves the operating system's page cache alone: it tests what the code does, not whether the disk flushes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+from rollbook import store
+from rollbook.bench.crash import ID_BYTES, LANE, PHASES, PRINT_BYTES, SETTINGS, fingerprint, in_phase, work
+from rollbook.bench.figure import Figure, Outcome, Spread, spread
+from rollbook.bench.rounds import Laps, Limit, always, interleave, times_faster, walls
+from rollbook.bench.sinks import LogSink
+from rollbook.bench.turns import make_turns
+from rollbook.store import Store
+from rollbook.store.errors import CorruptionError
+from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.lane.recovery import recover_lane
+
+START_TIMEOUT_S = 60.0
+GIB = 1 << 30
+RECOVER, READ = "recover", "read"
+CHUNK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to measure: kills at random within `life_s` of the first append, `of_a_store` to a store."""
+
+    kills: int = 100
+    of_a_store: int = 20
+    life_s: float = 0.5
+    kill_limit_s: float = 45.0
+    """No further kill after that many seconds."""
+    limit: Limit = field(default_factory=lambda: Limit(10, 10.0))
+    commits: int = 480
+    """Commits of 40 events of 14 KB in the lane whose recovery is timed: 256 MiB."""
+
+    @property
+    def steps(self) -> int:
+        """How often `on_round` will be called, unless time runs out."""
+        return self.kills + self.limit.rounds
+
+
+@dataclass(slots=True)
+class Killed:
+    """What the kills did; `phases` counts what the sealer was doing at each."""
+
+    kills: int = 0
+    acknowledged: int = 0
+    lost: int = 0
+    changed: int = 0
+    torn: int = 0
+    """Kills that left an unfinished frame, which recovery cut off."""
+    in_roll: int = 0
+    """Kills between the making of a segment and its first watermark."""
+    phases: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The kills, and the laps of recovering a lane of `lane_bytes` and of reading its bytes."""
+
+    killed: Killed
+    laps: Laps
+    lane_bytes: int
+
+
+def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
+    """Kill processes that write into `folder`, then time recovery; calls `on_round` after each of either.
+
+    Raises:
+        CorruptionError: a sealer found damage.
+        RuntimeError: a process ended before it was killed.
+    """
+    killed = Killed()
+    rng = random.Random(0)
+    deadline = time.monotonic() + plan.kill_limit_s
+    while killed.kills < plan.kills and (not killed.kills or time.monotonic() < deadline):
+        count = min(plan.of_a_store, plan.kills - killed.kills)
+        with contextlib.closing(_Victims(folder / f"store-{killed.kills}", killed, rng)) as victims:
+            for _ in range(count):
+                if time.monotonic() < deadline or not killed.kills:
+                    victims.kill_one(plan.life_s)
+                    on_round()
+    laps, lane_bytes = _time_recovery(folder, plan, on_round)
+    return Measured(killed, laps, lane_bytes)
+
+
+class _Victims:
+    """One store, and the processes that write it until they are killed."""
+
+    def __init__(self, path: Path, killed: Killed, rng: random.Random) -> None:
+        self._log = store.open(path, create=True)
+        (path / "store.toml").write_text(SETTINGS)
+        self._note = path.with_suffix(".phase")
+        self._note.write_bytes(bytes(1))
+        self._killed, self._rng = killed, rng
+        self._acknowledged: dict[str, bytes] = {}
+        # Each victim is a fork of one process that has imported everything and started no thread.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["rollbook.bench.crash"])
+
+    def kill_one(self, life_s: float) -> None:
+        """Let a process live for a moment, kill it, recover the lane, and compare."""
+        head = self._log.head()
+        told = self._live(self._rng.uniform(0.0, life_s))
+        self._killed.kills += 1
+        self._killed.phases[in_phase(self._note)] += 1
+        self._note.write_bytes(bytes(1))
+        lane = lane_folder(self._log.path, LANE)
+        self._killed.in_roll += max(segment_numbers(lane)) > read_watermark(lane).segment
+        with self._log.writer(LANE) as writer:
+            self._killed.torn += writer.recovered.truncated_bytes > 0
+        new = _parse(told)
+        self._killed.acknowledged += len(new)
+        self._compare(new, head)
+        self._acknowledged |= new
+
+    def close(self) -> None:
+        """Compare once more all that was ever acknowledged: it may have been sealed and merged since."""
+        self._compare(self._acknowledged, {})
+
+    def _live(self, seconds: float) -> list[bytes]:
+        """What a process told before it was killed, that many seconds after it began to append."""
+        mine, theirs = self._context.Pipe(duplex=False)
+        args = (self._log.path, self._rng.getrandbits(32), theirs, self._note)
+        process = self._context.Process(target=work, args=args, daemon=True)
+        process.start()
+        theirs.close()
+        told: list[bytes] = []
+        try:
+            if not mine.poll(START_TIMEOUT_S):
+                raise TimeoutError(f"the process that is to be killed did not begin in {START_TIMEOUT_S} s")
+            told.append(mine.recv_bytes())
+            dies = time.monotonic() + seconds
+            while (left := dies - time.monotonic()) > 0 and mine.poll(left):
+                told.append(mine.recv_bytes())
+        finally:
+            process.kill()
+            process.join()
+            told += _rest(mine)
+        if process.exitcode != -signal.SIGKILL:
+            _parse(told)  # says what is damaged, if that is why
+            raise RuntimeError(f"the process that was to be killed ended by itself, with {process.exitcode}")
+        return told
+
+    def _compare(self, acknowledged: dict[str, bytes], start: dict[str, int]) -> None:
+        found: dict[str, list[bytes]] = {}
+        for event in self._log.events(start=start):
+            found.setdefault(event.event_id, []).append(fingerprint(event))
+        self._killed.lost += sum(event_id not in found for event_id in acknowledged)
+        self._killed.changed += sum(
+            event_id in found and found[event_id] != [expected] for event_id, expected in acknowledged.items()
+        )
+
+
+def _rest(acks: Connection) -> list[bytes]:
+    """What was still in the pipe when its writer was killed."""
+    told: list[bytes] = []
+    with contextlib.suppress(EOFError), contextlib.closing(acks):
+        while True:
+            told.append(acks.recv_bytes())
+    return told
+
+
+def _parse(told: list[bytes]) -> dict[str, bytes]:
+    """Event id -> fingerprint.
+
+    Raises:
+        CorruptionError: the killed process had found damage.
+    """
+    found: dict[str, bytes] = {}
+    for message in told:
+        if message.startswith(b"!"):
+            raise CorruptionError(f"sealing found damage after a kill: {message[1:].decode()}")
+        for at in range(0, len(message), ID_BYTES + PRINT_BYTES):
+            event_id, print_ = message[at : at + ID_BYTES], message[at + ID_BYTES :][:PRINT_BYTES]
+            found[event_id.decode()] = print_
+    return found
+
+
+def _time_recovery(folder: Path, plan: Plan, on_round: Callable[[], None]) -> tuple[Laps, int]:
+    log = _full_lane(folder / "whole", plan)
+    paths = [
+        segment_path(lane_folder(log.path, LANE), n) for n in segment_numbers(lane_folder(log.path, LANE))
+    ]
+    buffer = bytearray(CHUNK)
+
+    def read() -> None:
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    sides = {RECOVER: always(lambda: recover_lane(log.path, LANE)), READ: always(read)}
+    return interleave(sides, plan.limit, on_round), sum(path.stat().st_size for path in paths)
+
+
+def _full_lane(path: Path, plan: Plan) -> Store:
+    log = store.open(path, create=True)
+    turns = make_turns(40)
+    with log.writer(LANE) as writer:
+        sink = LogSink(writer, 3)
+        for _ in range(plan.commits):
+            sink.write(sink.prepare([turns]))
+    return log
+
+
+def outcome(measured: Measured) -> Outcome:
+    """The figures and spreads of a measurement."""
+    killed, per_gib = measured.killed, GIB / measured.lane_bytes
+    ours, theirs = ([s * per_gib for s in walls(measured.laps[side])] for side in (RECOVER, READ))
+    against = f"{killed.acknowledged} acknowledged events, {killed.kills} kills"
+    when = [("left an unfinished frame", killed.torn), ("in a segment's making", killed.in_roll)]
+    when += [(phase, killed.phases[phase]) for phase in PHASES]
+    figures = (
+        Figure("recover.lost", float(killed.lost), "events", against, None, killed.kills),
+        Figure("recover.changed", float(killed.changed), "events", against, None, killed.kills),
+        Figure(
+            *("recover.s_per_gib", median(ours), "s/GiB"),
+            *(f"reading the same bytes, cached: {median(theirs):.3f} s/GiB", None, len(ours)),
+        ),
+    )
+    spreads = (
+        *(Spread(f"kills: {what}", "kills", n, n, n) for what, n in when),
+        spread("recovery", "s/GiB", ours),
+        spread("reading the same bytes, cached", "s/GiB", theirs),
+        spread(
+            "recovery over reading",
+            "",
+            [1 / times_faster([a], [b]) for a, b in zip(ours, theirs, strict=True)],
+        ),
+    )
+    return Outcome(figures, spreads)
