@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rollbook.store.log import open_store
@@ -27,27 +26,15 @@ def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
         _print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
         return
     console = Console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name, justify in (
-        ("unit", "left"),
-        ("events", "right"),
-        ("MiB", "right"),
-        ("newest event, UTC", "left"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("", overflow="fold")
     for unit in report.units:
-        told = "; ".join(unit.why_kept)
-        going = "would be dropped" if dry_run else "dropped"
-        table.add_row(
-            f"{unit.lane}/{unit.unit}",
-            str(unit.next_seq - unit.first_seq),
-            f"{unit.bytes / MIB:.1f}",
-            datetime.fromtimestamp(unit.newest_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            Text(going, style="bold") if unit.dropped else Text(f"stays: {told}"),
-        )
-    if report.units:
-        console.print(table)
+        newest = datetime.fromtimestamp(unit.newest_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        events, size = unit.next_seq - unit.first_seq, unit.bytes / MIB
+        going = "stays" if not unit.dropped else "would be dropped" if dry_run else "dropped"
+        head = Text(f"{unit.lane}/{unit.unit}", style="bold")
+        head.append(f"  {events} events, {size:.1f} MiB, newest {newest} UTC: {going}", style="not bold")
+        console.print(head, soft_wrap=True)
+        for reason in unit.why_kept:
+            console.print(f"  {reason}", style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(_sum_up(report))
 
 

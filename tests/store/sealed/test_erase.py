@@ -16,10 +16,13 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CorruptionError, LaneLockedError, UpkeepError
+from rollbook.store.lane.reader import LaneReader
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.erase import erase_trajectory
+from rollbook.store.sealed.leases import lease_units
 from rollbook.store.sealed.parquet import same_bits
 from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.settings import AppendSettings, SealSettings
 from rollbook.store.trajectory import prompt_sha256
@@ -264,6 +267,34 @@ def test_manifests_and_the_lane_go_on(log: Store, notes: Any) -> None:
     head = log.head()["serve"]
     with log.writer("serve") as writer:
         assert writer.append(notes(1)).result(30) == head
+
+
+def test_readers_that_have_it_open(log: Store) -> None:
+    """A lease keeps nothing; memory that is mapped stays with its reader, and a reader that goes on does."""
+    batches = LaneReader(log.path, "serve").poll()
+    first = next(batches)
+    _, lease = lease_units(log.path, ["serve"])
+    held = log.table()
+    with lease:
+        erase_trajectory(log, "bad", "a key leaked")
+        assert _leaks(log, *_needles()) == []
+    assert SECRET in "".join(held["extra"].to_pylist())
+    rest = [*first["seq"].to_pylist(), *(seq for batch in batches for seq in batch["seq"].to_pylist())]
+    assert rest == list(range(log.head()["serve"]))
+
+
+def test_merged_units_stay_erased(log: Store) -> None:
+    """Compaction carries the erasure along, and asking again finds nothing."""
+    erase_trajectory(log, "bad", "a key leaked")
+    for i in range(3):
+        _append(log, _trajectory(f"more{i}", (7,), (8, 8), "words"))
+        Sealer(log).run_once()
+    [unit] = [u for u in current_units(log.path, "serve") if u.first == 1]
+    assert unit.last > 3
+    assert {e.trajectory_id for e in unit.erased} == {"bad"}
+    assert erase_trajectory(log, "bad", "again").units == ()
+    assert _leaks(log, *_needles()) == []
+    assert [v.fault for v in verify_store(log)] == [None] * len(log.lanes())
 
 
 def test_an_open_segment_of_a_live_writer(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -123,6 +124,12 @@ def test_an_age(store: Store) -> None:
     assert event.lane == "upkeep"
     assert event.record == kinds.SegmentDropped("serve", gone.first, gone.last, 0, 4, "keep 7d")
     assert dropped(retain(store, "7d")) == []
+    with contextlib.closing(store.catalog()) as catalog:
+        units = catalog.rows()["units"]
+    assert [(u["name"], u["dropped_us"]) for u in units if u["lane"] == "serve"] == [
+        (gone.name, gone.dropped_us),
+        (stays.name, None),
+    ]
 
 
 def test_a_size(store: Store) -> None:
@@ -208,13 +215,16 @@ def test_steps_that_can_be_replayed_keep_their_samples(store: Store) -> None:
 
 
 def test_a_training_goes_whole_or_not_at_all(store: Store) -> None:
-    """When every step is retired, its events still stay while one of them does."""
+    """Its versions stay as long as its steps; and when each is retired, all stays while one event does."""
+    first = add_unit(store, "train", [checkpoint(0), kinds.PolicyPublished("actor", 0, None, "p", "w")])
     early = add_unit(store, "train", [planned(0, 0, [])])
     late = add_unit(store, "train", [committed(0, 1)], days_old=1)
+    assert "which is not retired" in reasons(retain(store, ALL), first)
     retire_steps(store, "r", "actor", "space", steps=(0, 0))
     report = retain(store, "7d")
-    assert f"the training of 'actor' in run 'r' has events in {late}" in reasons(report, early)
-    assert dropped(retain(store, "12h")) == [early, late]
+    assert f"the training of 'actor' in run 'r' has events in {late}" in reasons(report, first)
+    assert f"{first} before it stays" in reasons(report, early)
+    assert dropped(retain(store, "12h")) == [first, early, late]
 
 
 def test_a_step_needs_those_between_its_checkpoint_and_itself(store: Store) -> None:
