@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from sqlalchemy.exc import SQLAlchemyError
@@ -18,14 +17,13 @@ from rollbook.store import codec
 from rollbook.store.catalog import Catalog
 from rollbook.store.consumer import Consumer
 from rollbook.store.cut import Cut, format_cut, parse_cut
-from rollbook.store.errors import CatalogError, CutError, FormatError, NotAStoreError
+from rollbook.store.errors import CatalogError, CutError
 from rollbook.store.events import Event, StepPlanned
-from rollbook.store.ids import new_id, now_us
-from rollbook.store.lane.files import fsync_folder, take_lock
-from rollbook.store.lane.frame import FORMAT_VERSION
+from rollbook.store.lane.files import take_lock
 from rollbook.store.lane.marks import closed_head
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.writer import LaneWriter
+from rollbook.store.marker import MARKER, create_marker, raise_marker, read_marker
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.tail import EVERYTHING, Filter, Tail
@@ -169,7 +167,9 @@ class Store:
         Raises:
             LaneLockedError: another process writes it.
             CorruptionError: its acknowledged events are damaged.
+            FormatError: a newer Rollbook has written into the store since it was opened.
         """
+        raise_marker(self.path)
         writer = LaneWriter(self.path, self.store_id, lane, settings or self.settings().append)
         try:
             with contextlib.closing(self.catalog()) as catalog:
@@ -231,39 +231,6 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
         FormatError: a newer Rollbook wrote it.
     """
     folder = Path(path).absolute()
-    marker = folder / "STORE.json"
-    if not marker.exists():
-        if not create:
-            raise NotAStoreError(f"{folder} is not a Rollbook store (it holds no STORE.json)")
-        if folder.exists() and not folder.is_dir():
-            raise NotAStoreError(f"{folder} is a file, not a folder")
-        _create(folder, marker)
-    try:
-        meta = orjson.loads(marker.read_bytes())
-        version, store_id = int(meta["format"]), str(meta["id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise NotAStoreError(f"{marker} is not a Rollbook store's: {error!r}") from error
-    if version > FORMAT_VERSION:
-        raise FormatError(
-            f"{folder} is in format {version}; this release reads up to {FORMAT_VERSION}: update rollbook"
-        )
-    return Store(folder, store_id)
-
-
-def _create(folder: Path, marker: Path) -> None:
-    """Make an empty store. Two processes may do so at once: the marker of one of them stays."""
-    folder.mkdir(parents=True, exist_ok=True)
-    strangers = [f for f in folder.iterdir() if f.name not in ("lanes", marker.name)]
-    if any(f for f in strangers if f.suffix != ".creating"):
-        raise NotAStoreError(f"{folder} exists and is not a Rollbook store: name an empty or a new folder")
-    (folder / "lanes").mkdir(exist_ok=True)
-    meta = {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()}
-    temporary = folder / f"{new_id()}.creating"
-    with temporary.open("wb") as file:
-        file.write(orjson.dumps(meta))
-        file.flush()
-        os.fsync(file.fileno())
-    with contextlib.suppress(FileExistsError):
-        os.link(temporary, marker)
-    temporary.unlink()
-    fsync_folder(folder)
+    if create and not (folder / MARKER).exists():
+        create_marker(folder)
+    return Store(folder, read_marker(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -103,13 +104,15 @@ def write_watermark(folder: Path, mark: Watermark) -> None:
 
 def quarantine(folder: Path, reason: str) -> None:
     """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
-    (folder / "QUARANTINED").write_text(reason + "\n")
+    # Whoever calls this raises the damage as an error; that there is no room for a note does not hide it.
+    with contextlib.suppress(OSError):
+        (folder / "QUARANTINED").write_text(reason + "\n")
 
 
 def quarantined(folder: Path) -> str | None:
     """Why the lane is quarantined, or None."""
     path = folder / "QUARANTINED"
-    return path.read_text().strip() if path.exists() else None
+    return path.read_text(errors="replace").strip() if path.exists() else None
 
 
 def fsync_folder(folder: Path) -> None:
@@ -133,18 +136,25 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
         LaneLockedError: another process holds it.
     """
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _wait_for(fd, what, remedy, briefly, patience_s)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}{_BRIEFLY if briefly else ''}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float) -> None:
     begun = time.monotonic()
     while not _flock(fd):
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         # A moment for everybody: whoever has just taken it may not have written its name yet.
         patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.02)
         if briefly or time.monotonic() > begun + patience:
-            os.close(fd)
             raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}")
         time.sleep(0.01)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}{_BRIEFLY if briefly else ''}\n".encode(), 0)
-    return fd
 
 
 def _flock(fd: int) -> bool:

@@ -193,9 +193,10 @@ def _segment_of(folder: Path, seq: int) -> int | None:
     Files may come and go meanwhile. Then None may be given for an event that a file holds; but never a
     file that does not hold it.
     """
-    # Read before the listing: so every segment up to the mark's is in the listing, or was removed.
+    # Read before the listing: so every segment up to the mark's is in the listing, or was removed. What is
+    # beyond is begun at best; after a power cut its first bytes may be anything.
     mark = read_watermark(folder)
-    numbers = segment_numbers(folder)
+    numbers = [number for number in segment_numbers(folder) if number <= mark.segment]
     at = bisect_right(numbers, seq, key=lambda number: _first_seq(folder, number))
     # Of segments that begin at the same event only the last one can hold any; it is the one before `at`.
     if at == 0:

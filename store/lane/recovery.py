@@ -155,8 +155,9 @@ def _recover(folder: Path, start: Start) -> LaneState:
             f"{folder}: holds {next_seq} events, but {watermark.next_seq} were acknowledged: restore its "
             "files from a copy"
         )
-    if next_seq > watermark.next_seq:
-        # Whole frames nobody was told of: in the file, but perhaps not yet on the disk.
+    if infos:
+        # Whole frames nobody was told of may not yet be on the disk, and what a failed write left may not
+        # yet be off it. The segment that follows goes on from here, so here it must end for good.
         _fsync(segment_path(folder, infos[-1].number))
     end = infos[-1] if infos else None
     # Without segments the lane ends where its last sealed one did, whose WAL file may still be there.

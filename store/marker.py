@@ -1,0 +1,94 @@
+"""STORE.json: what a folder is, and the newest format of what lies in it.
+
+A store of an older format opens as it is. Before this release writes anything into it that an older one
+would not understand, the marker is raised, durably: so an older release refuses the store by its marker,
+and never meets a frame that it would take for damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook.store.errors import FormatError, NotAStoreError
+from rollbook.store.ids import new_id, now_us
+from rollbook.store.lane.files import fsync_folder
+from rollbook.store.lane.frame import FORMAT_VERSION
+
+MARKER = "STORE.json"
+_UNFINISHED = ".creating"
+
+
+def read_marker(folder: Path) -> str:
+    """Id of the store in this folder.
+
+    Raises:
+        NotAStoreError: no store is there.
+        FormatError: a newer Rollbook wrote it.
+    """
+    return str(_read(folder)["id"])
+
+
+def raise_marker(folder: Path) -> None:
+    """Let the marker name this release's format, durably, before anything of that format is written.
+
+    Raises:
+        NotAStoreError: no store is there.
+        FormatError: a newer Rollbook has written here meanwhile.
+    """
+    meta = _read(folder)
+    if meta["format"] != FORMAT_VERSION:
+        temporary = _write(folder, meta | {"format": FORMAT_VERSION})
+        temporary.rename(folder / MARKER)
+        fsync_folder(folder)
+
+
+def create_marker(folder: Path) -> None:
+    """Make an empty store. Two processes may do so at once: the marker of one of them stays.
+
+    Raises:
+        NotAStoreError: the folder holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotAStoreError(f"{folder} is a file, not a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    strangers = [f for f in folder.iterdir() if f.name not in ("lanes", MARKER)]
+    if any(f for f in strangers if f.suffix != _UNFINISHED):
+        raise NotAStoreError(f"{folder} exists and is not a Rollbook store: name an empty or a new folder")
+    (folder / "lanes").mkdir(exist_ok=True)
+    temporary = _write(folder, {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()})
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, folder / MARKER)
+    temporary.unlink()
+    fsync_folder(folder)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    marker = folder / MARKER
+    if not marker.exists():
+        raise NotAStoreError(f"{folder} is not a Rollbook store (it holds no {MARKER})")
+    try:
+        meta = orjson.loads(marker.read_bytes())
+        meta = meta | {"format": int(meta["format"]), "id": str(meta["id"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotAStoreError(f"{marker} is not a Rollbook store's: {error!r}") from error
+    if meta["format"] > FORMAT_VERSION:
+        raise FormatError(
+            f"{folder} is in format {meta['format']}; this release reads up to {FORMAT_VERSION}: update "
+            "rollbook"
+        )
+    return dict(meta)
+
+
+def _write(folder: Path, meta: dict[str, Any]) -> Path:
+    """A durable file with the marker's content, not yet under its name."""
+    temporary = folder / f"{new_id()}{_UNFINISHED}"
+    with temporary.open("wb") as file:
+        file.write(orjson.dumps(meta))
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
