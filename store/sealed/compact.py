@@ -107,7 +107,7 @@ def merge(store: Path, units: Sequence[Unit], settings: SealSettings) -> Unit:
     segments = tuple(segment for unit in units for segment in unit.segments)
     erased = tuple(erasure for unit in units for erasure in unit.erased)
     generation = max(unit.generation for unit in units) + 1
-    new = Unit(units[0].lane, generation, units[0].chain_before, segments, (), now_us(), erased)
+    new = Unit(units[0].lane, generation, units[0].chain_before, segments, (), now_us(), erased=erased)
     return write_unit(store, new, pa.concat_tables(_parts(store, units)), settings)
 
 

@@ -48,12 +48,12 @@ def run_seal(path: Path, watch: bool, as_json: bool, parent: int | None = None) 
     stop = threading.Event()
     if parent is not None:
         threading.Thread(target=_follow, args=(parent, stop), daemon=True).start()
-    with _stopped_by_signals(stop), _progress() as on_step:
-        sealer = Sealer(store, stop, on_step)
+    with _stopped_by_signals(stop):
         if watch:
-            _watch(store, sealer, stop, as_json)
+            _watch(store, Sealer(store, stop), stop, as_json)
             return 0
-        report = sealer.run_once(PATIENCE_S)
+        with _progress() as on_step:
+            report = Sealer(store, stop, on_step).run_once(PATIENCE_S)
     _print(report, as_json)
     return 1 if report.damage else 0
 

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ keep_wal_bytes = 5000
 compact_bytes = 400_000
 """
 
-# Forks a sealer for each line `STORE COUNT`: it kills itself before its operation number COUNT on a file of
-# the store (0: never). Imports are done once, and no thread is started before the fork.
+# Forks a sealer for each line `STORE COUNT SECONDS`: it kills itself before its operation number COUNT on a
+# file of the store (0: never), and is killed after SECONDS (0: never). Imports are done once, and no thread
+# is started before the fork.
 SEALERS = """
-import os, signal, sys
+import os, signal, sys, time
 import duckdb, pyarrow.parquet
 from rollbook import store as rb
 from rollbook.store.sealed import derived, sealer
@@ -55,7 +55,7 @@ def seal(path, count):
     assert report.damage == {}, report
 
 for line in sys.stdin:
-    path, count = line.split()
+    path, count, seconds = line.split()
     pid = os.fork()
     if pid == 0:
         try:
@@ -65,7 +65,9 @@ for line in sys.stdin:
             traceback.print_exc()
             os._exit(9)
         os._exit(0)
-    os.write(1, f"{pid}\\n".encode())
+    if float(seconds):
+        time.sleep(float(seconds))
+        os.kill(pid, signal.SIGKILL)  # it may have ended, but has not been waited for
     os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\\n".encode())
 """
 
@@ -113,16 +115,12 @@ def sealers(start_python: Callable[..., subprocess.Popen[str]]) -> Iterator[subp
     assert process.communicate(timeout=30) == ("", "")
 
 
-def _start(sealers: subprocess.Popen[str], store: Store, count: int) -> int:
+def _seal(sealers: subprocess.Popen[str], store: Store, count: int = 0, seconds: float = 0.0) -> int:
+    """Exit status of a sealer that is killed as said, if it lives so long."""
     assert sealers.stdin is not None
     assert sealers.stdout is not None
-    sealers.stdin.write(f"{store.path} {count}\n")
+    sealers.stdin.write(f"{store.path} {count} {seconds}\n")
     sealers.stdin.flush()
-    return int(sealers.stdout.readline())
-
-
-def _status(sealers: subprocess.Popen[str]) -> int:
-    assert sealers.stdout is not None
     return int(sealers.stdout.readline())
 
 
@@ -155,8 +153,7 @@ def test_a_sealer_killed_before_any_operation_loses_nothing(
     while True:
         count += 2  # every second one, for the time it takes; the other test finds those in between
         store = _copy(ready, tmp_path / "store")
-        _start(sealers, store, count)
-        status = _status(sealers)
+        status = _seal(sealers, store, count)
         _is_whole(store, before, plain)
         if status == 0:
             break
@@ -174,20 +171,13 @@ def test_sealers_killed_at_any_time_lose_nothing(
     ready: Store, before: list[Any], sealers: Any, plain: Any, tmp_path: Path
 ) -> None:
     """One store, sealers killed after random times, until one gets through."""
-    import os
-
     rng = random.Random(3)
     store = _copy(ready, tmp_path / "store")
     killed = 0
     for _ in range(12):
-        pid = _start(sealers, store, 0)
-        # The moment of the kill is what the test varies; nothing is waited for here.
-        time.sleep(rng.uniform(0.0, 0.25))
-        os.kill(pid, signal.SIGKILL)
-        killed += _status(sealers) == -signal.SIGKILL
+        killed += _seal(sealers, store, seconds=rng.uniform(0.01, 0.25)) == -signal.SIGKILL
         _is_whole(store, before, plain)
-    _start(sealers, store, 0)
-    assert _status(sealers) == 0
+    assert _seal(sealers, store) == 0
     _is_whole(store, before, plain)
     _is_tidy(store)
     assert killed > 3
