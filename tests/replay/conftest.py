@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from rollbook import store as rb
 from rollbook.ingest.embedded import digest_tensors
 from rollbook.store import Event, Store
-from rollbook.store.codec import decode, encode
+from rollbook.store.codec import decode, encode, row_of, to_batch
 from rollbook.store.lane.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
-from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame, scan
+from rollbook.store.lane.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame, scan
+from rollbook.store.lane.rows import decode_rows, encode_rows
 from rollbook.store.schema import LOG_SCHEMA
 
 FABRIC = Path(__file__).parents[1] / "train" / "fabric.py"
@@ -84,8 +85,11 @@ def _rewrite(log: Store, lane: str, change: Callable[[Event], Any]) -> int:
         buffers: list[bytes] = []
         for frame in scan(memoryview(data), 0, len(data)):
             payload: Any = bytes(frame.payload)
-            if frame.kind == BATCH_FRAME:
-                batch = pa.ipc.read_record_batch(pa.py_buffer(payload), LOG_SCHEMA)
+            if frame.kind != HEADER_FRAME:
+                if frame.kind == ROW_FRAME:
+                    batch = to_batch(decode_rows(frame.payload, frame.count), frame.first_seq)
+                else:
+                    batch = pa.ipc.read_record_batch(pa.py_buffer(payload), LOG_SCHEMA)
                 events = list(decode(batch, lane))
                 records = [change(event) for event in events]
                 changed += sum(record is not None for record in records)
@@ -93,7 +97,10 @@ def _rewrite(log: Store, lane: str, change: Callable[[Event], Any]) -> int:
                     event if record is None else replace(event, record=record)
                     for event, record in zip(events, records, strict=True)
                 ]
-                payload = encode(made, frame.first_seq).serialize()
+                if frame.kind == ROW_FRAME:
+                    payload = encode_rows([row_of(event) for event in made])
+                else:
+                    payload = encode(made, frame.first_seq).serialize()
             parts, chain = encode_frame(frame.kind, payload, frame.first_seq, frame.count, chain)
             buffers += [bytes(part) for part in parts]
         path.write_bytes(b"".join(buffers))

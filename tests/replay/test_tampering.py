@@ -14,7 +14,7 @@ import pytest
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError
-from rollbook.store.lane.frame import ALIGN, BATCH_FRAME, scan
+from rollbook.store.lane.frame import ALIGN, HEADER_FRAME, scan
 from rollbook.train.step import STAGES
 
 Stores = Callable[..., Store]
@@ -202,7 +202,7 @@ def test_a_flipped_byte_of_the_log(trained: Stores, cli: Any, lane: str, share: 
     log = trained()
     path = max((log.path / "lanes" / lane).glob("*.wal"), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
-    frames = [f for f in scan(memoryview(bytes(data)), 0, len(data)) if f.kind == BATCH_FRAME]
+    frames = [f for f in scan(memoryview(bytes(data)), 0, len(data)) if f.kind != HEADER_FRAME]
     frame = frames[int(share * len(frames))]
     data[frame.offset + ALIGN + len(frame.payload) // 2] ^= 1
     path.write_bytes(data)
