@@ -58,7 +58,10 @@ def test_no_reply_is_lost_and_open_trajectories_go_on(serve: Any, text_model: An
             agents.append(Agent(served.url, name, messages))
         for agent in agents:
             agent.start()
-        time.sleep(0.5 + 0.15 * round_)
+        deadline = time.monotonic() + 60
+        while min(len(agent.received) for agent in agents) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.05 * round_)  # the moment of the kill differs from round to round
         served.kill()
         for agent in agents:
             agent.join(30)
