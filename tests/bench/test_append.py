@@ -43,22 +43,24 @@ def test_every_side_wrote_the_same_turns(measured: Any) -> None:
     folder, _, _ = measured
     events = [e for e in rb.open(folder / "store").events() if e.lane == append.GROUPED]
     assert len(events) == WRITTEN == len({e.event_id for e in events})
-    ours = [(e.record.turn_id, e.record.prompt_ids.tolist(), e.record.logprobs.tolist()) for e in events]
-    lines = [orjson.loads(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
-    assert ours == [(v["turn_id"], v["prompt_ids"], _float32(v["logprobs"])) for v in lines]
-    with duckdb.connect(str(folder / "duck.db")) as duck:
-        rows = duck.execute("select turn_id, prompt_ids, logprobs from events order by rowid").fetchall()
-    assert ours == [(turn, ids, _float32(logprobs)) for turn, ids, logprobs in rows]
-    rows = (
-        sqlite3.connect(folder / "sqlite.db")
-        .execute("select turn_id, prompt_ids, logprobs from events")
-        .fetchall()
-    )
-    assert len(rows) == WRITTEN + SINGLE
-    assert ours == [
-        (turn, np.frombuffer(ids, np.int32).tolist(), np.frombuffer(p, np.float32).tolist())
-        for turn, ids, p in rows[:WRITTEN]
+    ours = [
+        (t.turn_id, t.prompt_ids.tolist(), t.completion_ids.tolist(), t.logprobs.tolist())
+        for t in (e.record for e in events)
     ]
+    lines = [orjson.loads(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+    assert ours == [
+        (v["turn_id"], v["prompt_ids"], v["completion_ids"], _float32(v["logprobs"])) for v in lines
+    ]
+    columns = "turn_id, prompt_ids, completion_ids, logprobs"
+    with duckdb.connect(str(folder / "duck.db")) as duck:
+        rows = duck.execute(f"select {columns} from events order by rowid").fetchall()
+    assert ours == [(*row[:3], _float32(row[3])) for row in rows]
+    rows = sqlite3.connect(folder / "sqlite.db").execute(f"select {columns} from events").fetchall()
+    assert len(rows) == WRITTEN + SINGLE
+    kinds = (np.int32, np.int32, np.float32)
+    for row, expected in zip(rows, ours, strict=False):
+        blobs = [np.frombuffer(blob, kind).tolist() for blob, kind in zip(row[1:], kinds, strict=True)]
+        assert (row[0], *blobs) == expected
 
 
 def _float32(values: list[float]) -> list[float]:
