@@ -45,19 +45,22 @@ def load(name: str) -> Benchmark:
     return cast(Benchmark, import_module(f"{__name__}.{name}"))
 
 
-def run_bench(name: str, folder: Path | None, as_json: bool) -> None:
+def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None = None) -> None:
     """Run a benchmark in a new folder inside `folder` (default: the current one), and print it.
 
     What it wrote is removed again. The figures go to stdout, progress to stderr.
 
+    Args:
+        scale: size of what is measured, for a benchmark that has sizes (sql: times 100,000 turns).
+
     Raises:
-        ConfigError: no such benchmark, or no such folder.
+        ConfigError: no such benchmark or folder, or a scale for a benchmark of one size.
     """
     benchmark = load(name)
     inside = Path.cwd() if folder is None else folder
     if not inside.is_dir():
         raise ConfigError(f"--folder {inside} is not a folder: name one on the disk to measure")
-    plan = benchmark.Plan()
+    plan = benchmark.Plan() if scale is None else _sized(name, benchmark, scale)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=inside) as scratch,
@@ -70,6 +73,13 @@ def run_bench(name: str, folder: Path | None, as_json: bool) -> None:
         print(orjson.dumps([f.as_json() for f in found.figures], option=orjson.OPT_INDENT_2).decode())
     else:
         _print(found)
+
+
+def _sized(name: str, benchmark: Benchmark, scale: float) -> Any:
+    sized: Callable[[float], Any] | None = getattr(benchmark, "sized", None)
+    if sized is None or scale <= 0:
+        raise ConfigError(f"--scale {scale}: benchmark {name!r} has one size; sql takes any above 0")
+    return sized(scale)
 
 
 def _print(found: Outcome) -> None:

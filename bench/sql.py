@@ -29,7 +29,8 @@ from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.unit import TURNS, current_units
 
 BY_VERSION_AND_DAY = """
-SELECT max_version, date_trunc('day', opened) AS day, avg(reward) FROM trajectories GROUP BY ALL ORDER BY ALL"""
+SELECT max_version, date_trunc('day', opened) AS day, avg(reward)
+FROM trajectories GROUP BY ALL ORDER BY ALL"""
 P99 = "SELECT quantile_cont(latency_ms, 0.99) FROM turns"
 UNLIKELY = "SELECT count(*) FROM {} WHERE logprob < -10"
 
@@ -75,11 +76,24 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         OSError: the disk refuses, for instance because it is full.
         AssertionError: two sides do not agree.
     """
-    log, _ = make(folder / "store", plan.shape, on_round)
-    settings = log.settings().seal
-    for unit, _old in compact(log.path, LANE, settings):
+    return ask(prepare(folder / "store", plan.shape, on_round), plan, on_round)
+
+
+def prepare(folder: Path, shape: Shape, on_unit: Callable[[], None]) -> Store:
+    """A store of this shape at `folder`, sealed, compacted and derived as the sealer would leave it."""
+    log, _ = make(folder, shape, on_unit)
+    for unit, _old in compact(log.path, LANE, log.settings().seal):
         build_derived(log.path, unit)
     remove_superseded(log.path, LANE)
+    return log
+
+
+def ask(log: Store, plan: Plan, on_round: Callable[[], None]) -> Measured:
+    """Ask the questions of a store that `prepare` made. Calls `on_round` after each round.
+
+    Raises:
+        AssertionError: two sides do not agree.
+    """
     connection = store.connect(log.path)
     ids = [row[0] for row in connection.execute(_whole_trajectories()).fetchall()]
     bare = _bare(connection)

@@ -215,16 +215,17 @@ def import_(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="append, recover, seal, sql, stream or tail")],
+    name: Annotated[str, typer.Argument(help="append, recover, seal, sql, stream or tail.")],
     json: AsJson = False,
     folder: Annotated[
         Path | None, typer.Option(help="Where to write; default: a temporary folder here.")
     ] = None,
+    scale: Annotated[float | None, typer.Option(help="For sql: size in 100,000 turns.")] = None,
 ) -> None:
     """Measure Rollbook against the machine's own limit, in one interleaved run."""
     from rollbook.bench import run_bench
 
-    run_bench(name, folder, json)
+    run_bench(name, folder, json, scale)
 
 
 @app.command()
