@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from rollbook.store.bodies import resolve
 from rollbook.store.errors import CorruptionError, FormatError
 from rollbook.store.event_json import as_json, from_json
 from rollbook.store.events import RECORDS, Event, TurnRequested, VersionSpan
-from rollbook.store.schema import ENVELOPE, HOT, LOG_SCHEMA, SPAN
+from rollbook.store.schema import ENVELOPE, HOT, LOG_SCHEMA
 from rollbook.store.upcast import upcast, version_of
 
 __all__ = ["as_json", "conform", "decode", "encode", "from_json", "inline_bodies", "row_of", "to_batch"]
@@ -28,6 +29,9 @@ Body = Callable[[str], Any]
 """Digest -> the body that a request refers to."""
 
 ROW_NAMES = tuple(LOG_SCHEMA.names[1:])
+# Arrow makes new Python objects whenever a schema is asked for its parts, and every batch needs the types.
+_ROW_TYPES = tuple(LOG_SCHEMA.types[1:])
+_INT32_MAX = 2**31 - 1
 _ARRAYS = {"prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.float32}
 _MAY_REFER = ("messages", "request")
 """Fields of `turn.requested` that may hold references to bodies."""
@@ -41,17 +45,25 @@ class _Fields:
         self.hot = tuple(n for n in HOT if n in names)
         self.rest = tuple(n for n in names if n not in HOT)
         self._at = tuple(HOT.index(n) for n in self.hot)
+        self._get_hot, self._get_rest = _getter(self.hot), _getter(self.rest)
 
     def columns(self, record: Any) -> list[Any]:
         """The values of `HOT`, None where the record has no such field."""
         values: list[Any] = [None] * len(HOT)
-        for i, name in zip(self._at, self.hot, strict=True):
-            values[i] = getattr(record, name)
+        for i, value in zip(self._at, self._get_hot(record), strict=True):
+            values[i] = value
         return values
 
     def extra(self, record: Any) -> bytes:
         """The other fields as JSON."""
-        return orjson.dumps({name: getattr(record, name) for name in self.rest})
+        return orjson.dumps(dict(zip(self.rest, self._get_rest(record), strict=True)))
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """The values of these attributes. A record is taken apart for every append, so C does it."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda record: tuple(getattr(record, name) for name in names)
 
 
 _FIELDS = {kind: _Fields(record_type) for kind, record_type in RECORDS.items()}
@@ -69,10 +81,9 @@ def row_of(event: Event) -> Row:
 
 def to_batch(rows: Sequence[Row], first_seq: int) -> pa.RecordBatch:
     """Rows as one batch in `LOG_SCHEMA`; row i gets sequence number `first_seq + i`."""
-    columns = dict(zip(ROW_NAMES, zip(*rows, strict=True), strict=True))
     seq = pa.array(np.arange(first_seq, first_seq + len(rows), dtype=np.int64))
-    arrays = [seq, *(_arrow(f.name, f.type, columns[f.name]) for f in list(LOG_SCHEMA)[1:])]
-    return pa.record_batch(arrays, schema=LOG_SCHEMA)
+    columns = zip(ROW_NAMES, _ROW_TYPES, zip(*rows, strict=True), strict=True)
+    return pa.record_batch([seq, *(_arrow(*column) for column in columns)], schema=LOG_SCHEMA)
 
 
 def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
@@ -82,37 +93,28 @@ def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
 
 def _arrow(name: str, type_: pa.DataType, values: Sequence[Any]) -> pa.Array:
     if name in _ARRAYS:
-        return _lists(values, type_.value_type, _ARRAYS[name])
+        dtype = _ARRAYS[name]
+        return pa.array([None if v is None else np.asarray(v, dtype) for v in values], type_)
     if name == "version_spans":
-        return _spans(values)
+        spans = [None if v is None else [(s.policy, s.version, s.start, s.end) for s in v] for v in values]
+        return pa.array(spans, type_)
+    if name == "extra":
+        return _json(values)
     if name == "time":
-        return pa.array(np.array(values, dtype=np.int64)).cast(type_)
+        return pa.array(np.array(values, dtype=np.int64)).view(type_)
     return pa.array(values, type_)
 
 
-def _offsets(values: Sequence[Any]) -> tuple[pa.Array, pa.Array | None]:
-    """Offsets of a list column, and its mask of nulls if it has any."""
-    offsets = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([0 if v is None else len(v) for v in values], out=offsets[1:])
-    mask = [v is None for v in values]
-    return pa.array(offsets), pa.array(mask) if any(mask) else None
-
-
-def _lists(values: Sequence[Any], value_type: pa.DataType, dtype: Any) -> pa.Array:
-    """A list column built from arrays without a Python object per token."""
-    offsets, mask = _offsets(values)
-    present = [np.asarray(v, dtype=dtype) for v in values if v is not None]
-    flat = np.concatenate(present) if present else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(offsets, pa.array(flat, value_type), mask=mask)
-
-
-def _spans(values: Sequence[Any]) -> pa.Array:
-    offsets, mask = _offsets(values)
-    flat = [span for spans in values if spans is not None for span in spans]
-    members = [pa.array([getattr(s, f.name) for s in flat], f.type) for f in SPAN]
-    return pa.ListArray.from_arrays(
-        offsets, pa.StructArray.from_arrays(members, fields=list(SPAN)), mask=mask
-    )
+def _json(values: Sequence[bytes]) -> pa.Array:
+    """A column of JSON texts, copied once; `pa.array` would copy them again whenever its buffer grows."""
+    offsets = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum([len(v) for v in values], out=offsets[1:])
+    if offsets[-1] > _INT32_MAX:
+        raise ValueError(f"{offsets[-1]} bytes of JSON are more than one append can hold: split it")
+    buffers = (pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(b"".join(values)))
+    array = pa.StringArray.from_buffers(len(values), *buffers)
+    array.validate(full=True)  # that it is UTF-8
+    return array
 
 
 def conform(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -221,3 +223,7 @@ def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
 
 assert set(ENVELOPE) | set(HOT) == set(LOG_SCHEMA.names)
 assert ("event_id", "kind", "schema_version", "time", "run", *HOT, "extra") == ROW_NAMES
+
+# The first array that pyarrow makes in a process makes it look for pandas, and import it: now, not while
+# somebody waits for an append or a poll.
+pa.array([], pa.int8())

@@ -28,6 +28,25 @@ from rollbook.store.settings import AppendSettings
 _Pending = tuple[Sequence[Event], "Future[int]"]
 
 
+class _Group:
+    """Appends that are committed together, until they are many or large."""
+
+    def __init__(self, settings: AppendSettings) -> None:
+        self.appends: list[_Pending] = []
+        self._events, self._bytes = settings.group_events, settings.group_bytes
+
+    def add(self, append: _Pending) -> None:
+        """Take one more."""
+        self.appends.append(append)
+        self._events -= len(append[0])
+        self._bytes -= _size(append[0])
+
+    @property
+    def full(self) -> bool:
+        """Whether it is to be committed without waiting for more."""
+        return self._events <= 0 or self._bytes <= 0
+
+
 class LaneWriter:
     """Appends events to one lane. Threads may share it; processes may not.
 
@@ -152,23 +171,29 @@ class LaneWriter:
             return [], True
         if first is None:
             return [], False
-        group, count = [first], len(first[0])
-        size = _size(first[0])
+        group = _Group(self._settings)
+        group.add(first)
         # Whoever appends alone gains nothing by waiting for company.
-        deadline = time.monotonic() + (self._settings.linger_ms / 1e3 if self._crowded else 0.0)
-        while count < self._settings.group_events and size < self._settings.group_bytes:
-            wait = deadline - time.monotonic()
+        linger_s = self._settings.linger_ms / 1e3 if self._crowded else 0.0
+        open_ = self._drain(group)
+        if linger_s and open_ and not group.full:
+            # Asleep, not waiting at the queue: to wake up for each append costs more than to encode it.
+            time.sleep(linger_s)
+            open_ = self._drain(group)
+        self._crowded = len(group.appends) > 1
+        return group.appends, open_
+
+    def _drain(self, group: _Group) -> bool:
+        """Move what is waiting into the group until it is full; whether more may follow."""
+        while not group.full:
             try:
-                item = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
+                item = self._queue.get_nowait()
             except queue.Empty:
-                break
+                return True
             if item is None:
-                return group, False
-            group.append(item)
-            count += len(item[0])
-            size += _size(item[0])
-        self._crowded = len(group) > 1
-        return group, True
+                return False
+            group.add(item)
+        return True
 
     def _fail(self, group: list[_Pending], error: Exception) -> None:
         for _, future in group:
