@@ -1,0 +1,158 @@
+"""SQL while a writer appends and a sealer seals, merges and removes, each in its own process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store, format_cut
+from rollbook.store.sealed.unit import all_units, current_units
+from rollbook.store.trajectory import Trajectory, fold
+
+SECONDS = 8.0
+SETTINGS = """
+[append]
+segment_bytes = 20000
+[seal]
+keep_wal_bytes = 40_000
+compact_bytes = 1_000_000
+row_group = 8
+"""
+
+WRITE = """
+import sys, time
+import numpy as np
+from rollbook import store
+from rollbook.store import Event, events as kinds
+from rollbook.store.trajectory import prompt_sha256
+
+log, ids = store.open(sys.argv[1]), np.arange(12, dtype=np.int32)
+done = {"role": "assistant", "content": "four"}
+with log.writer("serve") as writer:
+    i = 0
+    while log.path.joinpath("go").exists():
+        t, ask = f"t{i // 4:06}", ([{"role": "user", "content": "2+2?" * 40}], {}, None, {}, {}, "c")
+        span = (kinds.VersionSpan("actor", i // 40, 0, 12),)
+        records = [kinds.TrajectoryOpened(t, t, "g")] if i % 4 == 0 else []
+        records.append(kinds.TurnRequested(t, f"u{i}", f"r{i}", None, "first", None, 0, *ask))
+        writer.append([Event(r, "run") for r in records])
+        completed = kinds.TurnCompleted(
+            t, f"u{i}", "actor", i // 40, ids, ids + i % 7, np.full(12, -0.5 - i % 9, np.float32), span,
+            12, prompt_sha256(ids), "stop", done, {}, [], {})
+        writer.append([Event(completed, "run")])
+        records = [kinds.TurnDelivered(t, f"u{i}", "sent")]
+        if i % 4 == 3:
+            records += [kinds.RewardAssigned(t, None, i / 8), kinds.TrajectoryFinished(t)]
+        writer.append([Event(r, "run") for r in records]).result(30)
+        i += 1
+        time.sleep(0.002)
+print(i)
+"""
+
+SEAL = """
+import sys, time
+from rollbook import store
+from rollbook.store.sealed.sealer import Sealer
+
+log = store.open(sys.argv[1])
+sealer, passes = Sealer(log), 0
+while log.path.joinpath("go").exists():
+    sealer.run_once()
+    passes += 1
+    time.sleep(0.05)
+print(passes)
+"""
+
+
+def _expected(trajectories: dict[str, Trajectory]) -> dict[str, Any]:
+    """What the views must say of these trajectories."""
+    turns = [t for one in trajectories.values() for t in one.turns.values()]
+    done = [t.completed for t in turns if t.completed is not None]
+    return {
+        "SELECT count(*) FROM trajectories": len(trajectories),
+        "SELECT count(*) FROM trajectories WHERE status = 'completed'": sum(
+            one.finished is not None for one in trajectories.values()
+        ),
+        "SELECT sum(reward) FROM trajectories": sum(one.reward() or 0 for one in trajectories.values())
+        or None,
+        "SELECT count(*) FROM turns": len(turns),
+        "SELECT count(*) FROM turns WHERE delivered = 'sent'": sum(t.delivered == "sent" for t in turns),
+        "SELECT sum(list_sum(completion_ids)) FROM turns": sum(int(c.completion_ids.sum()) for c in done)
+        or None,
+        "SELECT count(*) FROM tokens": 12 * len(done),
+        "SELECT sum(policy_version) FROM tokens": sum(12 * (c.policy_version or 0) for c in done)
+        if done
+        else None,
+        "SELECT count(*) FROM outliers": sum(
+            int((c.logprobs < -8).sum()) for c in done if c.logprobs is not None
+        ),
+        "SELECT count(*) FROM bodies": 0,
+    }
+
+
+def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) -> None:
+    """At the head and at an earlier cut, again and again, SQL says what folding the events says."""
+    (store.path / "store.toml").write_text(SETTINGS)
+    go = store.path / "go"
+    go.touch()
+    others = [start_python(code, store.path) for code in (WRITE, SEAL)]
+    asked, deadline = 0, time.monotonic() + SECONDS
+    try:
+        while time.monotonic() < deadline:
+            head = store.head()
+            if not head:
+                time.sleep(0.05)
+                continue
+            for cut in (head, {"serve": head["serve"] * 2 // 3}):
+                expected = _expected(fold(store.events(cut)))
+                connection = rb.connect(store.path, as_of=format_cut(cut))
+                for query, value in expected.items():
+                    [row] = connection.execute(query).fetchall()
+                    assert row[0] == value, (cut, query)
+                connection.close()
+                asked += 1
+    finally:
+        go.unlink()
+        said = [other.communicate(timeout=60) for other in others]
+    assert [err for _, err in said] == ["", ""]
+    assert asked >= 4
+    turns, passes = (int(out) for out, _ in said)
+    assert turns > 100
+    assert passes > 3
+    assert len(current_units(store.path, "serve")) >= 1
+    assert any(unit.generation > 1 for unit in all_units(store.path, "serve")), "nothing was merged"
+
+
+@pytest.mark.parametrize(
+    ("query", "most"),
+    [
+        ("SELECT * FROM tokens WHERE trajectory_id = 't000030'", 200),
+        ("SELECT * FROM turns WHERE trajectory_id = 't000030'", 400),
+        ("SELECT count(*) FROM tokens WHERE policy_version = 3", 400),
+    ],
+)
+def test_a_filter_does_not_scan_the_world(store: Store, start_python: Any, query: str, most: int) -> None:
+    """A filter on a trajectory or a policy version reads the row groups that may hold it, not all rows."""
+    (store.path / "store.toml").write_text(SETTINGS)
+    go = store.path / "go"
+    go.touch()
+    writer = start_python(WRITE, store.path)
+    deadline = time.monotonic() + 60
+    while store.head().get("serve", 0) < 4000 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    go.unlink()
+    writer.communicate(timeout=60)
+    from rollbook.store.sealed.sealer import Sealer
+
+    Sealer(store).run_once()
+    connection = rb.connect(store.path)
+    profile = store.path / "profile.json"
+    connection.execute(f"PRAGMA enable_profiling = 'json'; PRAGMA profiling_output = '{profile}'")
+    assert connection.execute(query).fetchall()
+    found = orjson.loads(profile.read_bytes())["query"]
+    assert store.head()["serve"] >= 4000
+    assert found["total_rows_scanned"] < most, found
