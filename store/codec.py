@@ -5,9 +5,9 @@ A row is an event's values in the order of `schema.LOG_SCHEMA` without `seq`; `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ ROW_NAMES = tuple(LOG_SCHEMA.names[1:])
 _ROW_TYPES = tuple(LOG_SCHEMA.types[1:])
 _INT32_MAX = 2**31 - 1
 _ARRAYS = {"prompt_ids": np.int32, "completion_ids": np.int32, "logprobs": np.float32}
+_INTEGERS = ("policy_version", "step")
 _MAY_REFER = ("messages", "request")
 """Fields of `turn.requested` that may hold references to bodies."""
 
@@ -94,15 +95,48 @@ def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
 def _arrow(name: str, type_: pa.DataType, values: Sequence[Any]) -> pa.Array:
     if name in _ARRAYS:
         dtype = _ARRAYS[name]
-        return pa.array([None if v is None else np.asarray(v, dtype) for v in values], type_)
+        return pa.array([None if v is None else stored_array(v, dtype) for v in values], type_)
     if name == "version_spans":
-        spans = [None if v is None else [(s.policy, s.version, s.start, s.end) for s in v] for v in values]
-        return pa.array(spans, type_)
+        return pa.array([None if v is None else [_span(s) for s in v] for v in values], type_)
     if name == "extra":
         return _json(values)
     if name == "time":
         return pa.array(np.array(values, dtype=np.int64)).view(type_)
+    if name in _INTEGERS:
+        values = [whole(value) for value in values]
     return pa.array(values, type_)
+
+
+def whole(value: Any) -> int | None:
+    """The value, which is an integer or None. Arrow would cut off a fraction without a word.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    return None if value is None else index(value)
+
+
+def stored_array(values: Any, dtype: Any) -> Any:
+    """Values as the one-dimensional array that is stored of them; token ids keep their value.
+
+    Raises:
+        ValueError: they are no list of numbers, or an integer among them does not fit.
+    """
+    found = np.asarray(values)
+    if found.ndim != 1:
+        raise ValueError(f"a list of numbers has one dimension, this has {found.ndim}")
+    if found.dtype == dtype:
+        return found
+    if found.size and found.dtype.kind not in ("iu" if np.dtype(dtype).kind == "i" else "iuf"):
+        raise ValueError(f"an array of {found.dtype} cannot be stored as {np.dtype(dtype)}")
+    stored = found.astype(dtype)
+    if stored.dtype.kind == "i" and not np.array_equal(stored, found):
+        raise ValueError(f"an integer does not fit into {stored.dtype}")
+    return stored
+
+
+def _span(span: VersionSpan) -> tuple[str, int | None, int | None, int | None]:
+    return span.policy, whole(span.version), whole(span.start), whole(span.end)
 
 
 def _json(values: Sequence[bytes]) -> pa.Array:
@@ -153,44 +187,44 @@ def decode(batch: pa.RecordBatch, lane: str, body: Body = no_body) -> Iterator[E
 
     Raises:
         FormatError: a kind or schema version this release does not know.
-        CorruptionError: a body is missing.
+        CorruptionError: a body is missing, or a record is none of its kind.
     """
     # `time` is read as integers below: a Python datetime cannot hold all that the column can.
     plain = [name for name in LOG_SCHEMA.names if name not in _ARRAYS and name != "time"]
-    rows = {name: batch.column(name).to_pylist() for name in plain}
-    arrays = {name: _numpy_lists(batch.column(name)) for name in _ARRAYS}
+    columns = {name: batch.column(name).to_pylist() for name in plain}
+    columns |= {name: _numpy_lists(batch.column(name)) for name in _ARRAYS}
     times = batch.column("time").cast(pa.int64()).to_pylist()
     for i in range(batch.num_rows):
-        kind = rows["kind"][i]
-        record_type = RECORDS.get(kind)
+        event_id = columns["event_id"][i]
+        try:
+            record = _record(columns, i, body)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptionError(
+                f"event {event_id} of lane {lane!r} is whole, but no {columns['kind'][i]!r}: {error!r}"
+            ) from error
+        yield Event(record, columns["run"][i], event_id, times[i], lane, columns["seq"][i])
+
+
+def _record(columns: Mapping[str, Any], i: int, body: Body) -> Any:
+    """The record in row i of these columns."""
+    kind, version = columns["kind"][i], columns["schema_version"][i]
+    record_type = RECORDS.get(kind)
+    if record_type is None or not 1 <= version <= version_of(kind):
+        event = f"event {columns['event_id'][i]} has kind {kind!r}"
         if record_type is None:
-            raise FormatError(
-                f"event {rows['event_id'][i]} has kind {kind!r}, which this release cannot read: "
-                "update rollbook"
-            )
-        version = rows["schema_version"][i]
-        if not 1 <= version <= version_of(kind):
-            raise FormatError(
-                f"event {rows['event_id'][i]} of kind {kind!r} has version {version}, this release reads "
-                f"up to {version_of(kind)}: update rollbook"
-            )
-        hot = _FIELDS[kind].hot
-        values = orjson.loads(rows["extra"][i])
-        for name in hot:
-            values[name] = arrays[name][i] if name in arrays else rows[name][i]
-        values = upcast(kind, version, values)
-        if "version_spans" in hot:
-            values["version_spans"] = tuple(VersionSpan(**s) for s in values["version_spans"] or ())
-        if record_type is TurnRequested and '"$body"' in rows["extra"][i]:
-            values |= {name: resolve(values[name], body) for name in _MAY_REFER}
-        yield Event(
-            record=record_type(**values),
-            run=rows["run"][i],
-            event_id=rows["event_id"][i],
-            time_us=times[i],
-            lane=lane,
-            seq=rows["seq"][i],
-        )
+            raise FormatError(f"{event}, which this release cannot read: update rollbook")
+        newest = version_of(kind)
+        raise FormatError(f"{event} in version {version}, this release reads up to {newest}: update rollbook")
+    extra = columns["extra"][i]
+    values = orjson.loads(extra)
+    for name in _FIELDS[kind].hot:
+        values[name] = columns[name][i]
+    values = upcast(kind, version, values)
+    if "version_spans" in values:
+        values["version_spans"] = tuple(VersionSpan(**s) for s in values["version_spans"] or ())
+    if record_type is TurnRequested and '"$body"' in extra:
+        values |= {name: resolve(values[name], body) for name in _MAY_REFER}
+    return record_type(**values)
 
 
 def _numpy_lists(column: pa.ListArray) -> list[Any]:

@@ -183,8 +183,11 @@ class LaneReader:
         mask = pc.equal(batch.column("kind"), BodyStored.KIND)
         if pc.any(mask).as_py():
             for extra in batch.filter(mask).column("extra").to_pylist():
-                values = orjson.loads(extra)
-                self._bodies[values["digest"]] = values["body"]
+                try:
+                    values = orjson.loads(extra)
+                    self._bodies[values["digest"]] = values["body"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CorruptionError(f"lane {self.lane!r}: no body in {extra!r}: {error!r}") from error
 
 
 def _segment_of(folder: Path, seq: int) -> int | None:

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rollbook.store.codec import ROW_NAMES, Row
+from rollbook.store.codec import ROW_NAMES, Row, stored_array, whole
 from rollbook.store.events import VersionSpan
 
 FEW = 8
 
 # time, policy version, step, reward, schema version, which are null, and eleven lengths in bytes
 _HEAD = struct.Struct("<qqqdHH11I")
+_SPAN = struct.Struct("<qii")
 _TEXTS = ("event_id", "kind", "run", "trajectory_id", "turn_id", "policy")
 _DTYPES = {"prompt_ids": np.dtype("<i4"), "completion_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4")}
 _NUMBERS = ("policy_version", "step", "reward")
@@ -31,7 +32,7 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     """The rows as the payload of a row frame.
 
     Raises:
-        struct.error, TypeError, ValueError, OverflowError: a value has no stored form.
+        struct.error, AttributeError, TypeError, ValueError: a value has no stored form.
     """
     return b"".join(part for row in rows for part in _encode(row))
 
@@ -42,10 +43,9 @@ def _encode(row: Row) -> list[bytes]:
     parts = [b"" if value[name] is None else value[name].encode() for name in _TEXTS]
     for name, dtype in _DTYPES.items():
         found = value[name]
-        parts.append(b"" if found is None else np.ascontiguousarray(found, dtype=dtype).tobytes())
+        parts.append(b"" if found is None else stored_array(found, dtype).tobytes())
     spans = value["version_spans"]
-    plain = [(s.policy, s.version, s.start, s.end) for s in spans or ()]
-    parts += [b"" if spans is None else orjson.dumps(plain), value["extra"]]
+    parts += [b"" if spans is None else orjson.dumps([_span(s) for s in spans]), value["extra"]]
     head = _HEAD.pack(
         value["time"],
         *(0 if value[name] is None else value[name] for name in _NUMBERS),
@@ -54,6 +54,15 @@ def _encode(row: Row) -> list[bytes]:
         *map(len, parts),
     )
     return [head, *parts]
+
+
+def _span(span: VersionSpan) -> tuple[str | None, int | None, int | None, int | None]:
+    """The span's members. Only what fits into their columns is written: a row is acknowledged unread."""
+    if span.policy is not None:
+        span.policy.encode()
+    version, start, end = whole(span.version), whole(span.start), whole(span.end)
+    _SPAN.pack(version or 0, start or 0, end or 0)
+    return span.policy, version, start, end
 
 
 def decode_rows(payload: memoryview, count: int) -> list[Row]:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from rollbook.store.codec import conform, to_batch
+from rollbook.store.errors import CorruptionError
 from rollbook.store.lane.frame import (
     BATCH_FRAME,
     ROW_FRAME,
@@ -81,17 +82,22 @@ def segment_batches(path: Path, stop: int | None = None) -> Iterator[pa.RecordBa
     """A segment's batches, up to `stop` bytes of the file.
 
     Raises:
-        BadFrameError, pa.ArrowException, FormatError, FileNotFoundError
+        CorruptionError: the frames do not hold events.
+        FormatError: a newer Rollbook wrote them.
+        FileNotFoundError
     """
-    for batch, _, _ in Segment(int(path.stem), path).batches(stop, 0):
-        yield batch
+    try:
+        for batch, _, _ in Segment(int(path.stem), path).batches(stop, 0):
+            yield batch
+    except (BadFrameError, pa.ArrowException) as error:
+        raise CorruptionError(f"{path}: its events cannot be read: {error}") from error
 
 
 def _rows_batch(frames: list[Frame]) -> tuple[pa.RecordBatch, int, int]:
     try:
         rows = [row for f in frames for row in decode_rows(f.payload, f.count)]
         return to_batch(rows, frames[0].first_seq), frames[0].first_seq, frames[-1].end
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise BadFrameError(frames[0].offset, f"not the rows of events: {error}") from error
 
 

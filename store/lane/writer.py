@@ -203,5 +203,10 @@ class LaneWriter:
 
 def _size(events: Sequence[Event]) -> int:
     """Bytes of the events' arrays: what makes a group large, as far as it is cheap to know."""
-    turns = [e.record for e in events if isinstance(e.record, TurnCompleted)]
-    return sum(8 * len(t.completion_ids) + 4 * len(t.prompt_ids) for t in turns)
+    # Whatever a client appends, this must not fail: nobody would answer the futures of the group.
+    turns = [r for e in events if isinstance(r := getattr(e, "record", None), TurnCompleted)]
+    return sum(2 * _nbytes(t.completion_ids) + _nbytes(t.prompt_ids) for t in turns)
+
+
+def _nbytes(array: object) -> int:
+    return int(getattr(array, "nbytes", 0))
