@@ -1,0 +1,458 @@
+"""Disks that fail, and machines that stop at any moment: what was acknowledged is there, and nothing half."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook import store as rb
+from rollbook.store import Event, Store
+from rollbook.store.errors import CorruptionError, WriteFailedError
+from rollbook.store.events import TurnFailed
+from rollbook.store.lane.files import Watermark, quarantine, quarantined, read_watermark
+from rollbook.store.lane.flusher import RealDisk
+from rollbook.store.lane.frame import scan
+from rollbook.store.lane.recovery import recover_lane
+from rollbook.store.lane.writer import LaneWriter
+from rollbook.store.sealed.seal import remove_leftovers, seal_closed
+from rollbook.store.settings import AppendSettings, SealSettings
+
+SMALL = AppendSettings(segment_bytes=4000, linger_ms=0)
+
+
+def _writer(store: Store) -> LaneWriter:
+    """A writer whose disk works. The catalog has no part in this."""
+    return LaneWriter(store.path, store.store_id, "a", SMALL)
+
+
+def _append(number: int, count: int) -> list[Event]:
+    """Events that say which append they are of, which of it, and of how many."""
+    return [Event(TurnFailed("t", "u", f"{number}.{i}/{count}" + "x" * 200), "run") for i in range(count)]
+
+
+def _read(store: Store) -> list[str]:
+    return [event.record.error for event in store.events()]  # type: ignore[union-attr]
+
+
+def _whole_appends(texts: list[str], appends: list[list[Event]]) -> int:
+    """How many appends these texts are, which must be the first ones, each of them whole."""
+    expected: list[str] = []
+    for number, events in enumerate(appends):
+        if texts == expected:
+            return number
+        expected += [e.record.error for e in events]  # type: ignore[union-attr]
+    assert texts == expected
+    return len(appends)
+
+
+# A disk that fails ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at a call: `code` is raised, after a write of part of its bytes; 0 for a short write."""
+
+    code: int
+    share: float
+
+
+@dataclass(slots=True)
+class FaultyDisk(RealDisk):
+    """Fails at chosen calls, and notes a second flush of a descriptor whose flush has failed."""
+
+    faults: dict[int, Fault]
+    calls: int = 0
+    failed: set[int] = field(default_factory=set)
+    retried: bool = False
+
+    def _fault(self) -> Fault | None:
+        self.calls += 1
+        return self.faults.get(self.calls - 1)
+
+    def _raise(self, fault: Fault | None) -> None:
+        if fault is not None and fault.code:
+            raise OSError(fault.code, os.strerror(fault.code))
+
+    def open(self, path: Path) -> int:
+        self._raise(self._fault())
+        fd = RealDisk.open(self, path)
+        self.failed.discard(fd)
+        return fd
+
+    def write(self, fd: int, buffers: list[Any]) -> int:
+        fault = self._fault()
+        if fault is None:
+            return RealDisk.write(self, fd, buffers)
+        data = b"".join(bytes(b) for b in buffers)
+        written = os.write(fd, data[: max(1, int(len(data) * fault.share))])
+        self._raise(fault)
+        return written
+
+    def sync(self, fd: int) -> None:
+        self.retried |= fd in self.failed
+        fault = self._fault()
+        if fault is not None and fault.code:
+            self.failed.add(fd)
+        self._raise(fault)
+        RealDisk.sync(self, fd)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._raise(self._fault())
+        RealDisk.sync_folder(self, folder)
+
+
+FAULTS = st.builds(Fault, st.sampled_from([0, errno.ENOSPC, errno.EIO]), st.floats(0, 1))
+
+
+@given(
+    faults=st.dictionaries(st.integers(0, 40), FAULTS, max_size=4),
+    counts=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    pipelined=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_disk_that_fails(
+    tmp_path_factory: Any, faults: dict[int, Fault], counts: list[int], pipelined: bool
+) -> None:
+    """However writes fail: what was acknowledged stays, all else fails with its reason, nothing is half."""
+    store = rb.open(tmp_path_factory.mktemp("faulty") / "s", create=True)
+    disk = FaultyDisk(faults)
+    appends = [_append(i, count) for i, count in enumerate(counts)]
+    writer = LaneWriter(store.path, store.store_id, "a", SMALL, disk)
+    futures: list[Future[int]] = []
+    for events in appends:
+        futures.append(writer.append(events))
+        if not pipelined:
+            futures[-1].exception(30)
+    errors = [future.exception(30) for future in futures]
+    good = errors.index(next(filter(None, errors))) if any(errors) else len(errors)
+    assert not any(errors[:good])
+    if any(errors) or writer.failure:
+        futures.append(writer.append(_append(99, 1)))
+    writer.close()
+    for future in futures[good:]:
+        error = future.exception(0)
+        assert isinstance(error, WriteFailedError)
+        assert all(word in str(error) for word in ("lane 'a'", "of segment", str(store.path), "restart"))
+    assert [future.result(0) for future in futures[:good]] == [sum(counts[:i]) for i in range(good)]
+    assert not disk.retried
+    # Readers see what was acknowledged and no more, before the lane is opened again and after.
+    assert _whole_appends(_read(store), appends) == good
+    with _writer(store) as again:
+        assert _whole_appends(_read(store), appends) == good
+        assert again.append(_append(99, 9)).result(30) == sum(counts[:good])
+    assert _whole_appends(_read(store)[:-9], appends) == good
+    _writer(store).close()
+
+
+def test_what_a_failed_write_left_is_surely_gone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut off at once; before the lane goes on behind it, the cut itself is flushed."""
+    writer = LaneWriter(store.path, store.store_id, "a", SMALL, FaultyDisk({5: Fault(errno.EIO, 1.0)}))
+    with pytest.raises(WriteFailedError):
+        writer.append(_append(0, 1)).result(30)
+    writer.close()
+    flushed: list[str] = []
+    real = os.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+        recover_lane(store.path, "a")
+    assert flushed == [str(store.path / "lanes" / "a" / "00000001.wal")]
+
+
+# A machine that stops -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class File:
+    """A segment as it went to the disk: its bytes, how many were flushed, whether its name was."""
+
+    data: bytes = b""
+    flushed: int = 0
+    named: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Moment:
+    """What the disk surely held at a moment, and what may have been on it."""
+
+    files: dict[str, File]
+    marks: tuple[bytes, ...]
+    acknowledged: int
+
+
+class Recorder(RealDisk):
+    """Notes after each call what is on the disk."""
+
+    def __init__(self, lane: Path) -> None:
+        self.moments: list[Moment] = []
+        self.acknowledged = 0
+        self._lane = lane
+        self._names: dict[int, str] = {}
+        self._files = {p.name: File(p.read_bytes(), p.stat().st_size, True) for p in lane.glob("*.wal")}
+        self._marks: list[bytes] = []
+
+    def _note(self) -> None:
+        mark = (self._lane / "WATERMARK").read_bytes()
+        if mark not in self._marks:
+            self._marks.append(mark)
+        files = {name: File(f.data, f.flushed, f.named) for name, f in self._files.items()}
+        self.moments.append(Moment(files, tuple(self._marks), self.acknowledged))
+
+    def open(self, path: Path) -> int:
+        fd = RealDisk.open(self, path)
+        self._names[fd] = path.name
+        self._files[path.name] = File()
+        self._note()
+        return fd
+
+    def write(self, fd: int, buffers: list[Any]) -> int:
+        self._note()
+        self._files[self._names[fd]].data += b"".join(bytes(b) for b in buffers)
+        written = RealDisk.write(self, fd, buffers)
+        self._note()
+        return written
+
+    def sync(self, fd: int) -> None:
+        RealDisk.sync(self, fd)
+        file = self._files[self._names[fd]]
+        file.flushed = len(file.data)
+        self._note()
+
+    def sync_folder(self, folder: Path) -> None:
+        RealDisk.sync_folder(self, folder)
+        for file in self._files.values():
+            file.named = True
+        self._note()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Recording:
+    """What was appended to a lane, and its every moment."""
+
+    store: Store
+    appends: list[list[Event]]
+    moments: list[Moment]
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """A lane that was opened twice, with frames of both kinds and several segments."""
+    store = rb.open(tmp_path_factory.mktemp("recorded") / "s", create=True)
+    appends = [_append(i, count) for i, count in enumerate([1, 9, 2, 3, 12, 1, 8, 1, 5, 2, 10, 1])]
+    moments: list[Moment] = []
+    done = 0
+    for part in (appends[:5], appends[5:]):
+        folder = store.path / "lanes" / "a"
+        folder.mkdir(exist_ok=True)
+        recorder = Recorder(folder)
+        recorder.acknowledged = done
+        writer = LaneWriter(store.path, store.store_id, "a", SMALL, recorder)
+
+        def count(_: Future[int], recorder: Recorder = recorder) -> None:
+            recorder.acknowledged += 1  # in the thread that writes: so between two of its calls
+
+        for i, events in enumerate(part):
+            future = writer.append(events)
+            future.add_done_callback(count)
+            if i % 3:  # some are committed together with the next one
+                future.result(30)
+        writer.close()
+        done += len(part)
+        moments += recorder.moments
+    assert len(list(folder.glob("*.wal"))) > 4
+    assert len(moments) > 50
+    return Recording(store, appends, moments)
+
+
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_a_machine_that_stops(recording: Recording, tmp_path_factory: Any, data: Any) -> None:
+    """Whatever of what was not flushed is on the disk after a power cut, no acknowledged event is missing."""
+    moment = recording.moments[data.draw(st.integers(0, len(recording.moments) - 1), "moment")]
+    store = rb.open(_after_the_cut(recording, tmp_path_factory.mktemp("cut") / "s", moment, data.draw))
+    _whole_appends_of_a_prefix(_read(store), recording.appends)
+    with _writer(store) as writer:
+        there = _whole_appends(_read(store), recording.appends)
+        assert moment.acknowledged <= there
+        new = _append(99, 3)
+        first = writer.append(new).result(30)
+        assert first == sum(len(events) for events in recording.appends[:there])
+    # The chain goes on over the place of the cut.
+    state = recover_lane(store.path, "a")
+    assert (state.next_seq, state.truncated_bytes) == (first + 3, 0)
+    assert _read(store)[-3:] == [e.record.error for e in new]  # type: ignore[union-attr]
+
+
+def _after_the_cut(
+    recording: Recording, folder: Path, moment: Moment, draw: Callable[[Any, str], Any]
+) -> Path:
+    """A store as the disk may have it when the machine stops at that moment."""
+    lane = folder / "lanes" / "a"
+    lane.mkdir(parents=True)
+    shutil.copy(recording.store.path / "STORE.json", folder)
+    for name, file in moment.files.items():
+        if not file.named and draw(st.booleans(), f"{name} has no name yet"):
+            continue
+        rest = file.data[file.flushed :]
+        kept = draw(st.integers(0, len(rest)), f"bytes of {name} that were not flushed")
+        holes = draw(st.booleans(), "the file's length is there, its bytes are not") if rest else False
+        tail = rest[:kept] + (bytes(len(rest) - kept) if holes else b"")
+        (lane / name).write_bytes(file.data[: file.flushed] + tail)
+    (lane / "WATERMARK").write_bytes(draw(st.sampled_from(moment.marks), "watermark"))
+    return folder
+
+
+def _whole_appends_of_a_prefix(texts: list[str], appends: list[list[Event]]) -> None:
+    """A reader before recovery goes by the watermark, which may be an old one; it ends between frames."""
+    assert _whole_appends(texts, appends) <= len(appends)
+
+
+# A recovery, or a sealing, that is itself stopped ---------------------------------------------------
+
+
+class Stop(BaseException):
+    """The process is killed here."""
+
+
+CALLS = ("ftruncate", "fsync", "fdatasync", "unlink", "rename", "pwrite", "open", "mkdir")
+
+
+def _stops(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any], prepare: Callable[[int], Any] = lambda n: None
+) -> Iterator[int]:
+    """Run `act` again and again, killed before its n-th call of the system, until it comes through."""
+    for stop_at in range(1000):
+        prepare(stop_at)
+        left = iter(range(stop_at))
+        killed = False
+
+        def call(name: str, left: Iterator[int] = left) -> Callable[..., Any]:
+            real = getattr(os, name)
+
+            def maybe(*args: Any, **kwargs: Any) -> Any:
+                nonlocal killed
+                if killed or next(left, None) is None:
+                    killed = True  # a dead process does nothing more
+                    raise Stop
+                return real(*args, **kwargs)
+
+            return maybe
+
+        with monkeypatch.context() as patch:
+            for name in CALLS:
+                patch.setattr(os, name, call(name))
+            patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+            with contextlib.suppress(Stop):
+                act()
+        if not killed:
+            return
+        yield stop_at
+    raise AssertionError("it never came through")
+
+
+@pytest.fixture
+def torn(store: Store) -> Path:
+    """Folder of a lane whose second segment ends in half a frame that nobody was told of."""
+    for number in (0, 1):
+        with _writer(store) as writer:
+            for i in range(3):
+                writer.append(_append(3 * number + i, 1)).result(30)
+    lane = store.path / "lanes" / "a"
+    last = lane / "00000002.wal"
+    data = last.read_bytes()
+    frame = list(scan(memoryview(data), 0, len(data)))[-1]
+    (lane / "WATERMARK").write_bytes(Watermark(2, frame.offset, 5).pack())
+    last.write_bytes(data[: frame.end - 64])
+    return lane
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("empty", [False, True], ids=["half a frame", "a segment without a whole frame"])
+def test_a_recovery_that_is_stopped(
+    store: Store, torn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    """Killed before any of its calls, it leaves a lane that the next recovery brings to the same end."""
+    if empty:
+        (torn / "00000003.wal").write_bytes(b"RBLF")
+        last = torn / "00000002.wal"
+        last.write_bytes(last.read_bytes()[: read_watermark(torn).offset])
+
+    def copy(number: int) -> Store:
+        return Store(tmp_path / f"copy-{number}", store.store_id)
+
+    def prepare(number: int) -> None:
+        shutil.copytree(store.path, copy(number).path)
+        current.append(copy(number))
+
+    current: list[Store] = []
+    appends = [_append(i, 1) for i in range(5)]
+    stops = 0
+    for number in _stops(monkeypatch, lambda: _writer(current[-1]).close(), prepare):
+        stops += 1
+        again = copy(number)
+        assert _whole_appends(_read(again), appends) == 5
+        with _writer(again) as writer:
+            assert writer.recovered.next_seq == 5
+            assert writer.append(_append(5, 1)).result(30) == 5
+        assert _whole_appends(_read(again), [*appends, _append(5, 1)]) == 6
+        assert quarantined(again.path / "lanes" / "a") is None
+    assert stops > 8
+
+
+def test_a_note_of_damage_that_was_cut_short(store: Store, torn: Path) -> None:
+    """A quarantine's note that is empty or unreadable still says that there is one."""
+    for content in (b"", b"\xff\xfe", b"half a sent"):
+        (torn / "QUARANTINED").write_bytes(content)
+        assert quarantined(torn) is not None
+    _writer(store).close()
+    assert quarantined(torn) is None
+
+
+def test_damage_is_told_though_it_cannot_be_noted(
+    store: Store, torn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no room for the note, the error is the damage, not the missing room."""
+    os.truncate(torn / "00000001.wal", 100)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CorruptionError, match="damaged at offset"):
+        recover_lane(store.path, "a")
+    quarantine(torn, "what was found")
+    assert quarantined(torn) is None
+
+
+def test_a_sealing_that_is_stopped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before any of its calls, a unit is there whole or not at all, and the next pass seals."""
+    appends = [_append(i, 9) for i in range(3)]
+    with _writer(store) as writer:
+        for events in appends:
+            writer.append(events).result(30)
+    folder = store.path / "sealed" / "a"
+    stops, whole = 0, 0
+    for _ in _stops(monkeypatch, lambda: list(seal_closed(store.path, "a", SealSettings(), all_of_it=True))):
+        stops += 1
+        units = [f.name for f in folder.glob("[!.]*")]
+        assert _whole_appends(_read(store), appends) == 3
+        if units:
+            assert units == ["00000001-00000003.1"]
+            whole += 1
+            for path in (store.path / "lanes" / "a").glob("*.wal"):
+                path.unlink()
+            assert _whole_appends(_read(store), appends) == 3
+            break
+    assert (stops > 8, whole) == (True, 1)
+    assert remove_leftovers(store.path, "a") > 3
+    assert [f.name for f in folder.iterdir()] == ["00000001-00000003.1"]

@@ -1,0 +1,126 @@
+"""The half of a writer that touches the disk: the order of its calls, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.store.errors import WriteFailedError
+from rollbook.store.lane.files import Watermark, read_watermark
+from rollbook.store.lane.flusher import Flusher, Job, RealDisk
+
+
+class Listed(RealDisk):
+    """Says what was called; `fail` names the call that fails, `whole` whether writes take all."""
+
+    def __init__(self, lane: Path, fail: str = "", short: int = 0) -> None:
+        self.calls: list[str] = []
+        self._lane, self._fail, self._short = lane, fail, short
+
+    def _call(self, name: str) -> None:
+        self.calls.append(f"{name} at {read_watermark(self._lane).next_seq}")
+        if name == self._fail:
+            raise OSError(errno.ENOSPC, "no room")
+
+    def open(self, path: Path) -> int:
+        self._call("open")
+        return RealDisk.open(self, path)
+
+    def write(self, fd: int, buffers: list[Any]) -> int:
+        self._call("write")
+        return RealDisk.write(self, fd, [bytes(buffers[0])[: self._short]] if self._short else buffers)
+
+    def sync(self, fd: int) -> None:
+        self._call("sync")
+        RealDisk.sync(self, fd)
+
+    def sync_folder(self, folder: Path) -> None:
+        self._call("sync_folder")
+        RealDisk.sync_folder(self, folder)
+
+
+def _flush(lane: Path, disk: RealDisk, *jobs: Job) -> list[Exception]:
+    failures: list[Exception] = []
+    flusher = Flusher(lane, Watermark(0, 0, 0), disk, failures.append)
+    flusher.start()
+    for job in jobs:
+        flusher.put(job)
+    flusher.close()
+    return failures
+
+
+def _job(data: list[bytes], next_seq: int, segment: int | None = None) -> tuple[Job, Future[int]]:
+    future: Future[int] = Future()
+    return Job(list(data), next_seq, segment, [(future, next_seq - 1)]), future
+
+
+def test_the_order_of_calls(tmp_path: Path) -> None:
+    """Bytes, then the folder of a new file, then the watermark, and only then the answers."""
+    disk = Listed(tmp_path)
+    (first, one), (second, two), (nothing, three) = (
+        _job([b"head", b"er"], 1, 1),
+        _job([b"more"], 2),
+        _job([], 2),
+    )
+    seen: list[int] = []
+    one.add_done_callback(lambda _: seen.append(read_watermark(tmp_path).next_seq))
+    assert _flush(tmp_path, disk, first, second, nothing) == []
+    assert disk.calls == [
+        *("open at 0", "write at 0", "sync at 0", "sync_folder at 0"),
+        *("write at 1", "sync at 1"),
+    ]
+    assert seen == [1]
+    assert [f.result(0) for f in (one, two, three)] == [0, 1, 1]
+    assert (tmp_path / "00000001.wal").read_bytes() == b"headermore"
+    assert read_watermark(tmp_path) == Watermark(1, 10, 2)
+
+
+@pytest.mark.parametrize("short", [1, 3])
+def test_short_writes_are_gone_on_with(tmp_path: Path, short: int) -> None:
+    """However few bytes a write takes, all are written, in order, before the one flush."""
+    disk = Listed(tmp_path, short=short)
+    job, future = _job([b"abcde", b"", b"fgh"], 1, 1)
+    assert _flush(tmp_path, disk, job) == []
+    assert future.result(0) == 0
+    assert (tmp_path / "00000001.wal").read_bytes() == b"abcdefgh"
+    assert [call for call in disk.calls if call.startswith("sync ")] == ["sync at 0"]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "sync", "sync_folder"])
+def test_a_failure_ends_it(tmp_path: Path, call: str) -> None:
+    """The failed job and all behind it fail, no disk call follows, and none of its bytes stay."""
+    disk = Listed(tmp_path, fail=call)
+    (first, one), (second, two), (nothing, three) = _job([b"header"], 1, 7), _job([b"x"], 2), _job([], 2)
+    failures = _flush(tmp_path, disk, first, second, nothing)
+    assert len(failures) == 1
+    for future in (one, two, three):
+        with pytest.raises(
+            WriteFailedError, match=r"after offset 0 of segment 0.*no room.*restart"
+        ) as caught:
+            future.result(0)
+        assert caught.value is failures[0]
+    assert disk.calls[-1] == f"{call} at 0"
+    assert read_watermark(tmp_path) == Watermark(0, 0, 0)
+    left = [path.read_bytes() for path in tmp_path.glob("*.wal")]
+    assert left == ([] if call == "open" else [b""])
+
+
+def test_what_was_durable_before_a_failure_stays(tmp_path: Path) -> None:
+    """Only the failed job's bytes are cut off."""
+
+    class FailsLater(Listed):
+        def sync(self, fd: int) -> None:
+            self._fail = "sync" if len(self.calls) > 4 else ""
+            super().sync(fd)
+
+    (first, one), (second, two) = _job([b"header"], 1, 1), _job([b"lost"], 2)
+    failures = _flush(tmp_path, FailsLater(tmp_path), first, second)
+    assert one.result(0) == 0
+    assert isinstance(two.exception(0), WriteFailedError)
+    assert "after offset 6 of segment 1" in str(failures[0])
+    assert (tmp_path / "00000001.wal").read_bytes() == b"header"
+    assert read_watermark(tmp_path) == Watermark(1, 6, 1)

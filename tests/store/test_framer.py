@@ -1,0 +1,120 @@
+"""What a group of appends becomes: frames of either kind, segments, bodies; no file is touched."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rollbook.store import Event
+from rollbook.store.events import TurnFailed, TurnRequested
+from rollbook.store.lane.files import Watermark
+from rollbook.store.lane.flusher import Job
+from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, Frame, scan
+from rollbook.store.lane.framer import Framer
+from rollbook.store.lane.recovery import LaneState, Start
+from rollbook.store.lane.rows import FEW
+from rollbook.store.lane.window import EventWindow
+from rollbook.store.settings import AppendSettings
+
+NEW = LaneState((), Start(1, 0, EMPTY_CHAIN), Watermark(0, 0, 0), EMPTY_CHAIN, 0, 0)
+
+
+def _framer(**settings: Any) -> Framer:
+    return Framer("a", "store-id", NEW, EventWindow(lambda event_id: None), AppendSettings(**settings))
+
+
+def _frames(jobs: list[Job], chain: bytes = EMPTY_CHAIN) -> list[Frame]:
+    data = b"".join(bytes(buffer) for job in jobs for buffer in job.buffers)
+    return list(scan(memoryview(data), 0, len(data), chain))
+
+
+def _group(*appends: list[Event]) -> list[tuple[list[Event], Future[int]]]:
+    return [(events, Future()) for events in appends]
+
+
+def test_a_segment_begins_with_its_header() -> None:
+    """The header frame names lane, segment and store, and the segments are counted."""
+    framer = _framer()
+    jobs = [framer.begin_segment(), framer.begin_segment()]
+    assert [job.new_segment for job in jobs] == [1, 2]
+    frames = _frames(jobs)
+    assert [(f.kind, f.first_seq, f.count) for f in frames] == [(HEADER_FRAME, 0, 0)] * 2
+    schema = pa.ipc.read_schema(pa.py_buffer(frames[1].payload))
+    assert schema.metadata == {b"lane": b"a", b"segment": b"2", b"store": b"store-id"}
+
+
+def test_few_events_are_rows_and_more_are_a_batch(notes: Any) -> None:
+    """A commit of fewer than FEW events is a row frame; each append learns the number of its first event."""
+    framer = _framer()
+    jobs = [framer.begin_segment()]
+    jobs += framer.jobs(_group(notes(3), notes(FEW - 4, 10)))
+    jobs += framer.jobs(_group(notes(3, 20), notes(FEW - 3, 30)))
+    frames = _frames(jobs)[1:]
+    assert [(f.kind, f.first_seq, f.count) for f in frames] == [
+        (ROW_FRAME, 0, FEW - 1),
+        (BATCH_FRAME, FEW - 1, FEW),
+    ]
+    assert [[seq for _, seq in job.acknowledged] for job in jobs] == [[], [0, 3], [7, 10]]
+    assert [job.next_seq for job in jobs] == [0, 7, 15]
+
+
+def test_what_is_held_already_is_not_framed(notes: Any) -> None:
+    """A group of nothing new writes nothing, and its appends get the old numbers."""
+    framer = _framer()
+    framer.begin_segment()
+    old = notes(2)
+    framer.jobs(_group(old))
+    [job] = framer.jobs(_group(old[1:], old))
+    assert (job.buffers, job.next_seq, [seq for _, seq in job.acknowledged]) == ([], 2, [1, 0])
+
+
+def test_a_bad_append_leaves_no_trace(notes: Any) -> None:
+    """Its future fails; the numbers and the chain go on as if it had not been there."""
+    good, bad = _framer(), _framer()
+    wrong = [Event(TurnFailed("t", "\ud800", "x"), "run")]
+    events = notes(2)
+    expected = [good.begin_segment(), *good.jobs(_group(events))]
+    group = _group(wrong, events)
+    found = [bad.begin_segment(), *bad.jobs(group)]
+    assert [f.chain for f in _frames(found)] == [f.chain for f in _frames(expected)]
+    with pytest.raises(ValueError, match="cannot be stored"):
+        group[0][1].result(0)
+
+
+def test_segments_end_by_size_and_by_age(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment beyond its size ends before the next commit; one with an old event ends by itself."""
+    framer = _framer(segment_bytes=2000, segment_age_s=60)
+    framer.begin_segment()
+    assert framer.seconds_until_old() is None
+    assert len(framer.jobs(_group(notes(20)))) == 1
+    jobs = framer.jobs(_group(notes(1, 20)))
+    assert [job.new_segment for job in jobs] == [2, None]
+    assert 59 < (framer.seconds_until_old() or 0) <= 60
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert [job.new_segment for job in framer.jobs([])] == [3]
+    assert framer.jobs([]) == []  # an empty segment does not grow old
+
+
+def test_bodies_are_stored_once_a_segment() -> None:
+    """A body comes before the first request of a segment that refers to it, and again in the next one."""
+    framer = _framer(body_bytes=256)
+    long = [{"role": "system", "content": "x" * 1000}]
+
+    def ask(turn: str) -> list[Event]:
+        record = TurnRequested("t", turn, "r", None, "first", None, 0, long, {}, None, {}, {}, "key")
+        return [Event(record, "run")]
+
+    framer.begin_segment()
+    counts = []
+    for turn in ("u1", "u2"):
+        [job] = framer.jobs(_group(ask(turn)))
+        counts.append((job.next_seq, job.acknowledged[0][1]))
+    framer.begin_segment()
+    [job] = framer.jobs(_group(ask("u3")))
+    counts.append((job.next_seq, job.acknowledged[0][1]))
+    assert counts == [(2, 1), (3, 2), (5, 4)]
