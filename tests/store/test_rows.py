@@ -1,0 +1,88 @@
+"""Row frames: few events as bytes; they say the same as a batch, and take nothing that a batch refuses."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.store import Event
+from rollbook.store.codec import row_of, to_batch
+from rollbook.store.events import RewardAssigned, TurnCompleted, VersionSpan
+from rollbook.store.lane.rows import decode_rows, encode_rows
+from rollbook.store.sealed.parquet import same_bits
+
+TEXT = st.none() | st.text(max_size=6) | st.just("\ud800") | st.integers()
+NUMBER = st.none() | st.integers(-(2**65), 2**65) | st.floats() | st.booleans() | st.just("x")
+IDS = (
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4).map(lambda v: np.array(v, np.int32))
+    | st.lists(st.integers(-(2**33), 2**33), max_size=3)
+    | st.just(np.array([2**40]))
+    | st.just(np.zeros((2, 2), np.int32))
+    | st.just(np.array([1.5]))
+    | st.none()
+)
+LOGPROBS = (
+    st.lists(st.integers(0, 2**32 - 1), max_size=4).map(lambda v: np.array(v, np.uint32).view(np.float32))
+    | st.lists(st.floats(width=32), max_size=3)
+    | st.none()
+    | st.just(np.array(["x"]))
+)
+SPANS = st.none() | st.lists(st.builds(VersionSpan, TEXT, NUMBER, NUMBER, NUMBER), max_size=2).map(tuple)
+EVENTS = st.builds(
+    lambda t, u, p, v, ids, done, logprobs, spans, run, time: Event(
+        TurnCompleted(t, u, p, v, ids, done, logprobs, spans, 1, "", "stop", {}, {}, [], {}),
+        run,
+        "id",
+        time,
+    ),
+    *(TEXT, TEXT, TEXT, NUMBER, IDS, IDS, LOGPROBS, SPANS),
+    st.text(max_size=4),
+    st.integers(-(2**63), 2**63 - 1),
+)
+
+REFUSALS = (struct.error, ValueError, TypeError, AttributeError, OverflowError)
+
+
+@given(st.lists(EVENTS, min_size=1, max_size=3))
+@settings(max_examples=400, deadline=None)
+def test_rows_say_what_a_batch_says(events: list[Event]) -> None:
+    """What is taken as rows reads back as the batch of the same events, bit for bit; else both refuse."""
+    rows = [row_of(event) for event in events]
+    try:
+        data = encode_rows(rows)
+    except REFUSALS:
+        with pytest.raises(REFUSALS):
+            to_batch(rows, 7)
+        return
+    back = to_batch(decode_rows(memoryview(data), len(rows)), 7)
+    ours, theirs = (pa.Table.from_batches([batch]) for batch in (to_batch(rows, 7), back))
+    assert same_bits(ours, theirs) is None
+
+
+def test_a_row_takes_80_bytes_and_its_values() -> None:
+    """Nothing is padded."""
+    event = Event(RewardAssigned("trajectory", None, 0.5), "run", "id", 1)
+    row = row_of(event)
+    assert len(encode_rows([row])) == 80 + len("idreward.assignedruntrajectory") + len(row[-1])
+
+
+@pytest.mark.parametrize("cut", [1, 79, 80, 100])
+def test_rows_that_are_cut_short_are_refused(cut: int) -> None:
+    """Too few bytes, or some that follow, are a ValueError and no shorter row."""
+    data = encode_rows([row_of(Event(RewardAssigned("t", None, 0.5), "run"))] * 2)
+    for wrong, count in ((data[:-cut], 2), (data, 1), (data + b"x", 2), (data, 3)):
+        with pytest.raises(ValueError, match=r"cut short|follow the last row"):
+            decode_rows(memoryview(wrong), count)
+
+
+def test_what_is_refused_names_no_row(notes: Any) -> None:
+    """One value without a stored form refuses all rows of the frame."""
+    bad = Event(RewardAssigned("t", None, 0.5), "run", time_us=2**63)
+    with pytest.raises(Exception, match=r"format|range|int too large"):
+        encode_rows([row_of(e) for e in (*notes(2), bad)])
