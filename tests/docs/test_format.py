@@ -1,20 +1,37 @@
-"""docs/format.md says what the code writes: columns, kinds of events, and where each header field lies."""
+"""docs/format.md says what the code writes: settings, columns, kinds of events, and where each field lies."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
+import re
+import shutil
 import struct
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from rollbook.store import Store
-from rollbook.store.events import RECORDS
+from rollbook import store as rb
+from rollbook.store import Event, Store, settings
+from rollbook.store.codec import row_of
+from rollbook.store.events import RECORDS, TurnCompleted, VersionSpan
 from rollbook.store.lane.frame import EMPTY_CHAIN, FORMAT_VERSION, next_chain, read_frame, scan
-from rollbook.store.schema import COLUMNS, HOT, LOG_SCHEMA, SCHEMA_VERSION
+from rollbook.store.lane.rows import FEW, encode_rows
+from rollbook.store.schema import COLUMNS, HOT, LOG_SCHEMA
+from rollbook.store.sealed.derived import DERIVED, LOCATION_SCHEMA
+from rollbook.store.sealed.parquet import FAT_KINDS, MARKS_ROW_GROUP, TABLE_SCHEMA
+from rollbook.store.sealed.projections import OUTLIER_BELOW
+from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.sealed.unit import Erasure, SealedFile, SealedSegment, Unit, current_units, unit_folder
+from rollbook.store.settings import SealSettings
+from rollbook.store.upcast import UPCASTERS, version_of
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +44,37 @@ def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
-def _table(page: str, head: str) -> list[str]:
-    """Rows of the table with this head, rule left out."""
-    _, _, rest = page.partition(head + "\n")
+def _table(page: str, head: str, after: str = "") -> list[str]:
+    """Rows of the first table with this head behind the text `after`, rule left out."""
+    _, _, rest = page.partition(after)[2].partition(head + "\n") if after else page.partition(head + "\n")
+    assert rest, f"no table {head!r}"
     return rest.partition("\n\n")[0].splitlines()[1:]
 
 
-def test_the_versions(page: str) -> None:
-    """The page is about the format and schema version that this release writes."""
+def _cells(rows: list[str]) -> list[list[str]]:
+    return [row.strip("| ").split(" | ") for row in rows]
+
+
+def test_the_version(page: str) -> None:
+    """The page is about the format that this release writes."""
     assert page.startswith(f"# Format {FORMAT_VERSION}:")
-    assert f"Every kind's `schema_version` is {SCHEMA_VERSION}." in page
+    assert "a store written in it opens for ever; newer formats are refused" in page
+
+
+def test_the_settings(page: str) -> None:
+    """Every key of store.toml is listed with its default and what the code says of it."""
+    tree = ast.parse(Path(settings.__file__).read_text())
+    classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+    rows = []
+    for section, info in settings.StoreSettings.model_fields.items():
+        body = classes[type(info.default).__name__]
+        for at, node in enumerate(body):
+            if isinstance(node, ast.AnnAssign):
+                name, doc = ast.unparse(node.target), ast.literal_eval(body[at + 1].value)  # type: ignore[attr-defined]
+                default = getattr(info.default, name)
+                shown = "none" if default is None else f"`{default}`"
+                rows.append(f"| `{section}` | `{name}` | {shown} | {' '.join(doc.split())} |")
+    assert _table(page, "| section | key | default | meaning |") == rows
 
 
 def test_the_columns(page: str) -> None:
@@ -46,13 +84,19 @@ def test_the_columns(page: str) -> None:
 
 
 def test_the_kinds(page: str) -> None:
-    """Every kind is listed with the fields that are columns and those in `extra`."""
+    """Every kind is listed with its version, the fields that are columns and those in `extra`."""
     rows = []
     for kind, record in RECORDS.items():
         names = [f.name for f in fields(record)]
         columns, extra = [n for n in names if n in HOT], [n for n in names if n not in HOT]
-        rows.append(f"| `{kind}` | {_codes(columns)} | {_codes(extra)} |")
-    assert _table(page, "| kind | columns used | keys of `extra` |") == rows
+        rows.append(f"| `{kind}` | {version_of(kind)} | {_codes(columns)} | {_codes(extra)} |")
+    assert _table(page, "| kind | version | columns used | keys of `extra` |") == rows
+
+
+def test_the_upcasters(page: str) -> None:
+    """Every step from one version of a kind to the next is told."""
+    told = [f"{kind}, {step}" for kind, step, _ in _cells(_table(page, "| kind | from | what is done |"))]
+    assert told == [f"`{kind}`, {version} to {version + 1}" for kind, version in UPCASTERS]
 
 
 def test_the_frame_header(page: str, one_of_everything: Store) -> None:
@@ -61,27 +105,15 @@ def test_the_frame_header(page: str, one_of_everything: Store) -> None:
     data = segment.read_bytes()
     frames = list(scan(memoryview(data), 0, len(data), EMPTY_CHAIN))
     assert [f.kind for f in frames] == [0, 1]
-    rows = [row.strip("| ").split(" | ") for row in _table(page, "| offset | bytes | field |")]
-    assert rows[-1][0] == "24", "the first table of offsets is the watermark's"
-    rest = page.split("## Frames")[1]
-    rows = [row.strip("| ").split(" | ") for row in _table(rest, "| offset | bytes | field |")]
+    assert [row[0] for row in _cells(_table(page, "| offset | bytes | field |"))] == ["0", "8", "16", "24"]
+    rows = _cells(_table(page, "| offset | bytes | field |", "## Frames"))
     assert sum(int(size) for _, size, _ in rows) == 64
     frame, header = frames[1], data[frames[1].offset : frames[1].offset + 64]
     found: list[Any] = [header[int(at) : int(at) + int(size)] for at, size, _ in rows]
-    wanted = (
-        b"RBLF",
-        struct.pack("<H", 0),
-        struct.pack("<H", frame.kind),
-        struct.pack("<I", len(frame.payload)),
-    )
-    assert tuple(found[:4]) == wanted
-    assert found[5:] == [
-        struct.pack("<Q", 0),
-        struct.pack("<I", frame.count),
-        bytes(4),
-        frame.chain,
-        bytes(16),
-    ]
+    wanted = (b"RBLF", struct.pack("<H", 1), struct.pack("<H", frame.kind))
+    assert tuple(found[:4]) == (*wanted, struct.pack("<I", len(frame.payload)))
+    rest = (struct.pack("<Q", 0), struct.pack("<I", frame.count), bytes(4), frame.chain, bytes(16))
+    assert found[5:] == list(rest)
     assert next_chain(frames[0].chain, frame.payload) == frame.chain
 
 
@@ -92,3 +124,109 @@ def test_the_header_frame(one_of_everything: Store) -> None:
     assert schema.equals(LOG_SCHEMA)
     store_id = one_of_everything.store_id.encode()
     assert schema.metadata == {b"lane": b"train", b"segment": b"1", b"store": store_id}
+
+
+CODES = {"int64": "q", "float64": "d", "uint16": "H", "11 x uint32": "11I"}
+
+
+def test_the_row(page: str) -> None:
+    """Read at the documented offsets, types and order, a row gives what was put into it, nulls too."""
+    table = _cells(_table(page, "| offset | bytes | type | field |", "**Row frame**"))
+    numbers = np.array([7, 8], np.int32)
+    record = TurnCompleted(
+        *("t", "u", None, 5, numbers, numbers, np.array([-0.5, -1], np.float32)),
+        *((VersionSpan("é", 1, 0, 2),), 2, "sha", "stop", {}, {}, [], {}),
+    )
+    row = row_of(Event(record, "run", "id", 9))
+    data = encode_rows([row])
+    head = {}
+    for at, size, type_, field in table:
+        code = struct.Struct(f"<{CODES[type_]}")
+        assert code.size == int(size)
+        head[field.split("`")[1] if "`" in field else field] = code.unpack_from(data, int(at))
+    assert list(head)[:5] == ["time", "policy_version", "step", "reward", "schema_version"]
+    assert [head[name][0] for name in list(head)[:5]] == [9, 5, 0, 0.0, 1]
+    bits = re.findall(r"`(\w+)`", table[5][3])
+    nulls = head["trajectory_id"][0]  # the first name in the field that says which columns are null
+    assert [name for bit, name in enumerate(bits) if nulls >> bit & 1] == ["policy", "step", "reward"]
+    parts = re.findall(r"`(\w+)`", " ".join(f for f, _ in _cells(_table(page, "| part | content |"))))
+    at, found = 80, {}
+    for name, length in zip(parts, head["length in bytes of each part"], strict=True):
+        found[name] = data[at : at + length]
+        at += length
+    assert at == len(data)
+    assert found["prompt_ids"] == numbers.astype("<i4").tobytes()
+    assert found["logprobs"] == struct.pack("<2f", -0.5, -1.0)
+    assert (found["policy"], found["event_id"]) == (b"", b"id")
+    assert found["version_spans"].decode() == '[["é",1,0,2]]'
+    assert found["extra"] == row[-1]
+    assert f"fewer than {FEW} events" in page
+
+
+def test_the_manifest(page: str, one_of_everything: Store, tmp_path: Path) -> None:
+    """Every key of UNIT.json is told, and what a sealed file is like is what is written."""
+    rows = _cells(_table(page, "| key | content |"))
+    assert [key.strip("`") for key, _ in rows] == [f.name for f in fields(Unit)]
+    for key, of in (("segments", SealedSegment), ("files", SealedFile), ("erased", Erasure)):
+        content = next(content for name, content in rows if name == f"`{key}`")
+        assert re.findall(r"`(\w+)`", content) == [f.name for f in fields(of)]
+    store = rb.open(shutil.copytree(one_of_everything.path, tmp_path / "s"))
+    list(seal_closed(store.path, "serve", SealSettings(row_group=2), all_of_it=True))
+    [unit] = current_units(store.path, "serve")
+    files = _cells(_table(page, "| file | rows | row group |"))
+    assert files == [
+        ["`turns.parquet`", _codes(FAT_KINDS), "`seal.row_group`"],
+        ["`marks.parquet`", "every other kind", str(MARKS_ROW_GROUP)],
+    ]
+    for name in ("turns.parquet", "marks.parquet"):
+        file = pq.ParquetFile(unit_folder(store.path, unit) / name)
+        assert file.schema_arrow.equals(TABLE_SCHEMA)
+        group = file.metadata.row_group(0)
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        assert {chunk.compression for chunk in chunks} == {"ZSTD"}
+        dictionaries = {c.path_in_schema for c in chunks if c.has_dictionary_page}
+        told = re.search(r"byte-stream-split;([^;]*?)have dictionaries", page)
+        assert told is not None
+        assert dictionaries <= set(re.findall(r"`(\w+)`", told[1]))
+        split = {c.path_in_schema for c in chunks if "BYTE_STREAM_SPLIT" in c.encodings}
+        assert split == {"logprobs.list.element"}
+        order = [file.schema_arrow.names[c.column_index] for c in group.sorting_columns]
+        assert order == ["trajectory_id", "seq"]
+    assert pq.ParquetFile(unit_folder(store.path, unit) / "turns.parquet").metadata.row_group(0).num_rows == 2
+
+
+def test_the_derived_files(page: str) -> None:
+    """Every derived file is named, in order."""
+    rows = _cells(_table(page, "| file | rows |", "## derived/"))
+    assert [name.strip("`") for name, _ in rows] == list(DERIVED)
+    assert f"below {OUTLIER_BELOW:g} |" in page
+    assert re.findall(r"`(\w+)`", rows[-1][1]) == LOCATION_SCHEMA.names
+
+
+@pytest.fixture(scope="module")
+def reader(page: str) -> str:
+    """The page's own reader."""
+    return page.split("```python\n# runs\n")[1].split("```")[0]
+
+
+@pytest.mark.parametrize("name", ["format-0", "format-1"])
+def test_the_reader_reads_the_golden_stores(
+    reader: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What the page's reader makes of every golden store is what Rollbook makes of it, column by column."""
+    shutil.copytree(root / "tests" / "data" / name, tmp_path / "demo-store")
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"__name__": "reader"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(reader, "format.md", "exec"), scope)
+    log = rb.open(tmp_path / "demo-store")
+    held = {lane: [e.seq for e in log.events({lane: n})] for lane, n in log.head().items()}
+    assert printed.getvalue() == "".join(f"{lane} {len(seqs)}\n" for lane, seqs in sorted(held.items()))
+    for lane, seqs in held.items():
+        table, count = scope["read_lane"](tmp_path / "demo-store", lane)
+        assert (count, table["seq"].to_pylist()) == (log.head()[lane], seqs)
+        ours = log.table({lane: count}).drop_columns("lane")
+        for column in ours.schema.names:
+            a, b = (t[column].combine_chunks() for t in (ours, table))
+            assert str(a.to_pylist()) == str(b.to_pylist()), column  # as text, where NaN is NaN
