@@ -317,6 +317,20 @@ def _whole_appends_of_a_prefix(texts: list[str], appends: list[list[Event]]) -> 
     assert _whole_appends(texts, appends) <= len(appends)
 
 
+@pytest.mark.parametrize("begun", [b"", b"RBLF" + bytes(300), b"\xff" * 64])
+def test_a_segment_that_was_hardly_begun_is_not_read(store: Store, begun: bytes) -> None:
+    """Until the lane is recovered, readers pass over a segment beyond the watermark, whatever is in it."""
+    with _writer(store) as writer:
+        for i in range(12):
+            writer.append(_append(i, 2)).result(30)
+    lane = store.path / "lanes" / "a"
+    numbers = [int(path.stem) for path in lane.glob("*.wal")]
+    assert len(numbers) > 1
+    (lane / f"{max(numbers) + 1:08d}.wal").write_bytes(begun)
+    for start in range(24):
+        assert [e.seq for e in store.events(None, {"a": start})] == list(range(start, 24))
+
+
 # A recovery, or a sealing, that is itself stopped ---------------------------------------------------
 
 

@@ -72,6 +72,25 @@ def test_a_row_takes_80_bytes_and_its_values() -> None:
     assert len(encode_rows([row])) == 80 + len("idreward.assignedruntrajectory") + len(row[-1])
 
 
+@pytest.mark.parametrize(
+    "span",
+    [
+        VersionSpan("a", 2**63, 0, 1),
+        VersionSpan("a", 0, 0, 2**31),
+        VersionSpan("a", 0, -(2**31) - 1, 0),
+        VersionSpan("a", 0, 0.5, 1),  # type: ignore[arg-type]
+        VersionSpan("\ud800", 0, 0, 1),
+        VersionSpan(7, 0, 0, 1),  # type: ignore[arg-type]
+    ],
+)
+def test_a_span_that_no_column_takes_is_not_written(span: VersionSpan) -> None:
+    """It would be acknowledged, and then no reader could make a batch of it."""
+    ids = np.array([1], np.int32)
+    record = TurnCompleted("t", "u", "a", 0, ids, ids, None, (span,), 1, "", "stop", {}, {}, [], {})
+    with pytest.raises(REFUSALS):
+        encode_rows([row_of(Event(record, "run"))])
+
+
 @pytest.mark.parametrize("cut", [1, 79, 80, 100])
 def test_rows_that_are_cut_short_are_refused(cut: int) -> None:
     """Too few bytes, or some that follow, are a ValueError and no shorter row."""
