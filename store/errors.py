@@ -9,6 +9,7 @@
     │   ├── WriteFailedError     (also OSError) an append did not become durable
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
+    │   ├── RemoteError          object storage is not reached, or refuses; the log itself is well
     │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
@@ -58,6 +59,10 @@ class CutError(StoreError, ValueError):
 
 class CatalogError(StoreError):
     """The catalog's database cannot be reached or used. Nothing in the log depends on it."""
+
+
+class RemoteError(StoreError):
+    """Object storage cannot be reached, or refuses. What is there stays there, what is here stays here."""
 
 
 class UpkeepError(StoreError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rollbook.store.errors import CorruptionError
 from rollbook.store.events import Event
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.sealed.point_read import trajectory_rows, unit_body
-from rollbook.store.sealed.unit import Unit, current_units
+from rollbook.store.sealed.unit import Unit, while_replaced
 from rollbook.store.upkeep_events import BodyStored
 
 
@@ -84,14 +85,18 @@ class TrajectoryReader:
     def _events(self, lanes: Sequence[str], ids: Collection[str]) -> list[Event]:
         found: list[Event] = []
         for lane in lanes:
-            units = current_units(self._store, lane)
-            live = self._live_lane(lane, units[-1].next_seq if units else 0)
-            of_lane: list[Event] = []
-            for trajectory_id in ids:
-                for unit in units:
-                    of_lane += self._sealed(unit, trajectory_id)
-                of_lane += live.events(trajectory_id)
+            # The sealer may remove a unit's files, or move them to object storage, while they are looked for.
+            of_lane = while_replaced(self._store, lane, partial(self._of_lane, lane, ids))
             found += sorted(of_lane, key=lambda event: event.seq)
+        return found
+
+    def _of_lane(self, lane: str, ids: Collection[str], units: Sequence[Unit]) -> list[Event]:
+        live = self._live_lane(lane, units[-1].next_seq if units else 0)
+        found: list[Event] = []
+        for trajectory_id in ids:
+            for unit in units:
+                found += self._sealed(unit, trajectory_id)
+            found += live.events(trajectory_id)
         return found
 
     def _live_lane(self, lane: str, start: int) -> _LiveLane:

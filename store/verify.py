@@ -23,14 +23,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollbook.store.errors import StoreError
+from rollbook.store.errors import RemoteError, StoreError
 from rollbook.store.lane.files import Watermark, lane_folder, quarantine, read_watermark, segment_path
 from rollbook.store.lane.frame import EMPTY_CHAIN
 from rollbook.store.lane.recovery import verify_segment
 from rollbook.store.log import Store
 from rollbook.store.sealed.leases import take_lease
-from rollbook.store.sealed.parquet import TABLE_SCHEMA
-from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, damaged
+from rollbook.store.sealed.remote import is_outage, place
 from rollbook.store.sealed.unit import SealedFile, SealedSegment, Unit, current_units, unit_folder
 
 _CHUNK = 1 << 20
@@ -103,6 +103,8 @@ def verify_lane(store: Path, lane: str, on_bytes: Callable[[int], None] = lambda
             )
     except _FaultError as error:
         return replace(found, fault=error.fault)
+    except RemoteError:
+        raise  # nothing is known to be damaged
     except StoreError as error:
         return replace(found, fault=Fault(str(lane_folder(store, lane)), str(error)))
     return found
@@ -242,6 +244,8 @@ def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.in
                     raise _FaultError(Fault(path, f"holds rows of other lanes than {unit.lane!r}"))
                 seqs.append(table.column("seq").to_numpy())
     except (pa.ArrowException, OSError, KeyError) as error:
+        if is_outage(error):
+            raise damaged(store, unit, file.name, error) from error
         raise _FaultError(Fault(path, f"it cannot be read: {error}")) from error
     found = np.concatenate(seqs)
     if len(found) != file.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,6 +42,29 @@ def store_verify(store: StoreOption, json: AsJson = False) -> None:
     from rollbook.store.print_verify import run_verify
 
     raise typer.Exit(run_verify(store, json))
+
+
+@store_app.command("upload")
+def store_upload(store: StoreOption, json: AsJson = False) -> None:
+    """Move sealed files to object storage ([remote] in store.toml); the sealer does this by itself."""
+    from rollbook.store.sealed.print_remote import run_upload
+
+    run_upload(store, json)
+
+
+@store_app.command("attach")
+def store_attach(
+    store: Annotated[Path, typer.Option("--store", help="Folder to make; it must not exist yet.")],
+    remote: Annotated[str, typer.Option(help="s3://bucket/prefix/STORE-ID, as upload prints it.")],
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of an S3-compatible service that is not AWS.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Make a store that reads what another one moved to object storage."""
+    from rollbook.store.sealed.print_remote import run_attach
+
+    run_attach(store, remote, endpoint, json)
 
 
 @store_app.command("rebuild-catalog")

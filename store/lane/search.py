@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from rollbook.store.lane.files import lane_folder, segment_path
+from rollbook.store.lane.frame import BadFrameError
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.recovery import LaneState
 from rollbook.store.lane.segment import segment_batches
@@ -34,9 +35,7 @@ def _unsealed_ids(store: Path, lane: str, state: LaneState) -> dict[int, str]:
             return found
         # Sealed and removed since they were recovered? Then a unit has them.
         with contextlib.suppress(FileNotFoundError):
-            for batch in segment_batches(segment_path(lane_folder(store, lane), info.number), info.bytes):
-                seqs, ids = (batch.column(name).to_pylist() for name in ("seq", "event_id"))
-                found |= zip(seqs, ids, strict=True)
+            found |= _segment_ids(store, lane, info.number, info.bytes)
     return found
 
 
@@ -45,9 +44,23 @@ def _add_sealed_ids(store: Path, units: list[Unit], found: dict[int, str]) -> No
     for unit in reversed(units):
         if len(found) >= REMEMBERED or unit.dropped_us is not None:
             return
+        if unit.remote is not None:
+            # Whoever writes does not wait for object storage while the WAL files are kept.
+            with contextlib.suppress(FileNotFoundError, BadFrameError):
+                for segment in unit.segments:
+                    found |= _segment_ids(store, unit.lane, segment.number, segment.bytes)
+                continue
         for name in (TURNS, MARKS):
             table = read_file(store, unit, name, ["seq", "event_id"])
             found |= zip(table["seq"].to_pylist(), table["event_id"].to_pylist(), strict=True)
+
+
+def _segment_ids(store: Path, lane: str, number: int, stop: int) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for batch in segment_batches(segment_path(lane_folder(store, lane), number), stop):
+        seqs, ids = (batch.column(name).to_pylist() for name in ("seq", "event_id"))
+        found |= zip(seqs, ids, strict=True)
+    return found
 
 
 def find_event(store: Path, lane: str, event_id: str) -> int | None:

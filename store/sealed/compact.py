@@ -16,16 +16,18 @@ times the merged rows, at most about 3 x `compact_bytes`; a unit that is read wh
 from __future__ import annotations
 
 import contextlib
-import shutil
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from rollbook.store.errors import RemoteError
 from rollbook.store.ids import now_us
 from rollbook.store.sealed.leases import UnitName, removing
 from rollbook.store.sealed.parquet import damaged, read_file
+from rollbook.store.sealed.remote import discard
 from rollbook.store.sealed.seal import write_unit
 from rollbook.store.sealed.unit import (
     MARKS,
@@ -37,11 +39,14 @@ from rollbook.store.sealed.unit import (
     current_units,
     lane_units_folder,
 )
-from rollbook.store.settings import SealSettings
+from rollbook.store.settings import SealSettings, read_settings
 
 FEWEST = 4
 """Neighbours that are merged though more may come."""
-_GONE = ".gone"
+GONE = ".gone"
+"""End of the hidden name that a folder has while it is removed."""
+
+logger = logging.getLogger(__name__)
 
 
 def compact(store: Path, lane: str, settings: SealSettings) -> Iterator[tuple[Unit, tuple[Unit, ...]]]:
@@ -52,9 +57,10 @@ def compact(store: Path, lane: str, settings: SealSettings) -> Iterator[tuple[Un
     Raises:
         CorruptionError: a unit is damaged, or what was written did not read back the same.
     """
+    uploads = read_settings(store).remote.uri is not None
     while True:
         units = current_units(store, lane)
-        run = next_run([_size(unit) for unit in units], settings.compact_bytes)
+        run = next_run([_size(unit, uploads) for unit in units], settings.compact_bytes)
         if run is None:
             return
         old = tuple(units[run[0] : run[1]])
@@ -92,8 +98,16 @@ def _is_closed(sizes: Sequence[int | None], start: int, stop: int, total: int, l
     return all(size is None or total + size > limit for size in around)
 
 
-def _size(unit: Unit) -> int | None:
-    if unit.dropped_us is not None or unit.remote is not None:
+def _only_remote_copy(unit: Unit, current: Sequence[Unit]) -> bool:
+    """Whether what the unit holds would be gone from object storage with it."""
+    return unit.remote is not None and any(
+        other.remote is None and other.first <= unit.last and unit.first <= other.last for other in current
+    )
+
+
+def _size(unit: Unit, uploads: bool) -> int | None:
+    # A store that only reads from object storage does not fetch it all to merge it.
+    if unit.dropped_us is not None or (unit.remote is not None and not uploads):
         return None
     return sum(segment.bytes for segment in unit.segments)
 
@@ -126,26 +140,29 @@ def _parts(store: Path, units: Sequence[Unit]) -> list[pa.Table]:
 def remove_superseded(store: Path, lane: str) -> list[str]:
     """Remove units that others took the place of, with what was derived from them; their names.
 
-    Units that a reader has leased stay until a later call, and so do those whose files are remote. The
-    caller is the only one that changes the store's sealed units.
+    Units that a reader has leased stay until a later call, and so do those in object storage until the unit
+    that took their place is there too. The caller is the only one that changes the store's sealed units.
 
     Raises:
         StoreError: readers have kept the lock of the leases for too long.
     """
     every = all_units(store, lane)
     current = choose(every)
-    old = [unit.name for unit in every if unit not in current and unit.remote is None]
+    old = [unit.name for unit in every if unit not in current and not _only_remote_copy(unit, current)]
     derived = store / "derived" / lane
     known = {unit.name for unit in every}
     orphans = [f.name for f in derived.glob("*") if UNIT_NAME.fullmatch(f.name) and f.name not in known]
-    gone = list(derived.glob(f".*{_GONE}"))  # what an interrupted call had begun to remove
+    gone = list(derived.glob(f".*{GONE}"))  # what an interrupted call had begun to remove
     with removing(store) if old or orphans else contextlib.nullcontext(set[UnitName]()) as held:
         free = [name for name in (*old, *orphans) if (lane, name) not in held]
         for folder in (lane_units_folder(store, lane), derived):
             for name in free:
                 # Renamed first: so it goes whole, and no reader sees half of it.
                 with contextlib.suppress(FileNotFoundError):
-                    gone.append((folder / name).rename(folder / f".{name}{_GONE}"))
+                    gone.append((folder / name).rename(folder / f".{name}{GONE}"))
     for path in gone:
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            discard(store, path)
+        except RemoteError as error:  # what is left is hidden, and the sealer's next pass removes it
+            logger.warning("%s is not removed yet: %s", path, error)
     return [name for name in free if name in old]

@@ -18,12 +18,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollbook.store.codec import conform
-from rollbook.store.errors import CorruptionError
+from rollbook.store.errors import CorruptionError, StoreError
 from rollbook.store.events import TurnCompleted, TurnRequested
 from rollbook.store.schema import LOG_SCHEMA
-from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.remote import is_outage, place, refused
 from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, Unit
-from rollbook.store.settings import SealSettings
+from rollbook.store.settings import SealSettings, read_settings
 
 TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 """The log's columns with the lane first: of sealed files and of `Store.table`."""
@@ -82,6 +82,7 @@ def read_file(store: Path, unit: Unit, name: str, columns: Sequence[str] | None 
 
     Raises:
         CorruptionError: the file is missing or damaged.
+        RemoteError: it is in object storage, which does not answer or refuses.
     """
     schema = TABLE_SCHEMA if columns is None else pa.schema([TABLE_SCHEMA.field(c) for c in columns])
     if unit.file(name) is None:
@@ -95,8 +96,10 @@ def read_file(store: Path, unit: Unit, name: str, columns: Sequence[str] | None 
         raise damaged(store, unit, name, error) from error
 
 
-def damaged(store: Path, unit: Unit, name: str, error: object) -> CorruptionError:
-    """The error for a file of a unit that cannot be read."""
+def damaged(store: Path, unit: Unit, name: str, error: object) -> StoreError:
+    """The error for a file of a unit that cannot be read: RemoteError if only object storage failed."""
+    if unit.remote is not None and is_outage(error):
+        return refused(f"{unit.remote}/{name}", read_settings(store).remote, error)
     where = unit.remote or store / "sealed" / unit.lane / unit.name
     return CorruptionError(f"{where}/{name}: a sealed file of lane {unit.lane!r} cannot be read: {error}")
 

@@ -12,14 +12,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from pyarrow import fs
 from sqlalchemy.exc import SQLAlchemyError
 
-from rollbook.store.errors import CatalogError
+from rollbook.store.errors import CatalogError, UpkeepError
 from rollbook.store.lane.files import fsync_folder, lane_folder, segment_path
 from rollbook.store.log import Store
 from rollbook.store.sealed.leases import removing
-from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.remote import discard, remove_remote_files
 from rollbook.store.sealed.sealer import CLAIM
 from rollbook.store.sealed.unit import (
     MARKS,
@@ -47,7 +46,14 @@ def only_one(log: Store) -> Iterator[None]:
 
     Raises:
         LaneLockedError: another one does, and went on for `PATIENCE_S` seconds.
+        UpkeepError: the store only reads what another one uploaded.
     """
+    units = (unit for lane in log.lanes() for unit in current_units(log.path, lane))
+    if log.settings().remote.uri is None and any(unit.remote is not None for unit in units):
+        raise UpkeepError(
+            f"{log.path} only reads what is in object storage: do this where it is written; or, if this is "
+            "to be that store from now on and no other, set [remote] uri in store.toml"
+        )
     with log.claim(CLAIM, "try again when it is done", PATIENCE_S):
         yield
 
@@ -80,23 +86,28 @@ def remove_replaced(store: Path, lane: str, unit: Unit) -> None:
         folders = [unit_folder(store, other) for other in old] + [f for f in stale if f.name[0] != "."]
         for folder in folders:
             folder.rename(folder.with_name(f".{folder.name}.gone"))
-    for parent in (lane_units_folder(store, lane), derived):
-        for hidden in parent.glob(".*"):
-            shutil.rmtree(hidden)
+    for hidden in lane_units_folder(store, lane).glob(".*"):
+        discard(store, hidden)
+    for hidden in derived.glob(".*"):
+        shutil.rmtree(hidden)
     if old:
         fsync_folder(lane_units_folder(store, lane))
 
 
 def remove_files(store: Path, unit: Unit) -> int:
-    """Remove the unit's Parquet files, and leave its manifest; how many bytes."""
-    system, folder = place(store, unit)
-    infos = system.get_file_info([f"{folder}/{name}" for name in (TURNS, MARKS)])
-    found = [info for info in infos if info.type == fs.FileType.File]
-    for info in found:
-        system.delete_file(info.path)
-    if found and unit.remote is None:
-        fsync_folder(unit_folder(store, unit))
-    return sum(info.size for info in found)
+    """Remove the unit's Parquet files, here and in object storage, and leave its manifest; how many bytes.
+
+    Raises:
+        RemoteError: object storage does not answer or refuses; this can be asked again.
+    """
+    folder = unit_folder(store, unit)
+    found = [path for name in (TURNS, MARKS) if (path := folder / name).exists()]
+    freed = sum(path.stat().st_size for path in found)
+    for path in found:
+        path.unlink()
+    if found:
+        fsync_folder(folder)
+    return freed + remove_remote_files(store, unit)
 
 
 def remove_derived(store: Path, unit: Unit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from rollbook.store.errors import CorruptionError
+from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.lane.files import (
     fsync_folder,
@@ -23,8 +24,10 @@ from rollbook.store.lane.files import (
 )
 from rollbook.store.lane.recovery import SegmentInfo, Start, unsealed_start, verify_segment
 from rollbook.store.lane.segment import segment_batches
+from rollbook.store.marker import raise_marker
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, read_file, same_bits, split, write_file
+from rollbook.store.sealed.remote import discard
 from rollbook.store.sealed.unit import (
     TURNS,
     SealedSegment,
@@ -36,6 +39,8 @@ from rollbook.store.settings import SealSettings
 
 UNIT_WAL_BYTES = 64 << 20
 """Small segments next to each other are sealed together up to about this many bytes of WAL."""
+
+logger = logging.getLogger(__name__)
 
 
 def closed_segments(store: Path, lane: str) -> list[int]:
@@ -118,6 +123,7 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
     Raises:
         CorruptionError: what was written does not read back the same.
     """
+    raise_marker(store)
     parent = lane_units_folder(store, unit.lane)
     if not parent.exists():
         parent.mkdir(parents=True)
@@ -179,7 +185,10 @@ def remove_leftovers(store: Path, lane: str) -> int:
     """Remove units whose making was cut short; how many. The caller is the store's only sealer."""
     found = [f for f in lane_units_folder(store, lane).glob(".*") if f.is_dir()]
     for folder in found:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            discard(store, folder)
+        except RemoteError as error:  # sealing goes on without object storage; the next pass tries again
+            logger.warning("%s is not removed yet: %s", folder, error)
     return len(found)
 
 

@@ -2,8 +2,8 @@
 
 In each lane: remove what an interrupted pass left; seal closed segments, and the last one too where its
 writer is gone; merge small units; derive; tell the catalog; remove units that were replaced, and WAL files
-beyond `keep_wal_bytes`. Whatever a pass is stopped at, the next one goes on: a unit appears whole, and
-nothing is removed before what replaces it is durable.
+beyond `keep_wal_bytes`; move units to object storage where `[remote] uri` is set. Whatever a pass is stopped
+at, the next one goes on: a unit appears whole, and nothing is removed before what replaces it is durable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 from sqlalchemy.exc import SQLAlchemyError
 
-from rollbook.store.errors import CatalogError, CorruptionError, LaneLockedError, StoreError
+from rollbook.store.errors import CatalogError, CorruptionError, LaneLockedError, RemoteError, StoreError
 from rollbook.store.lane.files import (
     lane_folder,
     quarantine,
@@ -36,6 +36,7 @@ from rollbook.store.log import Store
 from rollbook.store.sealed.compact import compact, remove_superseded
 from rollbook.store.sealed.seal import remove_leftovers, remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder
+from rollbook.store.sealed.upload import upload_lane
 from rollbook.store.settings import SealSettings
 
 CLAIM = "sealing"
@@ -188,6 +189,9 @@ class Sealer:
         tally.removed += remove_superseded(store, lane)
         check_files(store, units)
         tally.wal_files = len(remove_sealed_wal(store, lane, units, settings.keep_wal_bytes))
+        # Last, so that nothing here waits for object storage.
+        upload_lane(self._store, lane, stopped=self._stop.is_set)
+        self._tell_catalog(lane, current_units(store, lane))
 
     def _seal(self, tally: _Tally, units: Iterator[Unit]) -> None:
         self._on_step(tally.lane, "sealing")
@@ -198,11 +202,14 @@ class Sealer:
 
     def _merge(self, tally: _Tally, settings: SealSettings) -> None:
         self._on_step(tally.lane, "merging units")
-        for unit, _ in compact(self._store.path, tally.lane, settings):
-            tally.merged.append(unit.name)
-            tally.written_bytes += unit.bytes
-            if self._stop.is_set():
-                return
+        try:
+            for unit, _ in compact(self._store.path, tally.lane, settings):
+                tally.merged.append(unit.name)
+                tally.written_bytes += unit.bytes
+                if self._stop.is_set():
+                    return
+        except RemoteError as error:  # units in object storage are merged when it answers again
+            tally.damage = str(error)
 
     def _derive(self, lane: str, units: list[Unit]) -> None:
         """Make the derived files that are missing; a unit that refuses is tried once."""
@@ -217,6 +224,10 @@ class Sealer:
                 build_derived(self._store.path, unit)
             except CorruptionError:
                 raise
+            except RemoteError as error:
+                logger.warning("deriving from units of lane %s waits for object storage: %s", lane, error)
+                self._derived.discard((lane, unit.name))
+                return
             except Exception as error:  # it only makes questions faster, whatever is wrong with it
                 logger.warning("nothing is derived from unit %s of lane %s: %s", unit.name, lane, error)
 

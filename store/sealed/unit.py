@@ -141,11 +141,16 @@ def derived_folder(store: Path, unit: Unit) -> Path:
     return store / "derived" / unit.lane / unit.name
 
 
+def manifest_bytes(unit: Unit) -> bytes:
+    """The manifest as it is stored: JSON."""
+    return orjson.dumps(asdict(unit), option=orjson.OPT_INDENT_2)
+
+
 def write_manifest(folder: Path, unit: Unit) -> None:
     """Put the manifest in place, whole and durable."""
     temporary = folder / f".{MANIFEST}.tmp"
     with temporary.open("wb") as file:
-        file.write(orjson.dumps(asdict(unit), option=orjson.OPT_INDENT_2))
+        file.write(manifest_bytes(unit))
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(folder / MANIFEST)
@@ -169,7 +174,16 @@ def read_manifest(folder: Path) -> Unit:
 
 @lru_cache(maxsize=65_536)
 def _read(path: Path, _mtime_ns: int, _inode: int) -> Unit:
-    data = path.read_bytes()
+    return parse_manifest(path.read_bytes(), path)
+
+
+def parse_manifest(data: bytes, path: object) -> Unit:
+    """The unit that a manifest's bytes describe; `path` is for messages.
+
+    Raises:
+        CorruptionError: they are damaged.
+        FormatError: a newer Rollbook wrote them.
+    """
     with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError):
         version = orjson.loads(data)["format"]
         if version > FORMAT_VERSION:

@@ -17,6 +17,7 @@ from rich.text import Text
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import RollbookError
 from rollbook.store.log import open_store
+from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect
 
 CELL_WIDTH = 60
@@ -40,7 +41,7 @@ def run_query(store: Path, query: str, format_: str, as_of: str, run: str | None
         names = [column[0] for column in result.description or ()]
         rows = result.fetchall()
     except duckdb.Error as error:
-        raise QueryError(f"{error}") from error
+        raise outage(error) or QueryError(f"{error}") from error
     if format_ == "json":
         _print_json(names, rows)
     elif format_ == "csv":

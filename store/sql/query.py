@@ -9,6 +9,7 @@ from duckdb.sqltypes import VARCHAR
 
 from rollbook.store.log import Store, open_store
 from rollbook.store.sealed.leases import lease_units
+from rollbook.store.sql.object_storage import outage, read_object_storage
 from rollbook.store.sql.relations import LIVE, definitions, snapshot
 from rollbook.store.sql.views import VIEWS
 
@@ -39,10 +40,17 @@ def connect_at(store: Store, as_of: str = "head", run: str | None = None) -> duc
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
     connection.register(LIVE, live)
+    if of.is_remote():
+        read_object_storage(connection, store.settings().remote)
     # The connection holds the function, which holds the lease: compaction removes none of its files.
     connection.create_function("rollbook_lease", lambda: repr(lease), [], VARCHAR)
-    for name, query in definitions(of):
-        connection.execute(f"CREATE VIEW {name} AS {query}")
-    for view in VIEWS:
-        connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
+    try:
+        for name, query in definitions(of):
+            connection.execute(f"CREATE VIEW {name} AS {query}")
+        for view in VIEWS:
+            connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
+    except duckdb.Error as error:  # DuckDB has read the files' footers by now
+        if (away := outage(error)) is not None:
+            raise away from error
+        raise
     return connection

@@ -51,6 +51,11 @@ class Snapshot:
         ends = {unit.lane: unit.next_seq for unit in self.whole}
         return ends | {unit.lane: end for unit, end in self.parts}
 
+    def is_remote(self) -> bool:
+        """Whether some of their files are in object storage."""
+        units = (*self.whole, *(unit for unit, _ in self.parts))
+        return any(unit.remote is not None and unit.dropped_us is None for unit in units)
+
 
 def snapshot(store: Path, cut: Cut, units: Mapping[str, Sequence[Unit]]) -> Snapshot:
     """Of these units of each lane, those that hold the cut's events. Pure."""

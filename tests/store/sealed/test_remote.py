@@ -1,0 +1,507 @@
+"""Sealed units in object storage: no answer changes, nothing is lost, and every failure says what it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Event, Store
+from rollbook.store.catalog.rebuild import rebuild_catalog
+from rollbook.store.errors import ConfigError, CorruptionError, NotAStoreError, RemoteError, StoreError
+from rollbook.store.events import TrajectoryFinished, TrajectoryOpened, TurnFailed
+from rollbook.store.sealed import projections
+from rollbook.store.sealed.attach import attach
+from rollbook.store.sealed.derived import DERIVED, build_derived
+from rollbook.store.sealed.erase import erase_trajectory
+from rollbook.store.sealed.leases import take_lease
+from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.retain import retain
+from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
+from rollbook.store.sealed.sealer import Sealer
+from rollbook.store.sealed.unit import all_units, current_units, unit_folder
+from rollbook.store.sealed.upload import remote_folder, upload_units
+from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.sql.object_storage import outage
+from rollbook.store.sql.views import VIEWS
+from rollbook.store.verify import verify_store
+
+LANES = ("serve", "train", "upkeep")
+CUTS = ["head", *[f"serve={n},train=4" for n in (1, 8, 13)]]
+
+
+def _answers(store: Store, cut: str = "head") -> dict[str, list[Any]]:
+    connection = rb.connect(store.path, as_of=cut)
+    return {
+        v.name: sorted(map(repr, connection.execute(f'SELECT * FROM "{v.name}"').fetchall())) for v in VIEWS
+    }
+
+
+def _configure(store: Store, storage: Any, uri: str | None = None, more: str = "") -> None:
+    text = f'[remote]\nuri = "{uri or storage.uri}"\nendpoint = "{storage.endpoint}"\n{more}'
+    (store.path / "store.toml").write_text(text)
+
+
+@pytest.fixture
+def sealed(store: Store, story: Any, upkeep: Any, storage: Any, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The story, one event a segment, most of it sealed five segments to a unit, nothing uploaded."""
+    monkeypatch.setattr(projections, "OUTLIER_BELOW", -1.5)
+    for lane, events in {**story, "upkeep": upkeep}.items():
+        with store.writer(lane, AppendSettings(segment_bytes=1)) as writer:
+            for event in events:
+                writer.append([event]).result(30)
+        numbers = closed_segments(store.path, lane)
+        for i in range(0, len(numbers), 5):
+            seal_segments(store.path, lane, numbers[i : i + 5], SealSettings(row_group=2))
+    _configure(store, storage, more="[seal]\ncompact_bytes = 0\n")
+    return store
+
+
+def _units(store: Store) -> list[Any]:
+    return [unit for lane in store.lanes() for unit in current_units(store.path, lane)]
+
+
+def _parquet(store: Store) -> list[Path]:
+    return sorted((store.path / "sealed").rglob("*.parquet"))
+
+
+def _without_wal(store: Store) -> None:
+    for lane in LANES:
+        remove_sealed_wal(store.path, lane, current_units(store.path, lane), 0)
+
+
+# Moved -------------------------------------------------------------------------------------------
+
+
+def test_no_answer_changes(sealed: Store, storage: Any, plain: Callable[[Event], Any]) -> None:
+    """Every view at every cut, every event, trajectory and derived file: from object storage the same."""
+    before = {cut: _answers(sealed, cut) for cut in CUTS}
+    assert all(len(rows) > 0 for rows in before["head"].values())
+    events = [plain(event) for event in sealed.events()]
+    folded = sealed.trajectory("t1")
+    units = _units(sealed)
+    local = {f"{u.lane}/{u.name}/{f.name}" for u in units for f in u.files}
+    report = upload_units(sealed)
+    _without_wal(sealed)
+    assert report.units == [f"{u.lane}/{u.name}" for u in units]
+    assert report.bytes == report.freed == sum(u.bytes for u in units)
+    assert _parquet(sealed) == []
+    base = f"some prefix/{sealed.store_id}"
+    there = {key.removeprefix(f"{base}/sealed/") for key in storage.objects()} - {f"{base}/STORE.json"}
+    assert there == local | {f"{u.lane}/{u.name}/UNIT.json" for u in units}
+    for cut in CUTS:
+        assert _answers(sealed, cut) == before[cut]
+    assert [plain(event) for event in sealed.events()] == events
+    assert repr(rb.open(sealed.path).trajectory("t1")) == repr(folded)
+    for unit in _units(sealed):
+        assert build_derived(sealed.path, unit) == list(DERIVED)
+    assert _answers(sealed) == before["head"]
+    assert repr(rb.open(sealed.path).trajectory("t1")) == repr(folded)
+    assert [lane.fault for lane in verify_store(sealed)] == [None, None, None]
+    rebuilt = rebuild_catalog(sealed)
+    assert rebuilt.events == len(events)
+    [first] = sealed.events({"serve": 1})
+    with sealed.writer("serve") as writer:  # a retry is still recognised, by the ids in object storage
+        again = Event(first.record, first.run, first.event_id, first.time_us)
+        assert writer.append([again]).result(30) == 0
+
+
+def test_a_second_upload_does_nothing(sealed: Store, storage: Any) -> None:
+    """What is there is not sent, read or removed again."""
+    upload_units(sealed)
+    keys = storage.objects()
+    storage.requests.clear()
+    report = upload_units(sealed)
+    assert (report.units, report.bytes, report.freed) == ([], 0, 0)
+    assert storage.requests == []
+    assert storage.objects() == keys
+
+
+def test_a_query_reads_each_file_once(sealed: Store, storage: Any) -> None:
+    """A connection asks for no footer and no bytes that it has."""
+    upload_units(sealed)
+    connection = rb.connect(sealed.path)
+    question = "SELECT count(*), sum(length(extra)) FROM events"
+    first = connection.execute(question).fetchall()
+    storage.requests.clear()
+    assert connection.execute(question).fetchall() == first
+    assert storage.requests == []
+
+
+def test_threads_read_one_file_at_once(store: Store, storage: Any, notes: Any) -> None:
+    """DuckDB's threads, which share a file's handle, each get the bytes that they asked for."""
+    with store.writer("a") as writer:
+        for i in range(40):
+            writer.append(notes(500, 500 * i, "text " * 20)).result(30)
+    _configure(store, storage)
+    assert Sealer(store).run_once().damage == {}
+    [unit] = current_units(store.path, "a")
+    assert unit.remote is not None
+    _without_wal_of(store, "a")
+    for _ in range(3):
+        connection = rb.connect(store.path)
+        connection.execute("SET threads = 8")
+        [(count, last)] = connection.execute("SELECT count(*), max(seq) FROM events").fetchall()
+        [(texts,)] = connection.execute("SELECT count(DISTINCT extra->>'error') FROM events").fetchall()
+        assert (count, last, texts) == (20_000, 19_999, 20_000)
+
+
+def _without_wal_of(store: Store, lane: str) -> None:
+    remove_sealed_wal(store.path, lane, current_units(store.path, lane), 0)
+
+
+def test_leased_files_stay_until_they_are_released(sealed: Store) -> None:
+    """A connection that was opened before goes on with the local files; the next upload removes them."""
+    connection = rb.connect(sealed.path)
+    unit = current_units(sealed.path, "serve")[0]
+    report = upload_units(sealed)
+    assert len(report.kept) == len(_units(sealed))
+    assert len(_parquet(sealed)) > 0
+    assert connection.execute("SELECT count(*) FROM events").fetchall()[0][0] == sum(sealed.head().values())
+    connection.close()
+    del connection
+    import gc
+
+    gc.collect()
+    with take_lease(sealed.path, {"serve": [unit.name]}):
+        assert upload_units(sealed).kept == [f"serve/{unit.name}"]
+    assert upload_units(sealed).kept == []
+    assert _parquet(sealed) == []
+
+
+# Attached ----------------------------------------------------------------------------------------
+
+
+def test_another_machine_reads_the_same(
+    sealed: Store, storage: Any, tmp_path: Path, plain: Callable[[Event], Any]
+) -> None:
+    """A store made from the manifests alone ends where the sealed units end; up to there it answers alike."""
+    upload_units(sealed)
+    ends = {lane: current_units(sealed.path, lane)[-1].next_seq for lane in LANES}
+    cut = ",".join(f"{lane}={end}" for lane, end in ends.items())
+    uri = remote_folder(storage.uri, sealed.store_id)
+    report = attach(tmp_path / "other", uri, storage.endpoint)
+    other = rb.open(tmp_path / "other")
+    assert report.lanes == other.head() == ends
+    assert (other.store_id, report.units) == (sealed.store_id, len(_units(sealed)))
+    assert [plain(e) for e in other.events()] == [plain(e) for e in sealed.events(ends)]
+    assert _answers(other) == _answers(sealed, cut)
+    assert [lane.fault for lane in verify_store(other)] == [None, None, None]
+    assert rebuild_catalog(other).events == sum(ends.values())
+    with pytest.raises(ConfigError, match="names no place"):
+        upload_units(other)
+    keys = storage.objects()
+    with pytest.raises(StoreError, match="only reads what is in object storage"):
+        retain(other, "0B")
+    assert Sealer(other).run_once().damage == {}
+    assert storage.objects() == keys
+    with pytest.raises(NotAStoreError, match="not empty"):
+        attach(tmp_path / "other", uri, storage.endpoint)
+    with pytest.raises(NotAStoreError, match=r"holds no STORE\.json"):
+        attach(tmp_path / "third", storage.uri, storage.endpoint)
+
+
+def test_an_attached_store_can_take_over(sealed: Store, storage: Any, tmp_path: Path, notes: Any) -> None:
+    """With `[remote] uri` set it writes on where the lane ended; the old one's uploads are refused then."""
+    upload_units(sealed)
+    uri = remote_folder(storage.uri, sealed.store_id)
+    attach(tmp_path / "other", uri, storage.endpoint)
+    other = rb.open(tmp_path / "other")
+    _configure(other, storage, more="[seal]\ncompact_bytes = 0\n")
+    end = other.head()["serve"]
+    with other.writer("serve") as writer:
+        assert writer.append(notes(2)).result(30) == end
+    assert Sealer(other).run_once().damage == {}
+    assert [e.seq for e in other.events({"serve": end + 2}, {"serve": end})] == [end, end + 1]
+    assert current_units(other.path, "serve")[-1].remote is not None
+    with sealed.writer("serve") as writer:
+        writer.append(notes(1, 7)).result(30)
+    report = Sealer(sealed).run_once()
+    assert "two copies upload to the same place" in report.damage["serve"]
+
+
+def test_a_gap_is_told(sealed: Store, storage: Any, tmp_path: Path) -> None:
+    """Without one of the manifests in the middle nothing is attached."""
+    upload_units(sealed)
+    middle = current_units(sealed.path, "serve")[1]
+    key = f"some prefix/{sealed.store_id}/sealed/serve/{middle.name}/UNIT.json"
+    storage.client.delete_object(Bucket=storage.BUCKET, Key=key)
+    with pytest.raises(CorruptionError, match="lane 'serve' is not whole in object storage"):
+        attach(tmp_path / "other", remote_folder(storage.uri, sealed.store_id), storage.endpoint)
+    assert not (tmp_path / "other").exists()
+    assert list(tmp_path.glob(".other*")) == []
+
+
+# Merged, erased, dropped -------------------------------------------------------------------------
+
+
+def test_units_in_object_storage_are_merged(sealed: Store, storage: Any) -> None:
+    """The sealer merges them, uploads what it made, and only then removes what it was made of."""
+    before = _answers(sealed)
+    upload_units(sealed)
+    _without_wal(sealed)
+    old = {u.name for u in current_units(sealed.path, "serve")}
+    _configure(sealed, storage)
+    assert Sealer(sealed).run_once().damage == {}
+    [merged, *_] = current_units(sealed.path, "serve")
+    assert merged.generation > 1
+    assert merged.remote is not None
+    prefix = f"some prefix/{sealed.store_id}/sealed/serve/"
+    names = {key.removeprefix(prefix).split("/")[0] for key in storage.objects() if key.startswith(prefix)}
+    assert names == {u.name for u in all_units(sealed.path, "serve")}
+    assert not names & (old - {u.name for u in current_units(sealed.path, "serve")})
+    assert _answers(sealed) == before
+
+
+def test_erasure_reaches_object_storage(sealed: Store, storage: Any) -> None:
+    """No object holds the text any more; what took the units' place is uploaded by the next call."""
+    with sealed.writer("serve"):
+        pass
+    upload_units(sealed)
+    everything = _stored_extra(sealed)
+    assert any("be brief" in text for text in everything)
+    before = set(storage.objects())
+    erase_trajectory(sealed, "t1", "a leaked key")
+    assert before - set(storage.objects())
+    report = upload_units(sealed)
+    assert report.units
+    assert not any("be brief" in text for text in _stored_extra(sealed))
+    names = {key.split("/")[-2] for key in storage.objects() if "/sealed/" in key}
+    assert names == {unit.name for lane in sealed.lanes() for unit in all_units(sealed.path, lane)}
+    assert [lane.fault for lane in verify_store(sealed)] == [None, None, None]
+
+
+def _stored_extra(store: Store) -> list[str]:
+    """The JSON of every row of every object."""
+    import pyarrow.parquet as pq
+
+    texts = []
+    for unit in _units(store):
+        if unit.remote is not None:
+            system, folder = place(store.path, unit)
+            for file in unit.files:
+                table = pq.read_table(f"{folder}/{file.name}", columns=["extra"], filesystem=system)
+                texts += table["extra"].to_pylist()
+    return [t if isinstance(t, str) else bytes(t).decode() for t in texts if t is not None]
+
+
+def test_an_upload_cut_short_leaves_no_text_behind(sealed: Store, storage: Any) -> None:
+    """A unit whose upload failed in the middle is erased: what had been sent of it goes too."""
+    half = next(unit for unit in current_units(sealed.path, "serve") if len(unit.files) == 2)
+    storage.before = _failing(storage, lambda request: f"{half.name}/marks.parquet" in request)
+    with pytest.raises(RemoteError):
+        upload_units(sealed)
+    storage.before = lambda number: None
+    assert [key for key in storage.objects() if f"/{half.name}/" in key]
+    with sealed.writer("serve"):
+        pass
+    erase_trajectory(sealed, "t1", "a leaked key")
+    assert [key for key in storage.objects() if f"/{half.name}/" in key] == []
+
+
+def _failing(storage: Any, which: Callable[[str], bool]) -> Callable[[int], None]:
+    """Drops the connections of these requests."""
+
+    def before(number: int) -> None:
+        if which(storage.requests[number - 1]):
+            raise ConnectionError
+
+    return before
+
+
+def test_retention_reaches_object_storage(store: Store, storage: Any, tmp_path: Path, plain: Any) -> None:
+    """A dropped unit leaves its manifest there, so that a store made from it has its whole history."""
+    _configure(store, storage, more="[seal]\ncompact_bytes = 0\nkeep_wal_bytes = 0\n")
+    for name in "abc":
+        records = [TrajectoryOpened(name, name), TurnFailed(name, f"u{name}", "no"), TrajectoryFinished(name)]
+        with store.writer("serve") as writer:
+            writer.append([Event(record, "r") for record in records]).result(30)
+        if name == "b":
+            (store.path / "store.toml").write_text(
+                f'[remote]\nendpoint = "{storage.endpoint}"\n[seal]\ncompact_bytes = 0\nkeep_wal_bytes = 0\n'
+            )
+        if name != "c":
+            assert Sealer(store).run_once().damage == {}
+        if name == "a":
+            assert current_units(store.path, "serve")[0].remote is not None
+    _configure(store, storage, more="[seal]\ncompact_bytes = 0\n")
+    report = retain(store, "0B")
+    # One was in object storage, one was not yet; both went.
+    assert [u.dropped for u in report.units if u.lane == "serve"] == [True, True]
+    assert [key for key in storage.objects() if key.endswith(".parquet")] == []
+    assert Sealer(store).run_once().damage == {}
+    assert [unit.remote is not None for unit in _units(store)] == [True] * len(_units(store))
+    attach(tmp_path / "other", remote_folder(storage.uri, store.store_id), storage.endpoint)
+    other = rb.open(tmp_path / "other")
+    dropped = [unit.dropped_us is not None for unit in current_units(other.path, "serve")]
+    assert dropped == [True, True, False]
+    assert [plain(e) for e in other.events()] == [plain(e) for e in store.events()]
+    assert [lane.fault for lane in verify_store(other)] == [None, None]
+
+
+# Failures ----------------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_is_not_there(sealed: Store, storage: Any) -> None:
+    """It is named, and everything stays here."""
+    _configure(sealed, storage, "s3://no-such-bucket/x")
+    files = _parquet(sealed)
+    with pytest.raises(RemoteError, match=r"s3://no-such-bucket/x/.*NO_SUCH_BUCKET"):
+        upload_units(sealed)
+    assert _parquet(sealed) == files
+    assert [unit.remote for unit in _units(sealed)] == [None] * len(_units(sealed))
+
+
+@pytest.mark.parametrize("uri", ["http://bucket/x", "s3://", "s3://key:secret@bucket/x", "s3://b/x?y=1"])
+def test_addresses_that_cannot_be(sealed: Store, storage: Any, uri: str) -> None:
+    """They are refused before anything is sent; what looks like a secret is not repeated."""
+    _configure(sealed, storage, uri)
+    with pytest.raises(ConfigError, match="use s3://bucket/prefix") as error:
+        upload_units(sealed)
+    assert "secret" not in str(error.value)
+    (sealed.path / "store.toml").write_text('[remote]\nuri = "s3://b/x"\nendpoint = "https://k:secret@h:1"\n')
+    with pytest.raises(ConfigError, match="credentials come from the environment") as error:
+        upload_units(sealed)
+    assert "secret" not in str(error.value)
+
+
+def _command(root: Path, *words: object, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollbook.cli", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": str(root / "src")} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_wrong_credentials(sealed: Store, storage: Any, root: Path) -> None:
+    """One line with the address and what to look at, exit code 2, and no secret; then all is as before."""
+    storage.check_credentials(True)
+    try:
+        code, said = _command(
+            root, "store", "upload", "--store", sealed.path, AWS_SECRET_ACCESS_KEY="very-secret-1"
+        )
+    finally:
+        storage.check_credentials(False)
+    assert code == 2
+    assert said.strip().count("\n") == 0
+    assert f"{storage.uri}/{sealed.store_id}" in said
+    assert "AWS_ACCESS_KEY_ID" in said
+    assert "secret-1" not in said
+    assert len(_parquet(sealed)) == sum(len(u.files) for u in _units(sealed))
+    code, said = _command(root, "store", "upload", "--store", sealed.path)
+    assert (code, _parquet(sealed)) == (0, [])
+    assert f"{storage.uri}/{sealed.store_id}: {len(_units(sealed))} units more" in said
+
+
+def test_a_server_that_goes(sealed: Store, storage: Any, plain: Any) -> None:
+    """In the middle of an upload: what was moved is there, the rest is here, and the next call finishes."""
+    events = [plain(event) for event in sealed.events()]
+    storage.before = _failing(storage, lambda request: "/train/" in request)
+    with pytest.raises(RemoteError, match=r"some prefix.*/train"):
+        upload_units(sealed)
+    storage.before = lambda number: None
+    assert {unit.lane for unit in _units(sealed) if unit.remote is not None} == {"serve"}
+    assert [plain(event) for event in sealed.events()] == events
+    assert len(upload_units(sealed).units) > 0
+    _without_wal(sealed)
+    assert [plain(event) for event in sealed.events()] == events
+
+
+def test_a_server_that_is_gone(sealed: Store, storage: Any, root: Path, plain: Any) -> None:
+    """Reads, questions, verification and the sealer say so, and blame no file."""
+    events = [plain(event) for event in sealed.events()]
+    upload_units(sealed)
+    _without_wal(sealed)
+    connection = rb.connect(sealed.path)
+    there = "s3://rollouts/some prefix/"
+    storage.stop()
+    try:
+        with pytest.raises(RemoteError, match=there):
+            list(sealed.events())
+        with pytest.raises(RemoteError, match=there):
+            rb.open(sealed.path).trajectory("t1")
+        with pytest.raises(RemoteError, match=there):
+            verify_store(sealed)
+        with pytest.raises(duckdb.Error, match=there) as error:
+            connection.execute("SELECT sum(length(extra)) FROM events").fetchall()
+        assert str(outage(error.value)).startswith(there)
+        code, said = _command(root, "sql", "select count(*) from events", "--store", sealed.path)
+        assert (code, said.count("\n")) == (2, 1)
+        assert said.startswith(f"error: {there}")
+        _configure(sealed, storage)
+        damage = Sealer(sealed).run_once().damage
+        assert set(damage) == set(LANES)
+        assert all(there in text for text in damage.values())
+        assert not list(sealed.path.glob("lanes/*/QUARANTINED"))
+    finally:
+        storage.start()
+    assert [plain(event) for event in sealed.events()] == events
+
+
+def test_recording_goes_on_without_it(sealed: Store, storage: Any, notes: Any) -> None:
+    """With its WAL files kept, a lane is written, sealed and read, and moved when the server is back."""
+    upload_units(sealed)
+    end = sealed.head()["serve"]
+    storage.stop()
+    try:
+        with sealed.writer("serve") as writer:
+            assert writer.append(notes(2)).result(30) == end
+        damage = Sealer(sealed).run_once().damage
+        assert "s3://rollouts/some prefix/" in damage["serve"]
+        assert current_units(sealed.path, "serve")[-1].next_seq == end + 2
+        assert len(list(sealed.events())) == sum(sealed.head().values())
+    finally:
+        storage.start()
+    assert Sealer(sealed).run_once().damage == {}
+    assert current_units(sealed.path, "serve")[-1].remote is not None
+
+
+def test_what_is_stored_wrong_is_found(sealed: Store, storage: Any) -> None:
+    """An object that is not the file is sent again; one that changed afterwards is damage, and is named."""
+    unit = current_units(sealed.path, "serve")[0]
+    key = f"some prefix/{sealed.store_id}/sealed/serve/{unit.name}/{unit.files[0].name}"
+    storage.write(key, bytes(unit.files[0].bytes))
+    upload_units(sealed)
+    _without_wal(sealed)
+    whole = storage.read(key)
+    assert whole != bytes(unit.files[0].bytes)
+    storage.write(key, whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    faults = {lane.lane: lane.fault for lane in verify_store(sealed)}
+    assert key in str(faults["serve"])
+    assert faults["train"] is None
+
+
+def test_a_damaged_file_is_not_moved(sealed: Store) -> None:
+    """Its sha256 is checked before it is sent, and nothing of it is removed."""
+    unit = current_units(sealed.path, "serve")[0]
+    path = unit_folder(sealed.path, unit) / unit.files[0].name
+    data = path.read_bytes()
+    path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    with pytest.raises(CorruptionError, match=str(path)):
+        upload_units(sealed)
+    assert path.exists()
+    assert current_units(sealed.path, "serve")[0].remote is None
+
+
+def test_without_fsspec(sealed: Store, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQL names the extra that it needs; events are read without it."""
+    upload_units(sealed)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r'pip install "rollbook\[s3\]"'):
+        rb.connect(sealed.path)
+    assert len(list(sealed.events())) == sum(sealed.head().values())
+
+
+def test_only_an_outage_is_called_one() -> None:
+    """Other errors of a query stay what they are."""
+    assert outage(duckdb.Error("Parser Error: syntax error")) is None
