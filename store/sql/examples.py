@@ -241,7 +241,7 @@ ORDER BY started""",
     Example(
         "What do large requests have in common?",
         "Bodies stored once: images, tool schemas, long system prompts. In `turns.request` and\n"
-        "`turns.new_messages` each is `{\"$body\": digest}`.",
+        '`turns.new_messages` each is `{"$body": digest}`.',
         """\
 SELECT digest, length, copies, substr(body::VARCHAR, 1, 60) AS begins
 FROM bodies
