@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -38,6 +39,8 @@ LANE = "crash"
 PHASES = ("between passes", "sealing", "merging", "deriving", "catalog and removal")
 ID_BYTES, PRINT_BYTES = 36, 16
 IN_FLIGHT = 3
+PACE_S = 0.002
+"""Between two appends, on average: with no pause the sealer would never be done with what there is."""
 LARGE = 50_000
 """Tokens of a turn now and then: half a megabyte, which a kill can cut in the middle of its write."""
 SETTINGS = """\
@@ -104,6 +107,7 @@ def work(folder: Path, seed: int, acks: Connection, note: Path) -> None:
         waiting: deque[tuple[Future[int], bytes]] = deque()
         for events in _appends(rng):
             prints = b"".join(event.event_id.encode() + fingerprint(event) for event in events)
+            time.sleep(rng.expovariate(1 / PACE_S))
             waiting.append((writer.append(events), prints))
             if len(waiting) == IN_FLIGHT:
                 future, prints = waiting.popleft()
@@ -132,7 +136,7 @@ def _appends(rng: random.Random) -> Iterator[list[Event]]:
         trajectory_id = new_id()
         records: list[Any] = []
         for _ in range(rng.randint(1, 3)):
-            turn_id, size = new_id(), rng.randint(1, 200) if rng.random() < 0.9 else LARGE
+            turn_id, size = new_id(), rng.randint(1, 200) if rng.random() < 0.98 else LARGE
             system = {"role": "system", "content": text[: rng.choice((20, 3000))]}
             ids = np.frombuffer(rng.randbytes(2 * size), np.uint16).astype(np.int32)
             logprobs = -np.frombuffer(rng.randbytes(2 * size), np.uint16).astype(np.float32) / np.float32(

@@ -1,7 +1,8 @@
 """`recover.*`: what is left of acknowledged events after `kill -9`, and how fast a lane is recovered.
 
 A process appends to a lane of tiny segments while it seals them, merges sealed units, derives tables and
-notes it all in the catalog (`bench.crash`). At a random moment it is killed. Then the lane is recovered and
+notes it all in the catalog (`bench.crash`). It is killed at a random moment: of its life, or of what its
+sealer is doing, each in its turn, since some of that is over in milliseconds. Then the lane is recovered and
 every event whose acknowledgement got out is looked up and compared, all those of earlier lives too. `kill -9`
 leaves the operating system's page cache alone: it tests what the code does, not whether the disk flushes.
 """
@@ -35,6 +36,10 @@ START_TIMEOUT_S = 60.0
 GIB = 1 << 30
 RECOVER, READ = "recover", "read"
 CHUNK = 4 << 20
+IN_PHASE_S, GLANCE_S = 0.02, 0.001
+"""A kill in a phase comes within this time of its beginning, which is looked for this often."""
+LONGEST_LIVES = 3
+"""Lives after which a kill in a phase comes anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,10 @@ class _Victims:
     def kill_one(self, life_s: float) -> None:
         """Let a process live for a moment, kill it, recover the lane, and compare."""
         head = self._log.head()
-        told = self._live(self._rng.uniform(0.0, life_s))
+        # Every second kill comes at any moment, the others soon after the sealer began something.
+        number = self._killed.kills
+        phase = PHASES[number // 2 % len(PHASES)] if number % 2 else None
+        told = self._live(life_s, phase)
         self._killed.kills += 1
         self._killed.phases[in_phase(self._note)] += 1
         self._note.write_bytes(bytes(1))
@@ -135,8 +143,8 @@ class _Victims:
         """Compare once more all that was ever acknowledged: it may have been sealed and merged since."""
         self._compare(self._acknowledged, {})
 
-    def _live(self, seconds: float) -> list[bytes]:
-        """What a process told before it was killed, that many seconds after it began to append."""
+    def _live(self, life_s: float, phase: str | None = None) -> list[bytes]:
+        """What a process told before it was killed: within `life_s`, or when its sealer was in the phase."""
         mine, theirs = self._context.Pipe(duplex=False)
         args = (self._log.path, self._rng.getrandbits(32), theirs, self._note)
         process = self._context.Process(target=work, args=args, daemon=True)
@@ -147,9 +155,10 @@ class _Victims:
             if not mine.poll(START_TIMEOUT_S):
                 raise TimeoutError(f"the process that is to be killed did not begin in {START_TIMEOUT_S} s")
             told.append(mine.recv_bytes())
-            dies = time.monotonic() + seconds
-            while (left := dies - time.monotonic()) > 0 and mine.poll(left):
-                told.append(mine.recv_bytes())
+            if phase is not None:
+                told += self._until(phase, mine, LONGEST_LIVES * life_s)
+            moment = self._rng.uniform(0.0, IN_PHASE_S if phase else life_s)
+            told += self._until(None, mine, moment)
         finally:
             process.kill()
             process.join()
@@ -157,6 +166,17 @@ class _Victims:
         if process.exitcode != -signal.SIGKILL:
             _parse(told)  # says what is damaged, if that is why
             raise RuntimeError(f"the process that was to be killed ended by itself, with {process.exitcode}")
+        return told
+
+    def _until(self, phase: str | None, acks: Connection, seconds: float) -> list[bytes]:
+        """What is told until the sealer is in the phase; without one, and at the latest, for `seconds`."""
+        told: list[bytes] = []
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if phase is not None and in_phase(self._note) == phase:
+                break
+            if acks.poll(min(left, GLANCE_S)):
+                told.append(acks.recv_bytes())
         return told
 
     def _compare(self, acknowledged: dict[str, bytes], start: dict[str, int]) -> None:

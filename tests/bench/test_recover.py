@@ -90,7 +90,7 @@ def test_a_process_that_ends_by_itself_is_an_error(tmp_path: Path) -> None:
     """The kill is what is tested: a victim that cannot begin (its lane is held) is reported."""
     victims = recover._Victims(tmp_path / "store", recover.Killed(), random.Random(0))
     with victims._log.writer("crash"), pytest.raises((RuntimeError, EOFError)):
-        victims._live(5.0)
+        victims._live(5.0, None)
 
 
 def test_loss_is_in_the_figures() -> None:
