@@ -32,7 +32,7 @@ def read_object_storage(connection: duckdb.DuckDBPyConnection, settings: RemoteS
         ConfigError: fsspec, through which DuckDB calls us, is not installed.
     """
     try:
-        connection.register_filesystem(_file_system(settings))
+        connection.register_filesystem(file_system(settings))
     except ModuleNotFoundError as error:
         if error.name != "fsspec":
             raise
@@ -81,7 +81,12 @@ def _told(read: Any, address: str, settings: RemoteSettings) -> Any:
         raise
 
 
-def _file_system(settings: RemoteSettings) -> Any:
+def file_system(settings: RemoteSettings) -> Any:
+    """The fsspec file system over s3:// addresses that DuckDB reads through.
+
+    Raises:
+        ModuleNotFoundError: fsspec is not installed.
+    """
     from fsspec import AbstractFileSystem
 
     class SealedFiles(AbstractFileSystem):  # type: ignore[misc,unused-ignore]
