@@ -96,6 +96,16 @@ def _open_file(store: Path, unit: Unit, name: str) -> _OpenFile:
     return _OpenFile(store, unit, name)
 
 
+def trajectory_bounds(store: Path, unit: Unit) -> tuple[str, str] | None:
+    """The lowest and highest trajectory id in a unit; None where its locations were not derived."""
+    path = derived_folder(store, unit) / LOCATIONS
+    try:
+        known = _locations(path, path.stat().st_ino)
+    except (FileNotFoundError, pa.ArrowException):
+        return None
+    return known.lowest, known.highest
+
+
 def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
     """The unit's rows of a trajectory, in the order of the lane, in the columns of `TABLE_SCHEMA`.
 
