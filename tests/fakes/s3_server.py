@@ -55,6 +55,7 @@ class ObjectStorage:
             aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
         )
         self.client.create_bucket(Bucket=self.BUCKET)
+        self.clear()  # moto keeps what it stores for as long as the process lives
 
     @property
     def endpoint(self) -> str:
