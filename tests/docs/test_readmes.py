@@ -20,6 +20,7 @@ import typer
 from rollbook import store as rb
 from rollbook.cli import app
 from rollbook.store import Store
+from rollbook.store.settings import StoreSettings
 from rollbook.train.config import parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +130,12 @@ def test_python_compiles_and_runs(
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_configurations_load(block: Block) -> None:
-    """Every TOML block is a CONFIG of `rollbook train` without an unknown or missing key."""
-    parse_config(tomllib.loads(block.code), str(block))
+    """Every TOML block is a `store.toml` or a CONFIG of `rollbook train`, no key unknown or missing."""
+    values = tomllib.loads(block.code)
+    if set(values) <= set(StoreSettings.model_fields):
+        assert StoreSettings.model_validate(values) != StoreSettings()
+    else:
+        parse_config(values, str(block))
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
