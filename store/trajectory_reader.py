@@ -111,4 +111,4 @@ class TrajectoryReader:
         if not rows.num_rows:
             return []
         batch = codec.conform(rows.drop_columns("lane").combine_chunks().to_batches()[0])
-        return list(codec.decode(batch, unit.lane, lambda digest: unit_body(self._store, [unit], digest)))
+        return list(codec.decode(batch, unit.lane, lambda digest: unit_body(self._store, unit, digest)))

@@ -7,7 +7,6 @@ comes back the same. A file is written under another name and renamed, so one th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -31,7 +30,7 @@ LOCATION_SCHEMA = pa.schema(
     ]
 )
 
-_SMALL = ["seq", "event_id", "kind", "time", "run", "trajectory_id", "turn_id", "extra"]
+_BOTH = "(SELECT * FROM turns UNION ALL SELECT * FROM marks)"
 
 
 def build_derived(store: Path, unit: Unit) -> list[str]:
@@ -47,43 +46,31 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
     if not missing:
         return []
     folder.mkdir(parents=True, exist_ok=True)
+    tables = {TURNS: read_file(store, unit, TURNS), MARKS: read_file(store, unit, MARKS)}
     for name in missing:
         temporary = folder / f".{name}.{new_id()}"
-        _BUILDERS[name](store, unit, temporary)
+        if name == LOCATIONS:
+            _write_locations(tables, temporary)
+        else:
+            _copy(tables, _queries()[name], temporary)
         os.replace(temporary, folder / name)
     return missing
 
 
-def _build_scalars(store: Path, unit: Unit, path: Path) -> None:
-    turns = read_file(store, unit, TURNS)
-    marks = read_file(store, unit, MARKS)
-    query = projections.turn_parts("(SELECT * FROM turns UNION ALL SELECT * FROM marks)")
-    _copy({"turns": turns, "marks": marks}, f"{query} ORDER BY trajectory_id, turn_id", path)
-
-
-def _build_trajectories(store: Path, unit: Unit, path: Path) -> None:
-    turns = read_file(store, unit, TURNS, ["lane", *_SMALL, "version_spans"])
-    marks = read_file(store, unit, MARKS, ["lane", *_SMALL, "version_spans"])
-    query = projections.trajectory_parts("(SELECT * FROM turns UNION ALL SELECT * FROM marks)")
-    _copy({"turns": turns, "marks": marks}, f"{query} ORDER BY trajectory_id", path)
-
-
-def _build_rewards(store: Path, unit: Unit, path: Path) -> None:
-    marks = read_file(store, unit, MARKS, ["lane", *_SMALL, "reward"])
-    _copy({"marks": marks}, f"{projections.rewards('marks')} ORDER BY trajectory_id, seq", path)
-
-
-def _build_outliers(store: Path, unit: Unit, path: Path) -> None:
-    columns = ["kind", "run", "trajectory_id", "turn_id", "policy", "policy_version"]
-    turns = read_file(store, unit, TURNS, [*columns, "completion_ids", "logprobs", "version_spans"])
-    query = projections.outliers("turns")
-    _copy({"turns": turns}, f"{query} ORDER BY trajectory_id, turn_id, position", path)
+def _queries() -> dict[str, str]:
+    """Derived file -> its query over the relations `turns` and `marks`, the unit's two files."""
+    return {
+        SCALARS: f"{projections.turn_parts(_BOTH)} ORDER BY trajectory_id, turn_id",
+        TRAJECTORIES: f"{projections.trajectory_parts(_BOTH)} ORDER BY trajectory_id",
+        REWARDS: f"{projections.rewards('marks')} ORDER BY trajectory_id, seq",
+        OUTLIERS: f"{projections.outliers('turns')} ORDER BY trajectory_id, turn_id, position",
+    }
 
 
 def _copy(tables: dict[str, pa.Table], query: str, path: Path) -> None:
     with duckdb.connect(":memory:", config={"threads": 1}) as connection:
-        for name, table in tables.items():
-            connection.register(name, table)
+        connection.register("turns", tables[TURNS])
+        connection.register("marks", tables[MARKS])
         connection.execute(f"COPY ({query}) TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd)")
 
 
@@ -91,12 +78,11 @@ def _quoted(path: Path) -> str:
     return str(path).replace("'", "''")
 
 
-def _build_locations(store: Path, unit: Unit, path: Path) -> None:
+def _write_locations(tables: dict[str, pa.Table], path: Path) -> None:
     """Runs of rows with one trajectory: both files are sorted by it."""
     parts = []
-    for name in (TURNS, MARKS):
-        ids = read_file(store, unit, name, ["trajectory_id"])["trajectory_id"].combine_chunks()
-        encoded = ids.dictionary_encode()
+    for name, table in tables.items():
+        encoded = table["trajectory_id"].combine_chunks().dictionary_encode()
         codes = encoded.indices.fill_null(-1).to_numpy()
         starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1)) if len(codes) else codes
         rows = np.diff(np.append(starts, len(codes)))
@@ -106,15 +92,6 @@ def _build_locations(store: Path, unit: Unit, path: Path) -> None:
         columns = [names.cast(pa.string()), pa.array([name] * count, pa.string())]
         columns += [pa.array(starts[known].astype(np.int64)), pa.array(rows[known].astype(np.int64))]
         parts.append(pa.Table.from_arrays(columns, schema=LOCATION_SCHEMA))
-    table = pa.concat_tables(parts).sort_by("trajectory_id").combine_chunks()
+    sorted_ = pa.concat_tables(parts).sort_by("trajectory_id").combine_chunks()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, LOCATION_SCHEMA) as writer:
-        writer.write_table(table)
-
-
-_BUILDERS: dict[str, Callable[[Path, Unit, Path], None]] = {
-    SCALARS: _build_scalars,
-    TRAJECTORIES: _build_trajectories,
-    REWARDS: _build_rewards,
-    OUTLIERS: _build_outliers,
-    LOCATIONS: _build_locations,
-}
+        writer.write_table(sorted_)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,14 +95,19 @@ def _open_file(store: Path, unit: Unit, name: str) -> _OpenFile:
     return _OpenFile(store, unit, name)
 
 
-def trajectory_bounds(store: Path, unit: Unit) -> tuple[str, str] | None:
-    """The lowest and highest trajectory id in a unit; None where its locations were not derived."""
+def _known_locations(store: Path, unit: Unit) -> _Locations | None:
+    """Where the unit's trajectories lie; None where that was not derived."""
     path = derived_folder(store, unit) / LOCATIONS
     try:
-        known = _locations(path, path.stat().st_ino)
+        return _locations(path, path.stat().st_ino)
     except (FileNotFoundError, pa.ArrowException):
         return None
-    return known.lowest, known.highest
+
+
+def trajectory_bounds(store: Path, unit: Unit) -> tuple[str, str] | None:
+    """The lowest and highest trajectory id in a unit; None where its locations were not derived."""
+    known = _known_locations(store, unit)
+    return None if known is None else (known.lowest, known.highest)
 
 
 def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
@@ -114,13 +118,11 @@ def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
     """
     if unit.dropped_us is not None:
         return TABLE_SCHEMA.empty_table()
-    path = derived_folder(store, unit) / LOCATIONS
-    try:
-        runs = _locations(path, path.stat().st_ino).find(trajectory_id)
-    except (FileNotFoundError, pa.ArrowException):
+    known = _known_locations(store, unit)
+    if known is None:
         return _without_locations(store, unit, trajectory_id)
     parts = [TABLE_SCHEMA.empty_table()]
-    for run in runs:
+    for run in known.find(trajectory_id):
         try:
             parts.append(_open_file(store, unit, run.file).read(run))
         except (pa.ArrowException, OSError) as error:
@@ -142,16 +144,15 @@ def _in_lane_order(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.argsort(table.column("seq").to_numpy()))) if table.num_rows else table
 
 
-def unit_body(store: Path, units: Sequence[Unit], digest: str) -> Any:
-    """A body that a request in one of these units refers to.
+def unit_body(store: Path, unit: Unit, digest: str) -> Any:
+    """A body that a request in the unit refers to.
 
     Raises:
-        CorruptionError: none of them holds it.
+        CorruptionError: the unit does not hold it.
     """
-    for unit in units:
-        marks = read_file(store, unit, MARKS, ["kind", "extra"])
-        for extra in marks.filter(pc.equal(marks["kind"], BodyStored.KIND))["extra"].to_pylist():
-            values = orjson.loads(extra)
-            if values["digest"] == digest:
-                return values["body"]
+    marks = read_file(store, unit, MARKS, ["kind", "extra"])
+    for extra in marks.filter(pc.equal(marks["kind"], BodyStored.KIND))["extra"].to_pylist():
+        values = orjson.loads(extra)
+        if values["digest"] == digest:
+            return values["body"]
     raise CorruptionError(f"a request refers to body {digest}, which its sealed unit does not hold")

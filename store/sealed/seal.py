@@ -11,6 +11,7 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.ids import new_id, now_us
@@ -26,7 +27,7 @@ from rollbook.store.lane.recovery import SegmentInfo, Start, unsealed_start, ver
 from rollbook.store.lane.segment import segment_batches
 from rollbook.store.marker import raise_marker
 from rollbook.store.sealed import projections
-from rollbook.store.sealed.parquet import TABLE_SCHEMA, read_file, same_bits, split, write_file
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, split, write_file
 from rollbook.store.sealed.remote import discard
 from rollbook.store.sealed.unit import (
     TURNS,
@@ -140,7 +141,7 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
         unit = replace(unit, files=files, several=_count_several(parts))
         write_manifest(folder, unit)
         for name, part in parts.items():
-            _compare(folder, unit, name, part)
+            _compare(folder, name, part)
         fsync_folder(folder)
         folder.rename(parent / unit.name)
         fsync_folder(parent)
@@ -159,9 +160,7 @@ def _count_several(parts: dict[str, pa.Table]) -> int:
     return int(row[0])
 
 
-def _compare(folder: Path, unit: Unit, name: str, part: pa.Table) -> None:
-    import pyarrow.parquet as pq
-
+def _compare(folder: Path, name: str, part: pa.Table) -> None:
     differs, done = None, 0
     with pq.ParquetFile(folder / name, page_checksum_verification=True) as file:
         for group in range(file.num_row_groups):
@@ -207,14 +206,3 @@ def remove_sealed_wal(store: Path, lane: str, units: Sequence[Unit], keep_bytes:
     if gone:
         fsync_folder(folder)
     return sorted(gone)
-
-
-__all__ = [
-    "closed_segments",
-    "read_file",
-    "remove_leftovers",
-    "remove_sealed_wal",
-    "seal_closed",
-    "seal_segments",
-    "write_unit",
-]
