@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from rollbook.store.bodies import KEY, externalize
-from rollbook.store.codec import Row, row_of, to_batch
+from rollbook.store.codec import Row, row_of
 from rollbook.store.events import Event, TurnRequested
+from rollbook.store.lane.batches import encode_batch
 from rollbook.store.lane.flusher import Acknowledged, Job
 from rollbook.store.lane.frame import BATCH_FRAME, HEADER_FRAME, ROW_FRAME, encode_frame
 from rollbook.store.lane.recovery import LaneState
@@ -75,46 +76,49 @@ class Framer:
         first_seq = self._next_seq
         bodies = self._bodies.copy()
         try:
-            rows, acknowledged = self._rows(group)
+            rows, acknowledged, new = self._rows(group)
             frame = self._encode(rows, first_seq)
         except Exception:
             # One client's bad value is no reason to stop the lane: see which append it is, leave it out.
             self._bodies = bodies
-            rows, acknowledged = self._rows(_encodable(group))
+            rows, acknowledged, new = self._rows(_encodable(group))
             frame = self._encode(rows, first_seq)
         self._next_seq = first_seq + len(rows)
-        for i, row in enumerate(rows):
-            self._window.add(row[0], first_seq + i)
+        self._window.add(new)
         buffers = self._frame(*frame, first_seq=first_seq) if frame else []
         if rows and self._oldest is None:
             self._oldest = time.monotonic()
         return Job(buffers, self._next_seq, acknowledged=acknowledged)
 
-    def _rows(self, group: Appends) -> tuple[list[Row], Acknowledged]:
-        """Rows of the events that are new, and where each append's first event is."""
+    def _rows(self, group: Appends) -> tuple[list[Row], Acknowledged, dict[str, int]]:
+        """Rows of the events that are new, where each append's first event is, and the new ones' places."""
         rows: list[Row] = []
         acknowledged: Acknowledged = []
-        here: dict[str, int] = {}
+        new: dict[str, int] = {}
+        all_new = bool(group) and self._window.all_new([e.event_id for events, _ in group for e in events])
         for events, future in group:
             first: int | None = None
             for event in events:
-                seq = here.get(event.event_id)
+                seq = None if all_new else self._known(event.event_id, new)
                 if seq is None:
-                    seq = self._window.find(event.event_id)
-                if seq is None:
-                    rows += self._event_rows(event)
-                    seq = here[event.event_id] = self._next_seq + len(rows) - 1
+                    if type(event.record) is TurnRequested:
+                        rows += self._request_rows(event, event.record)
+                    else:
+                        rows.append(row_of(event))
+                    seq = new[event.event_id] = self._next_seq + len(rows) - 1
                 first = seq if first is None else first
             assert first is not None
             acknowledged.append((future, first))
-        return rows, acknowledged
+        return rows, acknowledged, new
 
-    def _event_rows(self, event: Event) -> list[Row]:
-        """The event's row, after those of the bodies that it is the first of this segment to name."""
+    def _known(self, event_id: str, new: dict[str, int]) -> int | None:
+        """Where the event is, if an earlier append, or this group, has brought it."""
+        seq = new.get(event_id)
+        return self._window.find(event_id) if seq is None else seq
+
+    def _request_rows(self, event: Event, record: TurnRequested) -> list[Row]:
+        """The request's row, after those of the bodies that it is the first of this segment to name."""
         row = row_of(event)
-        record = event.record
-        if not isinstance(record, TurnRequested):
-            return [row]
         limit = self._settings.body_bytes
         if len(row[-1]) <= limit and _REFERENCE not in row[-1]:
             return [row]
@@ -136,7 +140,7 @@ class Framer:
             return None
         if len(rows) < FEW:
             return ROW_FRAME, encode_rows(rows), len(rows)
-        return BATCH_FRAME, to_batch(rows, first_seq).serialize(), len(rows)
+        return BATCH_FRAME, encode_batch(rows, first_seq), len(rows)
 
     def _frame(self, kind: int, payload: Any, count: int, first_seq: int | None = None) -> list[Any]:
         seq = self._next_seq if first_seq is None else first_seq
@@ -150,7 +154,7 @@ def _encodable(group: Appends) -> Appends:
     good: list[tuple[Sequence[Event], Future[int]]] = []
     for events, future in group:
         try:
-            to_batch([row_of(event) for event in events], 0)
+            encode_batch([row_of(event) for event in events], 0)
             encode_rows([row_of(event) for event in events])
         except Exception as error:
             future.set_exception(ValueError(f"an event cannot be stored: {error}"))

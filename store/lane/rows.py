@@ -25,7 +25,7 @@ _TEXTS = ("event_id", "kind", "run", "trajectory_id", "turn_id", "policy")
 _DTYPES = {"prompt_ids": np.dtype("<i4"), "completion_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4")}
 _NUMBERS = ("policy_version", "step", "reward")
 _NULLABLE = ("trajectory_id", "turn_id", "policy", *_NUMBERS, *_DTYPES, "version_spans")
-_AT = {name: i for i, name in enumerate(ROW_NAMES)}
+_NULL_BITS = tuple(1 << i for i in range(len(_NULLABLE)))
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
@@ -38,20 +38,24 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
 
 
 def _encode(row: Row) -> list[bytes]:
-    value = {name: row[i] for name, i in _AT.items()}
-    nulls = sum(1 << i for i, name in enumerate(_NULLABLE) if value[name] is None)
-    parts = [b"" if value[name] is None else value[name].encode() for name in _TEXTS]
-    for name, dtype in _DTYPES.items():
-        found = value[name]
-        parts.append(b"" if found is None else stored_array(found, dtype).tobytes())
-    spans = value["version_spans"]
-    parts += [b"" if spans is None else orjson.dumps([_span(s) for s in spans]), value["extra"]]
+    event_id, kind, version, time, run, trajectory_id, turn_id, policy, *numbers = row[:11]
+    *arrays, spans, extra = row[11:]
+    nulls = 0
+    for bit, value in zip(
+        _NULL_BITS, (trajectory_id, turn_id, policy, *numbers, *arrays, spans), strict=True
+    ):
+        if value is None:
+            nulls |= bit
+    parts = [
+        b"" if text is None else text.encode()
+        for text in (event_id, kind, run, trajectory_id, turn_id, policy)
+    ]
+    for values, dtype in zip(arrays, _DTYPES.values(), strict=True):
+        parts.append(b"" if values is None else stored_array(values, dtype).tobytes())
+    parts.append(b"" if spans is None else orjson.dumps([_span(span) for span in spans]))
+    parts.append(extra)
     head = _HEAD.pack(
-        value["time"],
-        *(0 if value[name] is None else value[name] for name in _NUMBERS),
-        value["schema_version"],
-        nulls,
-        *map(len, parts),
+        time, *(0 if number is None else number for number in numbers), version, nulls, *map(len, parts)
     )
     return [head, *parts]
 
@@ -92,6 +96,7 @@ def _decode(payload: memoryview, offset: int) -> tuple[Row, int]:
         start += length
     if start > len(payload):
         raise ValueError("a row is cut short")
+    str(parts[-1], "utf-8")  # a text, although bytes are wanted
     value: dict[str, Any] = {"time": time, "schema_version": schema_version, "extra": bytes(parts[-1])}
     value |= dict(zip(_NUMBERS, numbers, strict=True))
     value |= {name: str(part, "utf-8") for name, part in zip(_TEXTS, parts, strict=False)}
@@ -106,3 +111,5 @@ def _decode(payload: memoryview, offset: int) -> tuple[Row, int]:
 
 
 assert len(_TEXTS) + len(_DTYPES) + 2 == 11
+_ORDER = (*_TEXTS[:2], "schema_version", "time", *_TEXTS[2:], *_NUMBERS, *_DTYPES, "version_spans", "extra")
+assert _ORDER == ROW_NAMES

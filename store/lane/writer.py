@@ -1,9 +1,9 @@
 """The one writer of a lane: appends in groups, and says so only when the bytes are durable.
 
-One thread collects what is waiting and encodes it as one frame; another (`lane.flusher`) writes it, calls
-`fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
-one `append` share a frame, so they are all there after a crash or none is. After a failed write the lane
-takes nothing more, and every pending future fails.
+One thread collects what is waiting, encodes it as one frame and writes it; another (both in `lane.flusher`)
+calls `fdatasync`, moves the watermark and resolves the futures, while the first goes on to the next frame.
+Events of one `append` share a frame, so they are all there after a crash or none is. After a failed write
+the lane takes nothing more, and every pending future fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class _Group:
         """Take one more."""
         self.appends.append(append)
         self._events -= len(append[0])
-        self._bytes -= _size(append[0])
+        if self._events > 0:
+            self._bytes -= _size(append[0])
 
     @property
     def full(self) -> bool:
@@ -91,11 +92,11 @@ class LaneWriter:
             window = event_window(store, lane, self.recovered)
             self._framer = Framer(lane, store_id, self.recovered, window, self._settings)
             self._flusher.start()
+            # A segment that was recovered is never written again: a fresh one starts clean.
+            self._flusher.put(self._framer.begin_segment(), alone=True)
         except BaseException:
             os.close(self._lock_fd)
             raise
-        # A segment that was recovered is never written again: a fresh one starts clean.
-        self._flusher.put(self._framer.begin_segment())
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
 
@@ -161,7 +162,7 @@ class LaneWriter:
                 self._fail(group, error)
                 continue
             for job in jobs:
-                self._flusher.put(job)
+                self._flusher.put(job, alone=self._queue.empty())
 
     def _collect(self) -> tuple[list[_Pending], bool]:
         """The next group, and whether more may follow; empty when a segment has grown too old."""

@@ -1,4 +1,4 @@
-"""Row frames: few events as bytes; they say the same as a batch, and take nothing that a batch refuses."""
+"""What frames hold: rows where events are few, else a batch; both say the same, and refuse the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from rollbook.store import Event
 from rollbook.store.codec import row_of, to_batch
 from rollbook.store.events import RewardAssigned, TurnCompleted, VersionSpan
+from rollbook.store.lane.batches import encode_batch
 from rollbook.store.lane.rows import decode_rows, encode_rows
+from rollbook.store.schema import LOG_SCHEMA
 from rollbook.store.sealed.parquet import same_bits
 
 TEXT = st.none() | st.text(max_size=6) | st.just("\ud800") | st.integers()
@@ -49,17 +51,22 @@ EVENTS = st.builds(
 REFUSALS = (struct.error, ValueError, TypeError, AttributeError, OverflowError)
 
 
-@given(st.lists(EVENTS, min_size=1, max_size=3))
+@given(st.lists(EVENTS, min_size=1, max_size=12))
 @settings(max_examples=400, deadline=None)
 def test_rows_say_what_a_batch_says(events: list[Event]) -> None:
-    """What is taken as rows reads back as the batch of the same events, bit for bit; else both refuse."""
+    """What is taken as rows reads back as the batch of the same events, bit for bit; else both refuse.
+
+    A batch frame is put together by hand: its bytes are those of pyarrow.
+    """
     rows = [row_of(event) for event in events]
     try:
         data = encode_rows(rows)
     except REFUSALS:
-        with pytest.raises(REFUSALS):
-            to_batch(rows, 7)
+        for refuses in (to_batch, encode_batch):
+            with pytest.raises(REFUSALS):
+                refuses(rows, 7)
         return
+    assert encode_batch(rows, 7) == to_batch(rows, 7).serialize().to_pybytes()
     back = to_batch(decode_rows(memoryview(data), len(rows)), 7)
     ours, theirs = (pa.Table.from_batches([batch]) for batch in (to_batch(rows, 7), back))
     assert same_bits(ours, theirs) is None
@@ -105,3 +112,27 @@ def test_what_is_refused_names_no_row(notes: Any) -> None:
     bad = Event(RewardAssigned("t", None, 0.5), "run", time_us=2**63)
     with pytest.raises(Exception, match=r"format|range|int too large"):
         encode_rows([row_of(e) for e in (*notes(2), bad)])
+
+
+def test_arrays_of_any_layout_are_framed_as_they_read() -> None:
+    """Every other token of an array, or one stored the other way round, is no reason for other bytes."""
+    ids = np.arange(20, dtype=np.int32)
+    kinds = (ids[::2], ids.astype(">i4"), ids.reshape(2, 10)[1], ids.tolist())
+    rows = [row_of(_turn(array)) for array in kinds]
+    batch = pa.ipc.read_record_batch(pa.py_buffer(encode_batch(rows, 0)), LOG_SCHEMA)
+    batch.validate(full=True)
+    assert batch.column("completion_ids").to_pylist() == [list(map(int, array)) for array in kinds]
+
+
+def test_a_later_change_of_an_array_changes_no_frame() -> None:
+    """What was framed is on its way to the disk, and its checksum is made."""
+    ids = np.arange(5, dtype=np.int32)
+    framed = encode_batch([row_of(_turn(ids))], 0)
+    before = bytes(framed)
+    ids[:] = 7
+    assert framed == before
+
+
+def _turn(ids: Any) -> Event:
+    record = TurnCompleted("t", "u", "a", 0, ids, ids, None, (), 1, "", "stop", {}, {}, [], {})
+    return Event(record, "run", "id", 9)

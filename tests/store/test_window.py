@@ -29,7 +29,7 @@ def test_every_id_is_found_once_it_is_held(ids: list[str], size: int) -> None:
     for event_id in ids:
         assert window.find(event_id) is None
         log[event_id] = len(log)
-        window.add(event_id, log[event_id])
+        window.add({event_id: log[event_id]})
     assert [window.find(event_id) for event_id in ids] == list(range(len(ids)))
 
 
@@ -47,7 +47,7 @@ def test_a_window_over_the_newest_events(jitter: list[int], known: int, size: in
     for event_id in ids[known:]:
         assert window.find(event_id) is None
         log[event_id] = len(log)
-        window.add(event_id, log[event_id])
+        window.add({event_id: log[event_id]})
     assert [window.find(event_id) for event_id in ids] == list(range(80))
 
 
@@ -56,7 +56,7 @@ def test_rising_ids_are_never_searched_for() -> None:
     window, searched = _window({}, 100)
     for i in range(1000):
         assert window.find(f"{i:04}") is None
-        window.add(f"{i:04}", i)
+        window.add({f"{i:04}": i})
     assert [window.find(f"{i:04}") for i in range(900, 1000)] == list(range(900, 1000))
     assert searched == []
     assert window.find("0100") is None
