@@ -37,7 +37,7 @@ class AppendSettings(_Section):
 class SealSettings(_Section):
     """How closed segments become Parquet."""
 
-    row_group: int = Field(default=256, ge=1)
+    row_group: int = Field(default=128, ge=1)
     """Rows of a row group of fat turns: smaller reads one trajectory faster, larger packs better."""
     compression_level: int = Field(default=1, ge=1, le=22)
     """zstd level."""

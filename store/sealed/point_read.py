@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ KEPT_OPEN = 256
 """Sealed files that a process keeps open, and units whose locations it keeps mapped."""
 _SMALL = [name for name in TABLE_SCHEMA.names if not pa.types.is_list(TABLE_SCHEMA.field(name).type)]
 """Columns that the rows of small kinds use: no tokens."""
+_NO_ROWS = TABLE_SCHEMA.empty_table()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class Run:
 class _Locations:
     """A unit's derived table of where each trajectory lies, memory-mapped."""
 
-    def __init__(self, path: Path) -> None:
-        with pa.memory_map(str(path)) as source:
+    def __init__(self, path: str) -> None:
+        with pa.memory_map(path) as source:
             table = pa.ipc.open_file(source).read_all()
         self._ids, self._files, self._first, self._rows = (c.combine_chunks() for c in table.columns)
         self.lowest: str = self._ids[0].as_py() if len(self._ids) else "~"
@@ -58,7 +60,12 @@ class _Locations:
 
 
 @lru_cache(maxsize=KEPT_OPEN)
-def _locations(path: Path, _inode: int) -> _Locations:
+def _locations_path(store: Path, unit: Unit) -> str:
+    return str(derived_folder(store, unit) / LOCATIONS)
+
+
+@lru_cache(maxsize=KEPT_OPEN)
+def _locations(path: str, _inode: int) -> _Locations:
     return _Locations(path)
 
 
@@ -97,9 +104,9 @@ def _open_file(store: Path, unit: Unit, name: str) -> _OpenFile:
 
 def _known_locations(store: Path, unit: Unit) -> _Locations | None:
     """Where the unit's trajectories lie; None where that was not derived."""
-    path = derived_folder(store, unit) / LOCATIONS
+    path = _locations_path(store, unit)
     try:
-        return _locations(path, path.stat().st_ino)
+        return _locations(path, os.stat(path).st_ino)
     except (FileNotFoundError, pa.ArrowException):
         return None
 
@@ -117,19 +124,22 @@ def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
         CorruptionError: a file is missing or damaged.
     """
     if unit.dropped_us is not None:
-        return TABLE_SCHEMA.empty_table()
+        return _NO_ROWS
     known = _known_locations(store, unit)
     if known is None:
         return _without_locations(store, unit, trajectory_id)
-    parts = [TABLE_SCHEMA.empty_table()]
-    for run in known.find(trajectory_id):
+    runs = known.find(trajectory_id)
+    if not runs:  # so it is in most units
+        return _NO_ROWS
+    parts = []
+    for run in runs:
         try:
             parts.append(_open_file(store, unit, run.file).read(run))
         except (pa.ArrowException, OSError) as error:
             raise damaged(store, unit, run.file, error) from error
     table = pa.concat_tables(parts)
     found = table.column("trajectory_id")
-    if table.num_rows and not pc.all(pc.equal(found, trajectory_id)).as_py():
+    if not pc.all(pc.equal(found, trajectory_id)).as_py():
         return _without_locations(store, unit, trajectory_id)  # the derived file is of something else
     return _in_lane_order(table)
 

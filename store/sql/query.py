@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import duckdb
 from duckdb.sqltypes import VARCHAR
@@ -45,7 +46,7 @@ def connect_at(store: Store, as_of: str = "head", run: str | None = None) -> duc
     # The connection holds the function, which holds the lease: compaction removes none of its files.
     connection.create_function("rollbook_lease", lambda: repr(lease), [], VARCHAR)
     try:
-        for name, query in definitions(of):
+        for name, query in definitions(replace(of, live=live.num_rows > 0)):
             connection.execute(f"CREATE VIEW {name} AS {query}")
         for view in VIEWS:
             connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')

@@ -36,7 +36,7 @@ from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_
 LIVE = "_live"
 """Name of the registered Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
 
-MOST_BRANCHES = 8
+MOST_BRANCHES = 16
 """More queries in a relation would take longer to plan than they save."""
 
 _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
@@ -44,11 +44,16 @@ _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Which sealed units a cut holds: whole ones, and one of each lane that it may hold in part."""
+    """Which sealed units a cut holds: whole ones, and one of each lane that it may hold in part.
+
+    `live` is false where it holds nothing else: then no query has to ask for the rest, which saves half of
+    the time to plan one.
+    """
 
     store: Path
     whole: tuple[Unit, ...]
     parts: tuple[tuple[Unit, int], ...]
+    live: bool = True
 
     def sealed_to(self) -> dict[str, int]:
         """Lane -> sequence number from which its events are not in these units."""
@@ -87,11 +92,13 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
     fat, small = f"kind IN ({_FAT})", f"kind NOT IN ({_FAT})"
     several = [unit for unit in present if unit.several]
 
+    computed = of.live or of.parts or rest or not derived
+
     def known(name: str, query: str) -> str:
         files = [str(derived_folder(of.store, unit) / name) for unit in derived]
-        return f"SELECT * FROM ({query})" + (
-            f" UNION ALL BY NAME SELECT * FROM {_read(files)}" if files else ""
-        )
+        queries = [f"SELECT * FROM ({query})"] if computed else []
+        queries += [f"SELECT * FROM {_read(files)}"] if files else []
+        return " UNION ALL BY NAME ".join(queries)
 
     return [
         ("_turn_events", _events(of, present, TURNS, fat)),
@@ -113,13 +120,14 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
 def _events(of: Snapshot, units: Iterable[Unit], name: str, live: str) -> str:
     """The events of these units' files of one name, of units held in part, and of the live tail."""
     present = [unit for unit in units if unit.file(name)]
-    queries = [f"SELECT * FROM {LIVE} WHERE {live}"]
-    queries += _branches(of, present) if name == TURNS else _whole(of, present, name)
+    queries = _branches(of, present) if name == TURNS else _whole(of, present, name)
     queries += [
         f"SELECT * FROM {_read([file_path(of.store, unit, name)])} WHERE seq < {end}"
         for unit, end in of.parts
         if unit.file(name)
     ]
+    if of.live or not queries:
+        queries.insert(0, f"SELECT * FROM {LIVE} WHERE {live}")
     return " UNION ALL ".join(queries)
 
 
