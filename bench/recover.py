@@ -49,7 +49,7 @@ class Plan:
     kills: int = 100
     of_a_store: int = 20
     life_s: float = 0.5
-    kill_limit_s: float = 45.0
+    kill_limit_s: float = 120.0
     """No further kill after that many seconds."""
     limit: Limit = field(default_factory=lambda: Limit(10, 10.0))
     commits: int = 480

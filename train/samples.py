@@ -1,7 +1,6 @@
 """Trajectories to Samples: each root-to-leaf path as aligned arrays. Pure, and without torch.
 
-Each sampled token belongs to exactly one sample: the first leaf in turn order owns the turns it
-shares with others, which hold them as masked context. Tokens are the stored ones, never re-tokenized.
+Each sampled token belongs to exactly one sample (`store.path_tokens` says to which).
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import numpy.typing as npt
 
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json, TokenIds
-from rollbook.store.trajectory import Trajectory, Turn
-
-NO_VERSION = -1
-"""In `versions`: the token was not sampled, or by an engine without weights."""
+from rollbook.store.path_tokens import PathTokens, path_tokens
+from rollbook.store.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,51 +94,34 @@ def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample
     Turns that were not delivered, or failed, are context without loss; a path with erased tokens has no
     loss at all. Rewards are those of `source`.
     """
-    owned: set[str] = set()
-    for path in trajectory.paths():
-        yield _sample(trajectory, path, owned, source)
-        owned.update(turn.turn_id for turn in path)
+    for path in path_tokens(trajectory):
+        yield _sample(trajectory, path, source)
 
 
-def _sample(trajectory: Trajectory, path: tuple[Turn, ...], owned: set[str], source: str) -> Sample:
-    leaf = path[-1]
-    assert leaf.completed is not None
-    tokens = np.concatenate([trajectory.prompt_ids(leaf), leaf.completed.completion_ids])
-    length = len(tokens)
-    loss_mask = np.zeros(length, np.bool_)
-    logprobs = np.zeros(length, np.float32)
-    versions = np.full(length, NO_VERSION, np.int64)
-    temperatures = np.ones(length, np.float32)
-    for turn in path:
-        done = turn.completed
-        assert done is not None
-        if turn.turn_id in owned or not turn.delivered:
-            continue
-        start = done.prompt_length
-        stop = start + len(done.completion_ids)
-        loss_mask[start:stop] = True
-        logprobs[start:stop] = np.nan if done.logprobs is None else done.logprobs
-        for span in done.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-        temperature = float(done.logprob_semantics.get("temperature", 1.0))
-        temperatures[start:stop] = temperature or 1.0  # greedy turns report the T=1 distribution
+def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
+    loss_mask, logprobs = path.loss_mask, path.logprobs
+    temperatures = np.ones(len(path.tokens), np.float32)
+    for turn, place in path.sampled:
+        assert turn.completed is not None
+        temperature = float(turn.completed.logprob_semantics.get("temperature", 1.0))
+        temperatures[place] = temperature or 1.0  # greedy turns report the T=1 distribution
     # Where nothing could be trained before either, the erasure took nothing from training.
-    erased = any(turn.tokens_erased for turn in path) and bool(loss_mask.any())
+    erased = any(turn.tokens_erased for turn in path.turns) and bool(loss_mask.any())
     if erased:
-        loss_mask[:], logprobs[:] = False, 0.0
-    rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path}
+        loss_mask, logprobs = np.zeros_like(loss_mask), np.zeros_like(logprobs)
+    rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path.turns}
     return Sample(
         run=trajectory.run,
         trajectory_id=trajectory.opened.trajectory_id,
         name=trajectory.opened.name,
-        leaf_turn_id=leaf.turn_id,
-        turn_ids=tuple(turn.turn_id for turn in path),
+        leaf_turn_id=path.turns[-1].turn_id,
+        turn_ids=tuple(turn.turn_id for turn in path.turns),
         group=trajectory.opened.group,
         split=trajectory.opened.split,
-        tokens=tokens,
+        tokens=path.tokens,
         loss_mask=loss_mask,
         logprobs=logprobs,
-        versions=versions,
+        versions=path.versions,
         temperatures=temperatures,
         reward=trajectory.reward(source),
         rewards={turn_id: value for turn_id, value in rewards.items() if value is not None},

@@ -105,7 +105,7 @@ def as_row(path: Path) -> Json:
         "messages_json": json_text(path.messages),
         "tools": None if path.tools is None else json_text(path.tools),
         "turns": path.turn_rows(),
-        "input_ids": path.tokens.input_ids,
+        "input_ids": path.tokens.tokens,
         "loss_mask": path.tokens.loss_mask,
         "logprobs": path.tokens.logprobs,
         "versions": path.tokens.versions,

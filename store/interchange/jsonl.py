@@ -10,8 +10,9 @@ import numpy as np
 import orjson
 
 from rollbook.store.events import Json
-from rollbook.store.interchange.paths import Path, PathTokens, paths
+from rollbook.store.interchange.paths import Path, paths
 from rollbook.store.interchange.selection import Selection, trajectories
+from rollbook.store.path_tokens import PathTokens
 
 
 def export_jsonl(selection: Selection, file: FilePath, advance: Callable[[int], Any]) -> dict[str, int]:
@@ -47,7 +48,7 @@ def as_json(path: Path) -> Json:
 
 def _tokens(tokens: PathTokens) -> Json:
     return {
-        "input_ids": tokens.input_ids.tolist(),
+        "input_ids": tokens.tokens.tolist(),
         "loss_mask": tokens.loss_mask.astype(int).tolist(),
         "logprobs": _floats(tokens.logprobs),
         "versions": [None if version < 0 else version for version in tokens.versions.tolist()],

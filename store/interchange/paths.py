@@ -1,7 +1,6 @@
 """A root-to-leaf path of a trajectory as one row: its chat, its turns, its tokens. Pure.
 
-The token arrays are those a trainer would see: each sampled token belongs to one row, the one of the
-first leaf in turn order; other rows hold it as context. Turns that were not delivered are context only.
+The token arrays are those a trainer would see (`store.path_tokens`).
 """
 
 from __future__ import annotations
@@ -10,34 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from rollbook.store.events import Json, TokenIds, VersionSpan
+from rollbook.store.erased import TEXT_ERASED, TOKENS_ERASED
+from rollbook.store.events import Json, VersionSpan
+from rollbook.store.path_tokens import PathTokens, path_tokens
 from rollbook.store.trajectory import Trajectory, Turn
 
-ERASED = frozenset({"text_erased", "tokens_erased"})
+ERASED = frozenset({TEXT_ERASED, TOKENS_ERASED})
 """Flags of a turn whose chat is gone: it was erased on purpose, and no path is made of what is left."""
-
-NO_VERSION = -1
-"""In `PathTokens.versions`: the token was not sampled, or by an engine without weights."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PathTokens:
-    """A path's tokens, as arrays of one length T.
-
-    Attributes:
-        input_ids: int32 [T].
-        loss_mask: bool [T]; true where the token was sampled in this path and may be trained.
-        logprobs: float32 [T], natural log; 0 where the mask is false, NaN where the engine gave none.
-        versions: int64 [T]; policy version that sampled the token, else -1.
-    """
-
-    input_ids: TokenIds
-    loss_mask: npt.NDArray[np.bool_]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,37 +55,13 @@ def paths(trajectory: Trajectory) -> Iterator[Path]:
     Raises:
         CorruptionError: a prompt does not fold to the ids that were sent.
     """
-    owned: set[str] = set()
-    for turns in trajectory.paths():
-        leaf = turns[-1]
+    for tokens in path_tokens(trajectory):
+        leaf = tokens.turns[-1]
         assert leaf.completed is not None
-        if any(ERASED & set(turn.completed.flags) for turn in turns if turn.completed):
+        if any(ERASED & set(turn.completed.flags) for turn in tokens.turns if turn.completed):
             continue
         messages = [*trajectory.messages(leaf), leaf.completed.reply]
-        tokens = _tokens(trajectory, turns, owned)
-        yield Path(trajectory, turns, messages, leaf.requested.request.get("tools"), tokens)
-        owned.update(turn.turn_id for turn in turns)
-
-
-def _tokens(trajectory: Trajectory, turns: tuple[Turn, ...], owned: set[str]) -> PathTokens:
-    leaf = turns[-1].completed
-    assert leaf is not None
-    input_ids = np.concatenate([trajectory.prompt_ids(turns[-1]), leaf.completion_ids])
-    loss_mask = np.zeros(len(input_ids), np.bool_)
-    logprobs = np.zeros(len(input_ids), np.float32)
-    versions = np.full(len(input_ids), NO_VERSION, np.int64)
-    for turn in turns:
-        done = turn.completed
-        assert done is not None
-        if turn.turn_id in owned or not turn.delivered:
-            continue
-        start = done.prompt_length
-        stop = start + len(done.completion_ids)
-        loss_mask[start:stop] = True
-        logprobs[start:stop] = np.nan if done.logprobs is None else done.logprobs
-        for span in done.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-    return PathTokens(input_ids, loss_mask, logprobs, versions)
+        yield Path(trajectory, tokens.turns, messages, leaf.requested.request.get("tools"), tokens)
 
 
 def _turn_row(trajectory: Trajectory, turn: Turn) -> Json:

@@ -157,7 +157,7 @@ def test_tokens_are_those_of_the_samples(woods: Store) -> None:
         for path, sample in zip(paths(trajectory), samples_of(trajectory), strict=True):
             found += 1
             assert [t.turn_id for t in path.turns] == list(sample.turn_ids)
-            assert path.tokens.input_ids.tobytes() == sample.tokens.tobytes()
+            assert path.tokens.tokens.tobytes() == sample.tokens.tobytes()
             for name in ("loss_mask", "logprobs", "versions"):
                 ours, theirs = getattr(path.tokens, name), getattr(sample, name)
                 assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes()), name
