@@ -16,8 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 	$(BIN)/rollbook demo --replace
 
-test: $(STAMP)  ## the tests
-	$(BIN)/pytest
+test: $(STAMP)  ## the tests, a process for each core; those of one file stay together
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: lint types test  ## what a change must pass
 
