@@ -89,7 +89,11 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         }
         grouped_laps = interleave(_sides(grouped, turns, plan.commits, plan.events), plan.limit, on_round)
         raw_bytes = (folder / "raw").stat().st_size
-        single: dict[str, Sink] = {LOG: LogSink(stack.enter_context(log.writer(SINGLE)), 1), SQLITE: sqlite}
+        single: dict[str, Sink] = {
+            LOG: LogSink(stack.enter_context(log.writer(SINGLE)), 1),
+            RAW: stack.enter_context(contextlib.closing(RawSink(folder / "raw-single"))),
+            SQLITE: sqlite,
+        }
         single_laps = interleave(_sides(single, turns, plan.single, 1), plan.limit, on_round)
         writer = stack.enter_context(log.writer("open-loop"))
         served = []
@@ -146,6 +150,9 @@ def outcome(measured: Measured) -> Outcome:
         _cpu(measured.grouped, events),
         _faster(
             "append.single_vs_sqlite", "SQLite WAL, synchronous=FULL", measured.single, SQLITE, plan.single
+        ),
+        _faster(
+            "append.single_vs_raw", "write + fdatasync of the same events", measured.single, RAW, plan.single
         ),
         *_open_loop(measured.served),
         _size(measured),

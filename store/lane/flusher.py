@@ -1,10 +1,10 @@
 """The half of a lane's writer that touches the disk: write, `fdatasync`, watermark, acknowledge.
 
-Bytes are written by the thread that encoded them; another one syncs what has been written by then, so that
-the next frame is encoded and written during the sync of the one before. Where nothing else waits, the first
-thread syncs too: to wake another one costs more than it saves. After any failed call nothing more is
-acknowledged: what comes is failed, and fsync is never tried again on that descriptor (its dirty pages may
-be gone).
+It runs in a thread of its own, so that the next frame is encoded while this one is flushed; where nothing
+else waits, in the thread that encoded the frame, since to wake another one costs more than it saves. One
+frame is on its way to the disk at a time: of several, a power cut may leave a later one whole and an earlier
+one torn, and recovery could not tell that from damage. After any failed write nothing more is acknowledged:
+what comes is failed, and fsync is never tried again on that descriptor (its dirty pages may be gone).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +23,7 @@ from rollbook.store.errors import WriteFailedError
 from rollbook.store.lane.files import Watermark, fsync_folder, segment_path
 
 AHEAD = 2
-"""Jobs that may be written and not yet synced: enough to keep the disk busy, and groups grow meanwhile."""
+"""Jobs that may wait for the flush of another: enough to keep the disk busy, and groups grow meanwhile."""
 
 Acknowledged = list[tuple["Future[int]", int]]
 """Futures and the sequence numbers they get once the frame is durable."""
@@ -83,28 +82,6 @@ class Job:
     acknowledged: Acknowledged = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A segment that is being written."""
-
-    number: int
-    fd: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A job whose bytes the operating system has, or why it does not. The bytes themselves are let go."""
-
-    acknowledged: Acknowledged
-    next_seq: int
-    bytes: bool
-    """Whether there were any."""
-    segment: _Segment
-    end: int
-    """Of the segment's bytes."""
-    error: Exception | None
-
-
 class Flusher:
     """Takes jobs in order and makes them durable; `on_failure` is called once, with the first error."""
 
@@ -112,21 +89,15 @@ class Flusher:
         self, folder: Path, mark: Watermark, disk: Disk, on_failure: Callable[[Exception], None]
     ) -> None:
         self._folder, self._disk, self._on_failure = folder, disk, on_failure
-        # Of the thread that writes:
-        self._segment, self._end = _Segment(mark.segment, -1), mark.offset
-        self._refused: Exception | None = None
-        self._handed_over = 0
-        # Of the thread that syncs, which is the writing one while the other has nothing to do:
         self._mark = mark
-        self._durable = _Segment(mark.segment, -1)
-        self._synced = 0
-        self._failure: WriteFailedError | None = None
-        # Between them:
-        self._writing = threading.Lock()
-        self._room = threading.Semaphore(AHEAD)
-        self._queue: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
+        self._fd = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._watermark_fd = os.open(folder / "WATERMARK", flags, 0o644)
+        # Not a queue.Queue of this size, which is written in Python: it takes as long as to encode an event.
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(AHEAD)
+        self._handed_over = self._done = 0
+        self._failure: WriteFailedError | None = None
         self._thread = threading.Thread(target=self._run, name=f"flush-{folder.name}", daemon=True)
 
     def start(self) -> None:
@@ -137,120 +108,91 @@ class Flusher:
         self._thread.start()
 
     def put(self, job: Job, *, alone: bool = False) -> None:
-        """Write a job, and see to it that it is synced; waits while too many are not.
+        """See to it that a job is flushed; waits while `AHEAD` are waiting. One thread calls this.
 
         Args:
-            alone: nothing else is to be done meanwhile, so the caller may as well wait for the sync.
+            alone: nothing else is to be done meanwhile, so the caller may as well flush it here.
         """
-        if alone and self._handed_over == self._synced:
-            self._finish([self._write(job)])
+        if alone and self._handed_over == self._done:
+            self._finish(job)
             return
         self._room.acquire()
         self._handed_over += 1
-        self._queue.put(self._write(job))
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Do what was handed over, and close the files. Call once."""
         if self._thread.ident is not None:
-            self._queue.put(None)
+            self._jobs.put(None)
             self._thread.join()
-        for fd in {self._durable.fd, self._segment.fd, self._watermark_fd} - {-1}:
-            os.close(fd)
-
-    # The thread that writes -------------------------------------------------------------------
-
-    def _write(self, job: Job) -> _Written:
-        with self._writing:
-            error = self._failure or self._refused
-            if error is None and job.buffers:
-                try:
-                    self._write_out(job)
-                except Exception as caught:
-                    error = self._refused = caught
-            written = bool(job.buffers), self._segment, self._end, error
-            return _Written(job.acknowledged, job.next_seq, *written)
-
-    def _write_out(self, job: Job) -> None:
-        if job.new_segment is not None:
-            self._end = 0
-            fd = self._disk.open(segment_path(self._folder, job.new_segment))
-            self._segment = _Segment(job.new_segment, fd)
-        fd, buffers = self._segment.fd, job.buffers
-        total = sum(memoryview(b).nbytes for b in buffers)
-        written = self._disk.write(fd, buffers)
-        if written < total:
-            rest = memoryview(b"".join(bytes(b) for b in buffers))
-            while written < total:
-                written += self._disk.write(fd, [rest[written:]])
-        self._end += total
-
-    # The thread that syncs --------------------------------------------------------------------
+        for fd in (self._fd, self._watermark_fd):
+            if fd >= 0:
+                os.close(fd)
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            written, more = self._waiting(first)
-            self._finish(written)
-            self._synced += len(written)
-            self._room.release(len(written))
-            if not more:
-                return
+        while (job := self._jobs.get()) is not None:
+            self._room.release()
+            self._finish(job)
+            self._done += 1
 
-    def _waiting(self, first: _Written) -> tuple[list[_Written], bool]:
-        """All that was handed over by now, and whether more may follow."""
-        written = [first]
-        while True:
+    def _finish(self, job: Job) -> None:
+        """Make a job durable and resolve its futures."""
+        if self._failure is None:
             try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                return written, True
-            if item is None:
-                return written, False
-            written.append(item)
-
-    def _finish(self, written: Sequence[_Written]) -> None:
-        """Make these durable, a sync for each segment, and resolve their futures."""
-        for (segment, error), group in groupby(written, lambda w: (w.segment, w.error)):
-            run = list(group)
+                self._flush(job)
+            except Exception as error:
+                self._fail(error)
+        for future, seq in job.acknowledged:
             if self._failure is None:
-                try:
-                    if error is not None:
-                        raise error
-                    self._sync(segment, run)
-                except Exception as caught:
-                    self._fail(caught, segment)
-            for future, seq in (answer for w in run for answer in w.acknowledged):
-                if self._failure is None:
-                    future.set_result(seq)
-                else:
-                    future.set_exception(self._failure)
+                future.set_result(seq)
+            else:
+                future.set_exception(self._failure)
 
-    def _sync(self, segment: _Segment, run: Sequence[_Written]) -> None:
-        if not any(w.bytes for w in run):
+    def _flush(self, job: Job) -> None:
+        if not job.buffers:
             return  # nothing new: every event of it was durable before
-        self._disk.sync(segment.fd)
-        if segment != self._durable:
+        segment, offset = self._mark.segment, self._mark.offset
+        if job.new_segment is not None:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+            segment, offset = job.new_segment, 0
+            self._fd = self._disk.open(segment_path(self._folder, segment))
+        offset += self._write(job.buffers)
+        self._disk.sync(self._fd)
+        if job.new_segment is not None:
             self._disk.sync_folder(self._folder)
-            if self._durable.fd >= 0:
-                os.close(self._durable.fd)
-            self._durable = segment
-        mark = Watermark(segment.number, run[-1].end, run[-1].next_seq)
+        mark = Watermark(segment, offset, job.next_seq)
         os.pwrite(self._watermark_fd, mark.pack(), 0)
         self._mark = mark
 
-    def _fail(self, error: Exception, segment: _Segment) -> None:
-        failure = WriteFailedError(
-            f"lane {self._folder.name!r}: writing after offset {self._mark.offset} of segment "
-            f"{self._mark.segment} in {self._folder} failed ({error}); events that were not acknowledged are "
-            "not in the log. Mend the disk and restart: recovery cuts off the unfinished frame and begins a "
-            "new segment"
-        )
-        with self._writing:
-            self._failure = failure  # from here on nothing is written
-            for begun in {segment, self._segment}:
-                self._cut_unacknowledged(begun)
-        self._on_failure(failure)
+    def _write(self, buffers: list[Any]) -> int:
+        """Write all the buffers, going on after short writes; the number of bytes."""
+        total = sum(memoryview(b).nbytes for b in buffers)
+        written = self._disk.write(self._fd, buffers)
+        if written < total:
+            rest = memoryview(b"".join(bytes(b) for b in buffers))
+            while written < total:
+                written += self._disk.write(self._fd, [rest[written:]])
+        return total
 
-    def _cut_unacknowledged(self, segment: _Segment) -> None:
+    def _fail(self, error: Exception) -> None:
+        segment = self._mark.segment
+        self._failure = WriteFailedError(
+            f"lane {self._folder.name!r}: writing after offset {self._mark.offset} of segment {segment} in "
+            f"{self._folder} failed ({error}); events that were not acknowledged are not in the log. Mend "
+            "the disk and restart: recovery cuts off the unfinished frame and begins a new segment"
+        )
+        self._cut_unacknowledged()
+        self._on_failure(self._failure)
+
+    def _cut_unacknowledged(self) -> None:
         """Drop what the failed write left: whole in the page cache, it may not be on the disk."""
         with contextlib.suppress(OSError):
-            os.ftruncate(segment.fd, self._mark.offset if segment.number == self._mark.segment else 0)
+            begun = self._mark.segment == _segment_of(self._fd)
+            os.ftruncate(self._fd, self._mark.offset if begun else 0)
+
+
+def _segment_of(fd: int) -> int:
+    """Number of the segment that is open as `fd`."""
+    return int(Path(os.readlink(f"/proc/self/fd/{fd}")).stem)

@@ -1,9 +1,9 @@
 """The one writer of a lane: appends in groups, and says so only when the bytes are durable.
 
-One thread collects what is waiting, encodes it as one frame and writes it; another (both in `lane.flusher`)
-calls `fdatasync`, moves the watermark and resolves the futures, while the first goes on to the next frame.
-Events of one `append` share a frame, so they are all there after a crash or none is. After a failed write
-the lane takes nothing more, and every pending future fails.
+One thread collects what is waiting and encodes it as one frame; another (`lane.flusher`) writes it, calls
+`fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
+one `append` share a frame, so they are all there after a crash or none is. After a failed write the lane
+takes nothing more, and every pending future fails.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError, WriteFailedError
 from rollbook.store.events import TurnFailed
-from rollbook.store.lane.files import Watermark, quarantine, quarantined, read_watermark
+from rollbook.store.lane.files import Watermark, quarantine, quarantined, read_watermark, unpack_watermark
 from rollbook.store.lane.flusher import RealDisk
 from rollbook.store.lane.frame import scan
 from rollbook.store.lane.recovery import recover_lane
@@ -191,48 +193,60 @@ class Moment:
 
 
 class Recorder(RealDisk):
-    """Notes after each call what is on the disk."""
+    """Notes after each call what is on the disk. Its syncs take so long that more is appended meanwhile."""
 
     def __init__(self, lane: Path) -> None:
         self.moments: list[Moment] = []
         self.acknowledged = 0
         self._lane = lane
+        self._lock = threading.RLock()
+        self._syncing = False
         self._names: dict[int, str] = {}
         self._files = {p.name: File(p.read_bytes(), p.stat().st_size, True) for p in lane.glob("*.wal")}
         self._marks: list[bytes] = []
 
     def _note(self) -> None:
         mark = (self._lane / "WATERMARK").read_bytes()
-        if mark not in self._marks:
+        if unpack_watermark(mark) is not None and mark not in self._marks:
             self._marks.append(mark)
         files = {name: File(f.data, f.flushed, f.named) for name, f in self._files.items()}
         self.moments.append(Moment(files, tuple(self._marks), self.acknowledged))
 
     def open(self, path: Path) -> int:
-        fd = RealDisk.open(self, path)
-        self._names[fd] = path.name
-        self._files[path.name] = File()
-        self._note()
-        return fd
+        with self._lock:
+            fd = RealDisk.open(self, path)
+            self._names[fd] = path.name
+            self._files[path.name] = File()
+            self._note()
+            return fd
 
     def write(self, fd: int, buffers: list[Any]) -> int:
-        self._note()
-        self._files[self._names[fd]].data += b"".join(bytes(b) for b in buffers)
-        written = RealDisk.write(self, fd, buffers)
-        self._note()
-        return written
+        with self._lock:
+            assert not self._syncing  # one frame at a time
+            self._note()
+            self._files[self._names[fd]].data += b"".join(bytes(b) for b in buffers)
+            written = RealDisk.write(self, fd, buffers)
+            self._note()
+            return written
 
     def sync(self, fd: int) -> None:
+        with self._lock:
+            file = self._files[self._names[fd]]
+            surely = len(file.data)
+            self._syncing = True
+        time.sleep(0.002)
         RealDisk.sync(self, fd)
-        file = self._files[self._names[fd]]
-        file.flushed = len(file.data)
-        self._note()
+        with self._lock:
+            self._syncing = False
+            file.flushed = surely
+            self._note()
 
     def sync_folder(self, folder: Path) -> None:
-        RealDisk.sync_folder(self, folder)
-        for file in self._files.values():
-            file.named = True
-        self._note()
+        with self._lock:
+            RealDisk.sync_folder(self, folder)
+            for file in self._files.values():
+                file.named = True
+            self._note()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -256,7 +270,8 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
         folder.mkdir(exist_ok=True)
         recorder = Recorder(folder)
         recorder.acknowledged = done
-        writer = LaneWriter(store.path, store.store_id, "a", SMALL, recorder)
+        each_alone = SMALL.model_copy(update={"group_events": 1})
+        writer = LaneWriter(store.path, store.store_id, "a", each_alone, recorder)
 
         def count(_: Future[int], recorder: Recorder = recorder) -> None:
             recorder.acknowledged += 1  # in the thread that writes: so between two of its calls
@@ -264,7 +279,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
         for i, events in enumerate(part):
             future = writer.append(events)
             future.add_done_callback(count)
-            if i % 3:  # some are committed together with the next one
+            if i % 4 == 3:  # the others wait while the one before is synced
                 future.result(30)
         writer.close()
         done += len(part)
