@@ -107,8 +107,8 @@ def _serve(
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75)
     server = uvicorn.Server(config)
     app.state.streams.stopping = lambda: server.should_exit  # a tail that is followed has no end of its own
-    # What is imported and loaded by now stays: without this, the first full collection goes through all of it,
-    # and every reply waits for 90 to 350 ms.
+    # What is imported and loaded by now stays. Without this the first full collection goes through all of
+    # it, and every reply waits for 90 to 350 ms.
     gc.collect()
     gc.freeze()
     with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():

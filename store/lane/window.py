@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import lt
 
 REMEMBERED = 65_536
 _BLOCK = 512
+"""Events that are remembered, and forgotten, together: a dict for each would take five times the memory."""
 _ABOVE_ALL = "~"
 
 
@@ -27,11 +28,11 @@ class EventWindow:
 
     def __init__(self, search: Callable[[str], int | None], size: int = REMEMBERED) -> None:
         self._search, self._size = search, size
-        self._blocks: deque[Mapping[str, int]] = deque()
+        self._blocks: deque[dict[str, int]] = deque()
         self._count = 0
         # Only an id that is not above all others needs the index: many a lane never builds it.
         self._indexed: dict[str, int] = {}
-        self._not_indexed: deque[Mapping[str, int]] = deque()
+        self._not_indexed: deque[dict[str, int]] = deque()
         self._highest = self._forgotten = ""
 
     def find(self, event_id: str) -> int | None:
@@ -49,18 +50,21 @@ class EventWindow:
         """Whether the ids rise, each above all that the lane holds; if not, some may still be new."""
         return ids[0] > self._highest and all(map(lt, ids, islice(ids, 1, None)))
 
-    def add(self, events: Mapping[str, int]) -> None:
-        """Remember events, id -> sequence number; perhaps forget the oldest."""
+    def add(self, events: dict[str, int]) -> None:
+        """Remember events, id -> sequence number; perhaps forget the oldest. The dict is the window's now."""
         if not events:
             return
-        self._blocks.append(events)
-        self._not_indexed.append(events)
+        if self._not_indexed and len(self._not_indexed[-1]) < _BLOCK:
+            self._not_indexed[-1].update(events)
+        else:
+            self._blocks.append(events)
+            self._not_indexed.append(events)
         self._count += len(events)
         self._highest = max(self._highest, max(events))
         while self._count - len(self._blocks[0]) >= self._size:
             self._forget(self._blocks.popleft())
 
-    def _forget(self, oldest: Mapping[str, int]) -> None:
+    def _forget(self, oldest: dict[str, int]) -> None:
         self._count -= len(oldest)
         self._forgotten = max(self._forgotten, max(oldest))
         if self._not_indexed and self._not_indexed[0] is oldest:

@@ -124,4 +124,4 @@ def _print(report: SealReport, as_json: bool) -> None:
     console.print(table)
     console.print(f"{report.seconds:.1f} s")
     for name, damage in report.damage.items():
-        console.print(f"lane {name} is not sealed: {damage}", markup=False, soft_wrap=True, style="red")
+        console.print(f"lane {name} was not finished: {damage}", markup=False, soft_wrap=True, style="red")

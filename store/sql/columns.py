@@ -49,7 +49,7 @@ RUNS = (
     RUN,
     ViewColumn("opened", "TIMESTAMP", "when the command began to write, UTC"),
     ViewColumn("lane", "VARCHAR", "the lane it writes"),
-    ViewColumn("command", "VARCHAR", "serve or train"),
+    ViewColumn("command", "VARCHAR", "serve, train or import"),
     ViewColumn("model", "VARCHAR", "model directory given to serve; null for train (see config)"),
     ViewColumn("config", "JSON", "everything the command was told"),
     ViewColumn("environment", "JSON", "fingerprint of where it trains; empty for serve"),
@@ -78,7 +78,9 @@ TURNS = (
     ViewColumn("root_reason", "VARCHAR", "why it extends none; null where it does"),
     ViewColumn("status", "VARCHAR", "completed, failed, or running (no end was recorded)"),
     ViewColumn(
-        "delivered", "VARCHAR", "sent: the client took the last byte; echoed: it showed the reply later"
+        "delivered",
+        "VARCHAR",
+        "sent: the client took the last byte; echoed: it showed the reply later; imported",
     ),
     ViewColumn("policy", "VARCHAR", "that sampled its last token; null for a teacher"),
     ViewColumn("policy_version", "BIGINT", "that sampled its last token; null for a teacher"),

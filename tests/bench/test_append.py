@@ -88,7 +88,7 @@ def test_the_figures(measured: Any) -> None:
     """Names, ratios and runs: only what has a goal that is a ratio has one."""
     _, result, told = measured
     found = {f.figure: f for f in append.outcome(result).figures}
-    ratios = ["vs_raw", "vs_jsonl", "vs_duckdb", "cpu_vs_sqlite", "single_vs_sqlite"]
+    ratios = ["vs_raw", "vs_jsonl", "vs_duckdb", "cpu_vs_sqlite", "single_vs_sqlite", "single_vs_raw"]
     others = ["ack_p50_ms", "ack_p99_ms", "cores", "bytes_per_event"]
     assert list(found) == [f"append.{name}" for name in ratios + others]
     assert [name for name, f in found.items() if f.ratio is not None] == [f"append.{n}" for n in ratios]
@@ -96,7 +96,7 @@ def test_the_figures(measured: Any) -> None:
     rounds = [raw.wall_s / log.wall_s for log, raw in zip(laps["log"], laps["raw"], strict=True)]
     assert found["append.vs_raw"].ratio == pytest.approx(sum(rounds) / 2)
     assert all(f.value > 0 for f in found.values())
-    assert [f.runs for f in found.values()] == [2] * 5 + [2, 2, 2, 3]
+    assert [f.runs for f in found.values()] == [2] * 6 + [2, 2, 2, 3]
     assert found["append.ack_p99_ms"].value >= found["append.ack_p50_ms"].value
     assert told == TINY.steps == 6
     assert all(s.low <= s.middle <= s.high for s in append.outcome(result).spreads)

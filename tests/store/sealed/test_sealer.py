@@ -148,7 +148,7 @@ def test_damage_stops_one_lane_only(tidy: Store, notes: Any) -> None:
     assert Sealer(tidy).run_once().damage == {"b": quarantined(path.parent)}
     result = CliRunner().invoke(app, ["store", "seal", "--store", str(tidy.path)])
     assert result.exit_code == 1
-    assert "lane b is not sealed" in result.stdout
+    assert "lane b was not finished" in result.stdout
     assert CliRunner().invoke(app, ["store", "verify", "--store", str(tidy.path)]).exit_code == 0
     assert Sealer(tidy).run_once().damage == {}
     assert _wal(tidy, "b") == []
