@@ -70,6 +70,7 @@ class LaneState:
         segments: the segments that are not sealed, verified.
         mark: the lane's durable end.
         chain, next_seq: after the last frame.
+        truncated_bytes: of a frame that was not finished; room for frames to come is not counted.
     """
 
     segments: tuple[SegmentInfo, ...]
@@ -250,10 +251,17 @@ def _truncate_torn_tail(
             f"{watermark.offset} of segment {watermark.segment}. Nothing was changed: restore the "
             "file from a copy"
         )
-    size = path.stat().st_size
+    written = _without_room(path, bad.offset)
     if bad.offset == 0:
         path.unlink()
     else:
         _fsync(path, bad.offset)
     fsync_folder(path.parent)
-    return size - bad.offset
+    return written - bad.offset
+
+
+def _without_room(path: Path, start: int) -> int:
+    """Size of the file without the zeros it ends with: room that the writer made for frames to come."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return start + len(file.read().rstrip(bytes(1)))

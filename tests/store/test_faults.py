@@ -22,6 +22,7 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError, WriteFailedError
 from rollbook.store.events import TurnFailed
+from rollbook.store.lane import flusher
 from rollbook.store.lane.files import Watermark, quarantine, quarantined, read_watermark, unpack_watermark
 from rollbook.store.lane.flusher import RealDisk
 from rollbook.store.lane.frame import scan
@@ -92,12 +93,12 @@ class FaultyDisk(RealDisk):
         self.failed.discard(fd)
         return fd
 
-    def write(self, fd: int, buffers: list[Any]) -> int:
+    def write(self, fd: int, buffers: list[Any], offset: int) -> int:
         fault = self._fault()
         if fault is None:
-            return RealDisk.write(self, fd, buffers)
+            return RealDisk.write(self, fd, buffers, offset)
         data = b"".join(bytes(b) for b in buffers)
-        written = os.write(fd, data[: max(1, int(len(data) * fault.share))])
+        written = os.pwrite(fd, data[: max(1, int(len(data) * fault.share))], offset)
         self._raise(fault)
         return written
 
@@ -108,6 +109,11 @@ class FaultyDisk(RealDisk):
             self.failed.add(fd)
         self._raise(fault)
         RealDisk.sync(self, fd)
+
+    def cut(self, fd: int, size: int) -> None:
+        self.retried |= fd in self.failed
+        self._raise(self._fault())
+        RealDisk.cut(self, fd, size)
 
     def sync_folder(self, folder: Path) -> None:
         self._raise(self._fault())
@@ -176,10 +182,10 @@ def test_what_a_failed_write_left_is_surely_gone(store: Store, monkeypatch: pyte
 
 @dataclass(slots=True)
 class File:
-    """A segment as it went to the disk: its bytes, how many were flushed, whether its name was."""
+    """A segment as it went to the disk: its bytes, those that were flushed, whether its name was."""
 
     data: bytes = b""
-    flushed: int = 0
+    flushed: bytes = b""
     named: bool = False
 
 
@@ -197,12 +203,12 @@ class Recorder(RealDisk):
 
     def __init__(self, lane: Path) -> None:
         self.moments: list[Moment] = []
-        self.acknowledged = 0
+        self.acknowledged = self.cuts = 0
         self._lane = lane
         self._lock = threading.RLock()
         self._syncing = False
         self._names: dict[int, str] = {}
-        self._files = {p.name: File(p.read_bytes(), p.stat().st_size, True) for p in lane.glob("*.wal")}
+        self._files = {p.name: File(p.read_bytes(), p.read_bytes(), True) for p in lane.glob("*.wal")}
         self._marks: list[bytes] = []
 
     def _note(self) -> None:
@@ -220,19 +226,30 @@ class Recorder(RealDisk):
             self._note()
             return fd
 
-    def write(self, fd: int, buffers: list[Any]) -> int:
+    def write(self, fd: int, buffers: list[Any], offset: int) -> int:
         with self._lock:
             assert not self._syncing  # one frame at a time
             self._note()
-            self._files[self._names[fd]].data += b"".join(bytes(b) for b in buffers)
-            written = RealDisk.write(self, fd, buffers)
+            file, new = self._files[self._names[fd]], b"".join(bytes(b) for b in buffers)
+            file.data = file.data[:offset] + new + file.data[offset + len(new) :]
+            written = RealDisk.write(self, fd, buffers, offset)
             self._note()
             return written
+
+    def cut(self, fd: int, size: int) -> None:
+        with self._lock:
+            self.cuts += 1
+            file = self._files[self._names[fd]]
+            file.data = file.data[:size]
+            self._note()
+            RealDisk.cut(self, fd, size)
+            file.flushed = file.data
+            self._note()
 
     def sync(self, fd: int) -> None:
         with self._lock:
             file = self._files[self._names[fd]]
-            surely = len(file.data)
+            surely = file.data
             self._syncing = True
         time.sleep(0.002)
         RealDisk.sync(self, fd)
@@ -260,33 +277,44 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    """A lane that was opened twice, with frames of both kinds and several segments."""
+    """A lane that was opened twice, with frames of both kinds, several segments, and room made in some."""
     store = rb.open(tmp_path_factory.mktemp("recorded") / "s", create=True)
-    appends = [_append(i, count) for i, count in enumerate([1, 9, 2, 3, 12, 1, 8, 1, 5, 2, 10, 1])]
+    counts = [1, 9, 2, 3, 12, 1, 8, 1, 1, 1, 1, 5, 2, 10, 1, 1, 1, 1, 1]
+    appends = [_append(i, count) for i, count in enumerate(counts)]
     moments: list[Moment] = []
-    done = 0
-    for part in (appends[:5], appends[5:]):
-        folder = store.path / "lanes" / "a"
-        folder.mkdir(exist_ok=True)
-        recorder = Recorder(folder)
-        recorder.acknowledged = done
-        each_alone = SMALL.model_copy(update={"group_events": 1})
-        writer = LaneWriter(store.path, store.store_id, "a", each_alone, recorder)
+    done = cuts = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flusher, "OFTEN", 2)
+        patch.setattr(flusher, "ROOM", 1500)
+        for part in (appends[:5], appends[5:]):
+            recorder = _record(store, part, done)
+            done += len(part)
+            cuts += recorder.cuts
+            moments += recorder.moments
+    assert len(list((store.path / "lanes" / "a").glob("*.wal"))) > 4
+    assert len(moments) > 50
+    assert cuts
+    return Recording(store, appends, moments)
 
-        def count(_: Future[int], recorder: Recorder = recorder) -> None:
-            recorder.acknowledged += 1  # in the thread that writes: so between two of its calls
 
-        for i, events in enumerate(part):
+def _record(store: Store, appends: list[list[Event]], done: int) -> Recorder:
+    """Append these to the lane, which holds so many appends."""
+    folder = store.path / "lanes" / "a"
+    folder.mkdir(exist_ok=True)
+    recorder = Recorder(folder)
+    recorder.acknowledged = done
+
+    def count(_: Future[int]) -> None:
+        recorder.acknowledged += 1  # in the thread that writes: so between two of its calls
+
+    each_alone = SMALL.model_copy(update={"group_events": 1})
+    with LaneWriter(store.path, store.store_id, "a", each_alone, recorder) as writer:
+        for i, events in enumerate(appends):
             future = writer.append(events)
             future.add_done_callback(count)
             if i % 4 == 3:  # the others wait while the one before is synced
                 future.result(30)
-        writer.close()
-        done += len(part)
-        moments += recorder.moments
-    assert len(list(folder.glob("*.wal"))) > 4
-    assert len(moments) > 50
-    return Recording(store, appends, moments)
+    return recorder
 
 
 @given(data=st.data())
@@ -318,13 +346,20 @@ def _after_the_cut(
     for name, file in moment.files.items():
         if not file.named and draw(st.booleans(), f"{name} has no name yet"):
             continue
-        rest = file.data[file.flushed :]
-        kept = draw(st.integers(0, len(rest)), f"bytes of {name} that were not flushed")
-        holes = draw(st.booleans(), "the file's length is there, its bytes are not") if rest else False
-        tail = rest[:kept] + (bytes(len(rest) - kept) if holes else b"")
-        (lane / name).write_bytes(file.data[: file.flushed] + tail)
+        (lane / name).write_bytes(_of_both(file.flushed, file.data, name, draw))
     (lane / "WATERMARK").write_bytes(draw(st.sampled_from(moment.marks), "watermark"))
     return folder
+
+
+def _of_both(old: bytes, new: bytes, name: str, draw: Callable[[Any, str], Any]) -> bytes:
+    """What a file may hold of its old bytes and of those that were not flushed."""
+    if new == old[: len(new)]:  # it was being cut, if anything
+        return new if draw(st.booleans(), f"{name} is cut") else old
+    same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old))
+    kept = draw(st.integers(same, len(new)), f"end of the new bytes of {name}")
+    found = new[:kept] + old[kept:]
+    longer = len(found) < len(new) and draw(st.booleans(), "the file's length is there, its bytes are not")
+    return found + bytes(len(new) - len(found)) if longer else found
 
 
 def _whole_appends_of_a_prefix(texts: list[str], appends: list[list[Event]]) -> None:

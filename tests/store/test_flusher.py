@@ -13,7 +13,7 @@ import pytest
 
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.lane.files import Watermark, read_watermark
-from rollbook.store.lane.flusher import AHEAD, Flusher, Job, RealDisk
+from rollbook.store.lane.flusher import AHEAD, OFTEN, ROOM, SMALL, Flusher, Job, RealDisk
 
 
 class Listed(RealDisk):
@@ -32,13 +32,18 @@ class Listed(RealDisk):
         self._call("open")
         return RealDisk.open(self, path)
 
-    def write(self, fd: int, buffers: list[Any]) -> int:
+    def write(self, fd: int, buffers: list[Any], offset: int) -> int:
         self._call("write")
-        return RealDisk.write(self, fd, [bytes(buffers[0])[: self._short]] if self._short else buffers)
+        some = [bytes(buffers[0])[: self._short]] if self._short else buffers
+        return RealDisk.write(self, fd, some, offset)
 
     def sync(self, fd: int) -> None:
         self._call("sync")
         RealDisk.sync(self, fd)
+
+    def cut(self, fd: int, size: int) -> None:
+        self._call("cut")
+        RealDisk.cut(self, fd, size)
 
     def sync_folder(self, folder: Path) -> None:
         self._call("sync_folder")
@@ -182,3 +187,77 @@ def test_what_was_durable_before_a_failure_stays(tmp_path: Path) -> None:
     assert "after offset 6 of segment 1" in str(failures[0])
     assert (tmp_path / "00000001.wal").read_bytes() == b"header"
     assert read_watermark(tmp_path) == Watermark(1, 6, 1)
+
+
+def _small_commits(disk: RealDisk, lane: Path, count: int) -> Flusher:
+    """A flusher that has written a header and so many frames of three bytes."""
+    flusher = Flusher(lane, Watermark(0, 0, 0), disk, lambda _: None)
+    flusher.start()
+    flusher.put(_job([b"header"], 0, 1)[0], alone=True)
+    for i in range(count):
+        flusher.put(_job([b"abc"], i + 1)[0], alone=True)
+    return flusher
+
+
+def test_room_is_made_for_many_small_commits(tmp_path: Path) -> None:
+    """After some of them zeros are written ahead, which later ones overwrite; closing cuts off the rest."""
+    flusher = _small_commits(RealDisk(), tmp_path, OFTEN - 1)
+    wal = tmp_path / "00000001.wal"
+    before = 6 + 3 * (OFTEN - 1)
+    assert wal.stat().st_size == before
+    for i in range(2):
+        flusher.put(_job([b"def"], OFTEN + i)[0], alone=True)
+    assert wal.read_bytes() == b"header" + b"abc" * (OFTEN - 1) + b"defdef" + bytes(ROOM - 6)
+    assert read_watermark(tmp_path) == Watermark(1, before + 6, OFTEN + 1)
+    flusher.put(_job([b"x" * (ROOM - 6)], OFTEN + 2)[0], alone=True)  # to its last byte
+    assert wal.stat().st_size == before + ROOM
+    flusher.put(_job([b"y" * (SMALL + 1)], OFTEN + 3)[0], alone=True)  # a large one only makes it longer
+    assert wal.stat().st_size == before + ROOM + SMALL + 1
+    flusher.close()
+    assert wal.stat().st_size == before + ROOM + SMALL + 1
+
+
+def test_room_is_cut_off_before_the_next_segment_begins(tmp_path: Path) -> None:
+    """And nothing of it is left when the lane is closed."""
+    disk = Listed(tmp_path)
+    flusher = _small_commits(disk, tmp_path, OFTEN + 3)
+    disk.calls.clear()
+    flusher.put(_job([b"next"], OFTEN + 3, 2)[0], alone=True)
+    assert [call.split()[0] for call in disk.calls] == ["cut", "open", "write", "sync", "sync_folder"]
+    assert (tmp_path / "00000001.wal").read_bytes() == b"header" + b"abc" * (OFTEN + 3)
+    flusher.close()
+    assert (tmp_path / "00000002.wal").read_bytes() == b"next"
+    assert "cut" not in disk.calls[-1]  # there was no room in it
+
+
+@pytest.mark.parametrize("next_call", ["close", "roll"])
+def test_room_that_cannot_be_cut_off(tmp_path: Path, next_call: str) -> None:
+    """On closing, recovery will; before a roll the lane stops, for its next segment must not begin."""
+    disk = Listed(tmp_path, fail="cut")
+    flusher = _small_commits(disk, tmp_path, OFTEN + 3)
+    job, future = _job([b"next"], OFTEN + 3, 2)
+    if next_call == "roll":
+        flusher.put(job, alone=True)
+        assert isinstance(future.exception(0), WriteFailedError)
+        assert not (tmp_path / "00000002.wal").exists()
+    flusher.close()
+    data = b"header" + b"abc" * (OFTEN + 3)
+    assert (tmp_path / "00000001.wal").read_bytes().rstrip(bytes(1)) == data
+    assert read_watermark(tmp_path) == Watermark(1, len(data), OFTEN + 3)
+
+
+def test_without_room_it_goes_on(tmp_path: Path) -> None:
+    """A disk that is too full for zeros may not be for the events."""
+
+    class NoRoom(RealDisk):
+        def write(self, fd: int, buffers: list[Any], offset: int) -> int:
+            if len(buffers[0]) == ROOM:
+                raise OSError(errno.ENOSPC, "no room")
+            return RealDisk.write(self, fd, buffers, offset)
+
+    flusher = _small_commits(NoRoom(), tmp_path, OFTEN + 3)
+    job, future = _job([b"end"], OFTEN + 4)
+    flusher.put(job, alone=True)
+    assert future.result(0) == OFTEN + 3
+    flusher.close()
+    assert (tmp_path / "00000001.wal").read_bytes() == b"header" + b"abc" * (OFTEN + 3) + b"end"

@@ -105,7 +105,7 @@ def test_no_future_resolves_before_its_flush(
     writer.close()
 
 
-@pytest.mark.parametrize("call", ["fdatasync", "writev", "pwrite"])
+@pytest.mark.parametrize("call", ["fdatasync", "pwritev", "pwrite"])
 def test_a_failed_write_stops_the_lane(
     store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_failure_at_the_roll_keeps_what_was_acknowledged(
 
 def test_short_writes_are_completed(store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writev or write that takes only some bytes is gone on with until all are written."""
-    monkeypatch.setattr(os, "writev", lambda fd, buffers: os.write(fd, bytes(buffers[0])[:10]))
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: os.pwrite(fd, bytes(buffers[0])[:10], at))
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:1000]))
     with store.writer("a") as writer:

@@ -68,7 +68,8 @@ def test_a_torn_last_frame_is_cut_off_at_every_length(
     for length in range(frame.offset, frame.end):
         last.write_bytes(whole[:length])
         state = recover_lane(lane.parents[1], lane.name)
-        assert (state.next_seq, state.truncated_bytes) == (6, length - frame.offset)
+        torn = whole[frame.offset : length].rstrip(bytes(1))  # zeros at the end may be room for more
+        assert (state.next_seq, state.truncated_bytes) == (6, len(torn))
         assert last.read_bytes() == whole[: frame.offset]
         assert state.chain == _frames(last)[-1].chain
     assert (lane / "WATERMARK").read_bytes() == mark
@@ -81,9 +82,11 @@ def test_a_lane_goes_on_after_a_torn_tail(store: Store, notes: Any, lane: Path) 
     frame = _frames(last)[-1]
     _set_back(lane, 6, frame.offset)
     with last.open("r+b") as file:
-        file.truncate(frame.end - 1)
+        file.truncate(frame.offset + 100)
+        file.seek(frame.offset + 99)
+        file.write(b"x")
     with store.writer("a") as writer:
-        assert writer.recovered.truncated_bytes == frame.end - 1 - frame.offset
+        assert writer.recovered.truncated_bytes == 100
         assert writer.append(notes(1, 60)).result(30) == 6
     assert _errors(store) == [*(f"note {i}" for i in range(6)), "note 60"]
     assert recover_lane(lane.parents[1], lane.name).next_seq == 7
@@ -275,7 +278,7 @@ def test_junk_after_the_end_is_cut_off(store: Store, lane: Path, junk: bytes) ->
     whole = last.read_bytes()
     last.write_bytes(whole + junk)
     assert len(_errors(store)) == 7
-    assert recover_lane(lane.parents[1], lane.name).truncated_bytes == len(junk)
+    assert recover_lane(lane.parents[1], lane.name).truncated_bytes == len(junk.rstrip(bytes(1)))
     assert last.read_bytes() == whole
     assert len(_errors(store)) == 7
 
