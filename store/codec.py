@@ -45,44 +45,48 @@ class _Fields:
     """How a kind's record becomes a row: which fields are columns of `HOT`, which go to `extra`."""
 
     def __init__(self, kind: str, record_type: type[Any]) -> None:
-        names = [f.name for f in fields(record_type)]
-        self.hot = tuple(n for n in HOT if n in names)
-        self.row: Callable[[Event], Row] = _taker(kind, names)
+        types = {f.name: str(f.type) for f in fields(record_type)}
+        self.hot = tuple(n for n in HOT if n in types)
+        self.row: Callable[[Event], Row] = _taker(kind, types)
 
 
-def _taker(kind: str, names: Sequence[str]) -> Callable[[Event], Row]:
-    """A function that makes a row of an event of this kind.
+def _taker(kind: str, types: Mapping[str, str]) -> Callable[[Event], Row]:
+    """A function that makes a row of an event of this kind, whose record has fields of these types.
 
     Every append passes through it, so it is written out for the kind, as dataclasses write their methods:
     that takes half the time of going through lists of names.
     """
-    hot = ", ".join(f"r.{name}" if name in names else "None" for name in HOT)
-    extra = ", ".join(f"{name!r}: r.{name}" for name in names if name not in HOT)
+    extra = ", ".join(f"{name!r}: r.{name}" for name in types if name not in HOT)
+    hot = {name: f"r.{name}" if name in types else "None" for name in HOT}
+    if types.get("trajectory_id") == "str":  # the views go by it
+        hot["trajectory_id"] = "r.trajectory_id if r.trajectory_id is not None else missing()"
     head = f"e.event_id, {kind!r}, {version_of(kind)}, e.time_us, e.run"
-    source = f"lambda e: (r := e.record) and ({head}, {hot}, dumps({{{extra}}}))"
-    taker: Callable[[Event], Row] = eval(source, {"dumps": orjson.dumps})
+    source = f"lambda e: (r := e.record) and ({head}, {', '.join(hot.values())}, dumps({{{extra}}}))"
+
+    def missing() -> None:
+        raise TypeError(f"a {kind} has no trajectory_id")
+
+    taker: Callable[[Event], Row] = eval(source, {"dumps": orjson.dumps, "missing": missing})
     return taker
 
 
 _FIELDS = {kind: _Fields(kind, record_type) for kind, record_type in RECORDS.items()}
-_TAKERS = {record_type: _FIELDS[kind].row for kind, record_type in RECORDS.items()}
 
 
 def row_of(event: Event) -> Row:
     """The event as a row.
 
     Raises:
-        KeyError: its record is of no kind.
-        TypeError: a value has no JSON form.
+        TypeError: a value has no JSON form, or an id is missing.
     """
-    return _TAKERS[type(event.record)](event)
+    return _FIELDS[event.record.KIND].row(event)
 
 
 def to_batch(rows: Sequence[Row], first_seq: int) -> pa.RecordBatch:
     """Rows as one batch in `LOG_SCHEMA`; row i gets sequence number `first_seq + i`."""
     seq = pa.array(np.arange(first_seq, first_seq + len(rows), dtype=np.int64))
     columns = zip(ROW_NAMES, _ROW_TYPES, zip(*rows, strict=True), strict=True)
-    return pa.record_batch([seq, *(column_array(*column) for column in columns)], schema=LOG_SCHEMA)
+    return pa.record_batch([seq, *(_column(*column) for column in columns)], schema=LOG_SCHEMA)
 
 
 def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
@@ -90,12 +94,7 @@ def encode(events: Sequence[Event], first_seq: int) -> pa.RecordBatch:
     return to_batch([row_of(event) for event in events], first_seq)
 
 
-def column_array(name: str, type_: pa.DataType, values: Sequence[Any]) -> pa.Array:
-    """The values of a column, as rows hold them.
-
-    Raises:
-        pa.ArrowException, TypeError, ValueError: one has no stored form.
-    """
+def _column(name: str, type_: pa.DataType, values: Sequence[Any]) -> pa.Array:
     if name in ARRAYS:
         dtype = ARRAYS[name]
         return pa.array([None if v is None else stored_array(v, dtype) for v in values], type_)
@@ -117,6 +116,31 @@ def whole(value: Any) -> int | None:
         TypeError: it is something else.
     """
     return None if value is None else index(value)
+
+
+def real(value: Any) -> float | None:
+    """The value as the float64 that is stored of it, or None.
+
+    Raises:
+        ValueError: it would be another number.
+    """
+    if value is None or type(value) is float:
+        return value
+    number = float(value)
+    if number != value and value == value:
+        raise ValueError(f"{value!r} is no float64")
+    return number
+
+
+def utf8(text: bytes) -> bytes:
+    """The text, if it is UTF-8.
+
+    Raises:
+        UnicodeDecodeError: it is not.
+    """
+    if not text.isascii():
+        str(text, "utf-8")
+    return text
 
 
 def stored_array(values: Any, dtype: Any) -> Any:

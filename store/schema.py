@@ -49,5 +49,7 @@ LOG_SCHEMA = pa.schema([pa.field(column.name, column.type) for column in COLUMNS
 """Schema of a lane's record batches. The lane is the file's, so it is no column of the file."""
 
 ENVELOPE = ("seq", "event_id", "kind", "schema_version", "time", "run", "extra")
+REQUIRED = ("event_id", "kind", "schema_version", "time", "run", "extra")
+"""Columns that are never null, beside `seq`."""
 HOT = tuple(column.name for column in COLUMNS if column.name not in ENVELOPE)
 """Record fields that are typed columns."""

@@ -20,17 +20,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollbook.store.codec import ARRAYS, ROW_NAMES, Row, stored_array
+from rollbook.store.codec import ARRAYS, ROW_NAMES, Row, real, stored_array, utf8
 from rollbook.store.events import VersionSpan
-from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.schema import LOG_SCHEMA, REQUIRED
 
 _ALIGN = 8
-_CODES = {
-    "schema_version": "h",
-    **dict.fromkeys(("time", "policy_version", "step"), "q"),
-    "reward": "d",
-}
-"""Columns of numbers, and the type codes of the standard library's `array` for them."""
+_CODES = {"schema_version": "h", **dict.fromkeys(("time", "policy_version", "step"), "q")}
+"""Columns of integers, and the type codes of the standard library's `array` for them."""
 
 
 class _Pattern:
@@ -46,7 +42,7 @@ class _Pattern:
         self._length = self._field(batch, 0)
         nodes, buffers = (self._target(self._field(batch, i)) for i in (1, 2))
         self._nodes, self._buffers = nodes + 4, buffers + 4  # behind the count of the vector's members
-        self._numbers = [struct.Struct(f"<{2 * _u32(message, at)}q") for at in (nodes, buffers)]
+        self._vectors = [struct.Struct(f"<{2 * _u32(message, at)}q") for at in (nodes, buffers)]
 
     def _field(self, table: int, number: int) -> int:
         """Where a field of a flatbuffer table is."""
@@ -68,8 +64,8 @@ class _Pattern:
         metadata = bytearray(self._bytes)  # a copy: lanes share the pattern
         struct.pack_into("<q", metadata, self._length, rows)
         struct.pack_into("<q", metadata, self._body_length, body_length)
-        self._numbers[0].pack_into(metadata, self._nodes, *nodes)
-        self._numbers[1].pack_into(metadata, self._buffers, *buffers)
+        self._vectors[0].pack_into(metadata, self._nodes, *nodes)
+        self._vectors[1].pack_into(metadata, self._buffers, *buffers)
         return metadata
 
 
@@ -89,16 +85,18 @@ class _Message:
 
     # Whether a None is among them is not asked first: that would compare each value with it.
 
-    def strings(self, values: Sequence[str | None]) -> None:
+    def strings(self, values: Sequence[str | None], *, nullable: bool = True) -> None:
         """A column of strings."""
         try:
             text = "".join(values)  # type: ignore[arg-type]
             lengths = list(map(len, values))  # type: ignore[arg-type]
-            self._without_nulls(len(values))
+            self._node(len(values))
         except TypeError:
+            if not nullable:
+                raise
             text = "".join(value for value in values if value is not None)
             lengths = [0 if value is None else len(value) for value in values]
-            self._with_nulls(values)
+            self._node_with_nulls(values)
         data = text.encode()
         if len(data) != len(text):  # some character is more than one byte
             lengths = [0 if value is None else len(value.encode()) for value in values]
@@ -106,29 +104,33 @@ class _Message:
 
     def texts(self, values: Sequence[bytes]) -> None:
         """A column of strings, given as UTF-8."""
-        self._without_nulls(len(values))
-        self._buffer(self._offsets(list(map(len, values))), *values)
+        self._node(len(values))
+        self._buffer(self._offsets(list(map(len, values))), *map(utf8, values))
 
-    def numbers(self, values: Sequence[Any], code: str) -> None:
+    def numbers(self, values: Sequence[Any], code: str, *, nullable: bool = True) -> None:
         """A column of numbers of this type code of `array`, which takes no fraction for an integer."""
         try:
             packed = array(code, values)
-            self._without_nulls(len(values))
+            self._node(len(values))
         except TypeError:
+            if not nullable:
+                raise
             packed = array(code, [0 if value is None else value for value in values])
-            self._with_nulls(values)
-        self._numbers(packed)
+            self._node_with_nulls(values)
+        self._packed(packed)
 
     def lists(self, values: Sequence[Any], dtype: np.dtype[Any]) -> None:
         """A column of lists of numbers."""
-        arrays = [_contiguous(value, dtype) for value in values if value is not None]
-        total = self._list_node(values)
-        self._without_nulls(total)
-        self._buffer(total * dtype.itemsize, *arrays)
+        # What is counted is what is written, even of a list that grows meanwhile.
+        arrays = [None if value is None else _contiguous(value, dtype) for value in values]
+        total = self._list_node(arrays)
+        self._node(total)
+        self._buffer(total * dtype.itemsize, *(part for part in arrays if part is not None))
 
     def spans(self, values: Sequence[Sequence[VersionSpan] | None]) -> None:
         """The column of version spans: a list of structs."""
-        self._without_nulls(self._list_node(values))
+        values = [None if spans is None else tuple(spans) for spans in values]
+        self._node(self._list_node(values))
         flat = [span for spans in values if spans is not None for span in spans]
         self.strings([span.policy for span in flat])
         self.numbers([span.version for span in flat], "q")
@@ -141,30 +143,30 @@ class _Message:
             lengths = list(map(len, values))
         except TypeError:
             lengths = [0 if value is None else len(value) for value in values]
-            self._with_nulls(values)
+            self._node_with_nulls(values)
         else:
-            self._without_nulls(len(values))
+            self._node(len(values))
         return self._offsets(lengths)
 
-    def _with_nulls(self, values: Sequence[Any]) -> None:
+    def _node(self, length: int) -> None:
+        """The next array, of so many values, none of which is None."""
+        self.nodes += (length, 0)
+        self._buffer(0)
+
+    def _node_with_nulls(self, values: Sequence[Any]) -> None:
         """The next array, and its buffer that says which of the values are None."""
         there = [value is not None for value in values]
         self.nodes += (len(there), len(there) - sum(there))
         bits = np.packbits(there, bitorder="little")
         self._buffer(len(bits), bits)
 
-    def _without_nulls(self, length: int) -> None:
-        """The next array, of so many values, none of which is None."""
-        self.nodes += (length, 0)
-        self._buffer(0)
-
     def _offsets(self, lengths: Sequence[int]) -> int:
         """The next buffer: where each of the values begins and the last one ends; that end is returned."""
         offsets = array("i", accumulate(lengths, initial=0))
-        self._numbers(offsets)
+        self._packed(offsets)
         return offsets[-1]
 
-    def _numbers(self, packed: array[Any]) -> None:
+    def _packed(self, packed: array[Any]) -> None:
         self._buffer(packed.itemsize * len(packed), packed)
 
     def _buffer(self, size: int, *parts: Any) -> None:
@@ -197,23 +199,27 @@ def encode_batch(rows: Sequence[Row], first_seq: int) -> bytes:
     The arrays are copied: whoever changes one later does not change the message.
 
     Raises:
-        struct.error, AttributeError, TypeError, ValueError: a value has no stored form.
+        AttributeError, OverflowError, TypeError, ValueError: a value has no stored form.
     """
     message = _Message()
     message.numbers(range(first_seq, first_seq + len(rows)), "q")
     for name, values in zip(ROW_NAMES, zip(*rows, strict=True), strict=True):
         if name in ARRAYS:
             message.lists(values, ARRAYS[name])
+        elif name == "reward":
+            message.numbers(list(map(real, values)), "d")
         elif name in _CODES:
-            message.numbers(values, _CODES[name])
+            message.numbers(values, _CODES[name], nullable=name not in REQUIRED)
         elif name == "version_spans":
             message.spans(values)
         elif name == "extra":
             message.texts(values)
         else:
-            message.strings(values)
+            message.strings(values, nullable=name not in REQUIRED)
     message.parts[0] = _PATTERN.filled(len(rows), message.nodes, message.buffers, message.size)
-    return b"".join(message.parts)
+    data = b"".join(message.parts)
+    assert len(data) == len(message.parts[0]) + message.size
+    return data
 
 
 assert {array(code).itemsize for code in "qhdi"} == {8, 2, 4}

@@ -194,7 +194,7 @@ class Flusher:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             try:
-                if self._file_end > self._mark.offset:
+                if self._failure is None and os.fstat(fd).st_size > self._mark.offset:
                     self._disk.cut(fd, self._mark.offset)
             finally:
                 os.close(fd)
@@ -223,7 +223,6 @@ class Flusher:
         with contextlib.suppress(OSError):
             begun = self._mark.segment == _segment_of(self._fd)
             os.ftruncate(self._fd, self._mark.offset if begun else 0)
-        self._file_end = 0  # nor is there room to be cut off, with an fsync, when the lane is closed
 
 
 def _segment_of(fd: int) -> int:

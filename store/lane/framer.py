@@ -69,8 +69,20 @@ class Framer:
         if too_old or (group and self._offset >= self._settings.segment_bytes):
             jobs.append(self.begin_segment())
         if group:
-            jobs.append(self._commit(group))
+            jobs += self._commits(group)
         return jobs
+
+    def _commits(self, group: Appends) -> list[Job]:
+        """The group in one frame or, where that cannot be, its appends one by one; what has no form fails."""
+        try:
+            return [self._commit(group)]
+        except Exception as error:
+            if len(group) > 1:
+                return [job for append in group for job in self._commits([append])]
+            # One client's bad value is no reason to stop the lane.
+            [(_, future)] = group
+            future.set_exception(ValueError(f"an event cannot be stored: {error}"))
+            return []
 
     def _commit(self, group: Appends) -> Job:
         first_seq = self._next_seq
@@ -79,10 +91,8 @@ class Framer:
             rows, acknowledged, new = self._rows(group)
             frame = self._encode(rows, first_seq)
         except Exception:
-            # One client's bad value is no reason to stop the lane: see which append it is, leave it out.
             self._bodies = bodies
-            rows, acknowledged, new = self._rows(_encodable(group))
-            frame = self._encode(rows, first_seq)
+            raise
         self._next_seq = first_seq + len(rows)
         self._window.add(new)
         buffers = self._frame(*frame, first_seq=first_seq) if frame else []
@@ -91,21 +101,19 @@ class Framer:
         return Job(buffers, self._next_seq, acknowledged=acknowledged)
 
     def _rows(self, group: Appends) -> tuple[list[Row], Acknowledged, dict[str, int]]:
-        """Rows of the events that are new, where each append's first event is, and the new ones' places."""
+        """Rows of the events that are new, where each append's first event is, and the rows' places by id."""
         rows: list[Row] = []
         acknowledged: Acknowledged = []
         new: dict[str, int] = {}
-        all_new = bool(group) and self._window.all_new([e.event_id for events, _ in group for e in events])
+        all_new = self._window.all_new([event.event_id for events, _ in group for event in events])
         for events, future in group:
             first: int | None = None
             for event in events:
                 seq = None if all_new else self._known(event.event_id, new)
                 if seq is None:
-                    if type(event.record) is TurnRequested:
-                        rows += self._request_rows(event, event.record)
-                    else:
-                        rows.append(row_of(event))
-                    seq = new[event.event_id] = self._next_seq + len(rows) - 1
+                    for row in self._event_rows(event):
+                        seq = new[row[0]] = self._next_seq + len(rows)
+                        rows.append(row)
                 first = seq if first is None else first
             assert first is not None
             acknowledged.append((future, first))
@@ -116,9 +124,12 @@ class Framer:
         seq = new.get(event_id)
         return self._window.find(event_id) if seq is None else seq
 
-    def _request_rows(self, event: Event, record: TurnRequested) -> list[Row]:
-        """The request's row, after those of the bodies that it is the first of this segment to name."""
+    def _event_rows(self, event: Event) -> list[Row]:
+        """The event's row, after those of the bodies that it is the first of this segment to name."""
         row = row_of(event)
+        record = event.record
+        if not isinstance(record, TurnRequested):
+            return [row]
         limit = self._settings.body_bytes
         if len(row[-1]) <= limit and _REFERENCE not in row[-1]:
             return [row]
@@ -147,17 +158,3 @@ class Framer:
         buffers, self._chain = encode_frame(kind, payload, seq, count, self._chain)
         self._offset += sum(memoryview(b).nbytes for b in buffers)
         return buffers
-
-
-def _encodable(group: Appends) -> Appends:
-    """The appends that have a stored form; the futures of the others get a ValueError."""
-    good: list[tuple[Sequence[Event], Future[int]]] = []
-    for events, future in group:
-        try:
-            encode_batch([row_of(event) for event in events], 0)
-            encode_rows([row_of(event) for event in events])
-        except Exception as error:
-            future.set_exception(ValueError(f"an event cannot be stored: {error}"))
-        else:
-            good.append((events, future))
-    return good

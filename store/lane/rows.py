@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rollbook.store.codec import ROW_NAMES, Row, stored_array, whole
+from rollbook.store.codec import ROW_NAMES, Row, real, stored_array, utf8, whole
 from rollbook.store.events import VersionSpan
 
 FEW = 8
@@ -38,22 +38,19 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
 
 
 def _encode(row: Row) -> list[bytes]:
-    event_id, kind, version, time, run, trajectory_id, turn_id, policy, *numbers = row[:11]
+    event_id, kind, version, time, run, *ids, policy_version, step, reward = row[:11]
     *arrays, spans, extra = row[11:]
+    numbers = policy_version, step, real(reward)
     nulls = 0
-    for bit, value in zip(
-        _NULL_BITS, (trajectory_id, turn_id, policy, *numbers, *arrays, spans), strict=True
-    ):
+    for bit, value in zip(_NULL_BITS, (*ids, *numbers, *arrays, spans), strict=True):
         if value is None:
             nulls |= bit
-    parts = [
-        b"" if text is None else text.encode()
-        for text in (event_id, kind, run, trajectory_id, turn_id, policy)
-    ]
+    parts = [event_id.encode(), kind.encode(), run.encode()]
+    parts += [b"" if text is None else text.encode() for text in ids]
     for values, dtype in zip(arrays, _DTYPES.values(), strict=True):
         parts.append(b"" if values is None else stored_array(values, dtype).tobytes())
     parts.append(b"" if spans is None else orjson.dumps([_span(span) for span in spans]))
-    parts.append(extra)
+    parts.append(utf8(extra))
     head = _HEAD.pack(
         time, *(0 if number is None else number for number in numbers), version, nulls, *map(len, parts)
     )

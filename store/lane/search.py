@@ -23,7 +23,7 @@ def event_window(store: Path, lane: str, state: LaneState) -> EventWindow:
     newest = _unsealed_ids(store, lane, state)
     while_replaced(store, lane, lambda units: _add_sealed_ids(store, units, newest))
     ids = [(event_id, seq) for seq, event_id in sorted(newest.items())]
-    window.preload(ids[-REMEMBERED:], complete=len(ids) == state.next_seq)
+    window.preload(ids, complete=len(ids) == state.next_seq)
     return window
 
 

@@ -44,10 +44,9 @@ _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Which sealed units a cut holds: whole ones, and one of each lane that it may hold in part.
+    """What a cut holds: sealed units, whole ones and one of each lane that it may hold in part, and the rest.
 
-    `live` is false where it holds nothing else: then no query has to ask for the rest, which saves half of
-    the time to plan one.
+    `live` is false where there is no rest: then no query has to ask for it, which saves half of its plan.
     """
 
     store: Path

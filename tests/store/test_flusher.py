@@ -261,3 +261,21 @@ def test_without_room_it_goes_on(tmp_path: Path) -> None:
     assert future.result(0) == OFTEN + 3
     flusher.close()
     assert (tmp_path / "00000001.wal").read_bytes() == b"header" + b"abc" * (OFTEN + 3) + b"end"
+
+
+def test_room_that_was_made_in_part_is_cut_off_too(tmp_path: Path) -> None:
+    """Zeros that a failed write left are no less in the way of the next segment."""
+
+    class HalfTheRoom(RealDisk):
+        def write(self, fd: int, buffers: list[Any], offset: int) -> int:
+            written = RealDisk.write(self, fd, [bytes(buffers[0])[:4096]], offset)
+            if len(buffers[0]) == ROOM:
+                raise OSError(errno.EIO, "gone")
+            return written
+
+    flusher = _small_commits(HalfTheRoom(), tmp_path, OFTEN + 3)
+    job, future = _job([b"next"], OFTEN + 3, 2)
+    flusher.put(job, alone=True)
+    assert future.result(0) == OFTEN + 2
+    flusher.close()
+    assert (tmp_path / "00000001.wal").read_bytes() == b"header" + b"abc" * (OFTEN + 3)

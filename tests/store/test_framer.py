@@ -11,14 +11,25 @@ import pytest
 
 from rollbook.store import Event
 from rollbook.store.events import TurnFailed, TurnRequested
+from rollbook.store.lane import framer as framer_module
+from rollbook.store.lane.batches import encode_batch
 from rollbook.store.lane.files import Watermark
 from rollbook.store.lane.flusher import Job
-from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, Frame, scan
+from rollbook.store.lane.frame import (
+    BATCH_FRAME,
+    EMPTY_CHAIN,
+    HEADER_FRAME,
+    ROW_FRAME,
+    Frame,
+    read_frame,
+    scan,
+)
 from rollbook.store.lane.framer import Framer
 from rollbook.store.lane.recovery import LaneState, Start
-from rollbook.store.lane.rows import FEW
+from rollbook.store.lane.rows import FEW, decode_rows
 from rollbook.store.lane.window import EventWindow
 from rollbook.store.settings import AppendSettings
+from rollbook.store.upkeep_events import BodyStored
 
 NEW = LaneState((), Start(1, 0, EMPTY_CHAIN), Watermark(0, 0, 0), EMPTY_CHAIN, 0, 0)
 
@@ -83,6 +94,63 @@ def test_a_bad_append_leaves_no_trace(notes: Any) -> None:
     assert [f.chain for f in _frames(found)] == [f.chain for f in _frames(expected)]
     with pytest.raises(ValueError, match="cannot be stored"):
         group[0][1].result(0)
+
+
+@pytest.mark.parametrize("count", [1, FEW])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Event(TurnFailed("t", "u", "x"), "run", event_id=None),  # type: ignore[arg-type]
+        Event(TurnFailed("t", "u", "x"), "run", event_id=7),  # type: ignore[arg-type]
+        Event(TurnFailed("t", "u", "x"), "run", time_us=None),  # type: ignore[arg-type]
+        Event(TurnFailed(None, "u", "x"), "run"),  # type: ignore[arg-type]
+        Event(TurnFailed("t", "u", {1}), "run"),  # type: ignore[arg-type]
+        Event("nothing", "run"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_has_no_form_is_refused_alone(notes: Any, wrong: Event, count: int) -> None:
+    """However many events it comes with, its append fails and every other one is framed."""
+    framer = _framer()
+    jobs = [framer.begin_segment()]
+    group = _group(notes(2), [*notes(count, 10), wrong], notes(3, 40))
+    jobs += framer.jobs(group)
+    assert isinstance(group[1][1].exception(0), ValueError)
+    assert sum(frame.count for frame in _frames(jobs)) == 5
+    assert [seq for job in jobs for _, seq in job.acknowledged] == [0, 2]
+    [job] = framer.jobs(_group(notes(1, 50)))
+    assert job.acknowledged[0][1] == 5
+
+
+def test_a_group_that_is_too_much_is_framed_in_parts(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one frame does not hold, though each append could be framed, stops nobody."""
+
+    def at_most_ten(rows: Any, first_seq: int) -> bytes:
+        if len(rows) > 10:
+            raise ValueError("more than one append can hold")
+        return encode_batch(rows, first_seq)
+
+    monkeypatch.setattr(framer_module, "encode_batch", at_most_ten)
+    framer = _framer()
+    jobs = [framer.begin_segment()]
+    group = _group(notes(9), notes(9, 20), notes(11, 40))
+    jobs += framer.jobs(group)
+    assert [frame.count for frame in _frames(jobs)] == [0, 9, 9]
+    assert [seq for job in jobs for _, seq in job.acknowledged] == [0, 9]
+    with pytest.raises(ValueError, match="more than one append can hold"):
+        group[2][1].result(0)
+
+
+def test_a_stored_body_is_an_event_like_others() -> None:
+    """Appended again to its own lane, as a copy of the lane would, it is not stored twice."""
+    framer = _framer(body_bytes=256)
+    framer.begin_segment()
+    long = [{"role": "system", "content": "x" * 1000}]
+    record = TurnRequested("t", "u", "r", None, "first", None, 0, long, {}, None, {}, {}, "key")
+    jobs = framer.jobs(_group([Event(record, "run")]))
+    payload = memoryview(b"".join(bytes(b) for b in jobs[0].buffers))
+    event_id = decode_rows(read_frame(payload, 0).payload, 2)[0][0]
+    [job] = framer.jobs(_group([Event(BodyStored("d", 1), "run", event_id=event_id)]))
+    assert (job.buffers, job.acknowledged[0][1]) == ([], 0)
 
 
 def test_segments_end_by_size_and_by_age(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

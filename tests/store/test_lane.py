@@ -15,6 +15,7 @@ from rollbook.store import Store
 from rollbook.store.codec import decode
 from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import Event, TurnFailed
+from rollbook.store.lane import search, window
 from rollbook.store.lane.files import lane_folder, segment_numbers
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.settings import AppendSettings
@@ -307,3 +308,20 @@ def test_opening_what_is_no_store(tmp_path: Any) -> None:
     (made.path / "STORE.json").write_text("[]")
     with pytest.raises(NotAStoreError, match=r"STORE\.json"):
         rb.open(made.path)
+
+
+@pytest.mark.parametrize("remembered", [3, 20, 1000])
+def test_a_lane_opened_anew_stores_nothing_twice(
+    store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch, remembered: int
+) -> None:
+    """However many ids its writer remembers: older ones are searched for."""
+    monkeypatch.setattr(window, "REMEMBERED", remembered)
+    monkeypatch.setattr(search, "REMEMBERED", remembered)
+    monkeypatch.setattr(window.EventWindow.__init__, "__defaults__", (remembered,))
+    events = notes(60)
+    with store.writer("a") as writer:
+        for i in range(0, 60, 10):
+            writer.append(events[i : i + 10]).result(30)
+    with store.writer("a") as writer:
+        assert [writer.append([event]).result(30) for event in events] == list(range(60))
+    assert store.head() == {"a": 60}
