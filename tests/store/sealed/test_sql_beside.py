@@ -63,9 +63,12 @@ sealer, passes = Sealer(log), 0
 while log.path.joinpath("go").exists():
     sealer.run_once()
     passes += 1
+    log.path.joinpath("passes").write_text(str(passes))
     time.sleep(0.05)
 print(passes)
 """
+PASSES, AT_MOST_S = 4, 60.0
+"""The sealer makes so many, however busy the machine is, unless they take longer than this."""
 
 
 def _expected(trajectories: dict[str, Trajectory]) -> dict[str, Any]:
@@ -100,9 +103,15 @@ def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) ->
     go = store.path / "go"
     go.touch()
     others = [start_python(code, store.path) for code in (WRITE, SEAL)]
-    asked, deadline = 0, time.monotonic() + SECONDS
+    asked, begun = 0, time.monotonic()
+    (store.path / "passes").write_text("0")
+
+    def going_on() -> bool:
+        few = int((store.path / "passes").read_text() or 0) < PASSES
+        return time.monotonic() < begun + (AT_MOST_S if few else SECONDS)
+
     try:
-        while time.monotonic() < deadline:
+        while going_on():
             head = store.head()
             if not head:
                 time.sleep(0.05)
@@ -122,7 +131,7 @@ def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) ->
     assert asked >= 4
     turns, passes = (int(out) for out, _ in said)
     assert turns > 100
-    assert passes > 3
+    assert passes >= PASSES
     assert len(current_units(store.path, "serve")) >= 1
     assert any(unit.generation > 1 for unit in all_units(store.path, "serve")), "nothing was merged"
 
