@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,14 +16,16 @@ from pydantic import BaseModel, ValidationError
 
 from rollbook.ingest.engine import Engine
 from rollbook.ingest.events_api import add_event_routes
-from rollbook.ingest.recorder import RESPONSE_PREFIX, LiveTrajectory, Recorder
+from rollbook.ingest.recorder import LiveTrajectory, Recorder
 from rollbook.ingest.requests import (
+    AssignReward,
     ChatRequest,
     FinishTrajectory,
     OpenTrajectory,
     check_messages,
     check_split,
 )
+from rollbook.ingest.rewards import RESPONSE_PREFIX, assigned_reward
 from rollbook.ingest.turns import AnsweredTurn, TurnTaker
 from rollbook.store.errors import EngineError, RequestError, WriteFailedError
 from rollbook.store.events import Json, PolicyActivated
@@ -105,6 +108,17 @@ def _add_trajectory_routes(app: FastAPI, recorder: Recorder) -> None:
     async def finish(name: str, request: Request) -> Json:
         turns = await recorder.finish(name, await _read(request, FinishTrajectory))
         return {"id": name, "status": "finished", "turns": turns}
+
+    @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
+    async def reward(name: str, request: Request) -> Json:
+        body = await _read(request, AssignReward)
+        opened = recorder.opened(name)
+        await recorder.settle()
+        # Of a finished trajectory only the name is in memory; its turns and rewards are read from the log.
+        trajectory = await asyncio.to_thread(recorder.store.trajectory, opened.trajectory_id)
+        assert trajectory is not None
+        [event] = await recorder.write(assigned_reward(trajectory, body))
+        return {"id": name, "trajectory_id": opened.trajectory_id, "event_id": event.event_id}
 
 
 def _add_chat_routes(app: FastAPI, recorder: Recorder, taker: TurnTaker) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from rollbook.ingest.chat_template import ChatTokenizer
 from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
+from rollbook.ingest.rewards import turn_rewards
 from rollbook.ingest.tree import TreeTurn, TurnTree
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError
@@ -28,8 +29,6 @@ from rollbook.store.events import (
 from rollbook.store.ids import new_id
 from rollbook.store.trajectory import Trajectory, Turn
 from rollbook.store.upkeep_events import TrajectoryAdopted
-
-RESPONSE_PREFIX = "chatcmpl-"
 
 
 @dataclass(slots=True)
@@ -149,6 +148,18 @@ class Recorder:
             self._by_name[live.opened.name] = live
             self.note(live.opened)
 
+    def opened(self, name: str) -> TrajectoryOpened:
+        """How the trajectory of that name was opened, whichever proxy writes it.
+
+        Raises:
+            RequestError: 404, the run has none.
+        """
+        live = self._by_name.get(name)
+        if live is None:
+            text = f"no trajectory {name!r} in run {self.run!r}"
+            raise RequestError(404, "unknown_trajectory", text)
+        return live.opened
+
     def find(self, name: str) -> LiveTrajectory | None:
         """The trajectory of that name in this run.
 
@@ -167,16 +178,15 @@ class Recorder:
         Raises:
             RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
         """
+        self.opened(name)
         live = self.find(name)
-        if live is None:
-            text = f"no trajectory {name!r} in run {self.run!r}"
-            raise RequestError(404, "unknown_trajectory", text)
+        assert live is not None
         if live.finished:
             raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
         if live.running:
             text = f"trajectory {name!r} has {live.running} running requests: await their replies"
             raise RequestError(409, "trajectory_busy", text)
-        records: list[Record] = turn_rewards(live, body)
+        records: list[Record] = [*turn_rewards(live.opened.trajectory_id, live.completed, body.turn_rewards)]
         trajectory_id = live.opened.trajectory_id
         if body.reward is not None:
             records.append(RewardAssigned(trajectory_id, None, body.reward))
@@ -245,30 +255,6 @@ def _restored(trajectory: Trajectory, lane: str) -> LiveTrajectory:
         if turn.delivered:
             live.delivered.add(turn.turn_id)
     return live
-
-
-def turn_rewards(live: LiveTrajectory, body: FinishTrajectory) -> list[Record]:
-    """The rewards of single turns that a finish gives.
-
-    Raises:
-        RequestError: 422, they do not fit the trajectory's turns.
-    """
-    given = body.turn_rewards
-    trajectory_id = live.opened.trajectory_id
-    if given is None:
-        return []
-    if isinstance(given, list):
-        if len(given) != len(live.completed):
-            text = f"turn_rewards holds {len(given)} rewards, but {len(live.completed)} turns completed"
-            raise RequestError(422, "wrong_turn_rewards", text)
-        pairs = list(zip(live.completed, given, strict=True))
-    else:
-        pairs = [(key.removeprefix(RESPONSE_PREFIX), value) for key, value in given.items()]
-        unknown = [turn_id for turn_id, _ in pairs if turn_id not in live.completed]
-        if unknown:
-            text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"
-            raise RequestError(422, "wrong_turn_rewards", text)
-    return [RewardAssigned(trajectory_id, turn_id, value) for turn_id, value in pairs]
 
 
 def tree_turn(trajectory: Trajectory, turn: Turn) -> TreeTurn:

@@ -65,6 +65,16 @@ class FinishTrajectory(BaseModel):
     status: Literal["completed", "truncated", "aborted", "failed"] = "completed"
 
 
+class AssignReward(BaseModel):
+    """Body of POST /v1/trajectories/{id}/rewards. `turn` is a reply's id; none: of the whole trajectory."""
+
+    model_config = ConfigDict(extra="forbid")
+    reward: Reward
+    source: str = Field("agent", min_length=1, max_length=256)
+    turn: str | None = None
+    supersedes: str | None = None
+
+
 def check_messages(messages: list[Json]) -> None:
     """Refuse what no chat template can mean.
 

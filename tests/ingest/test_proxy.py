@@ -316,6 +316,74 @@ def test_turn_rewards_by_response_id(http: httpx.Client, server: Any, name: str)
     assert rows == [(i.removeprefix("chatcmpl-"), r) for i, r in zip(ids, (1.0, None, 3.0), strict=True)]
 
 
+def _reward(http: httpx.Client, name: str, **body: Any) -> httpx.Response:
+    return http.post(f"/v1/trajectories/{name}/rewards", json=body)
+
+
+def test_rewards_come_at_any_time(http: httpx.Client, server: Any, name: str) -> None:
+    """Before the end and after it, for the trajectory and for a turn, from the agent and from a judge."""
+    reply = _chat(http, name, USER).json()["id"]
+    early = _reward(http, name, reward=0.25, turn=reply)
+    assert early.status_code == 201
+    assert _finish(http, name, reward=1.0).status_code == 200
+    judged = _reward(http, name, reward=-1, source="judge").json()
+    trajectory = _trajectory(server, name)
+    assert judged == {
+        "id": name,
+        "trajectory_id": trajectory.opened.trajectory_id,
+        "event_id": trajectory.rewards[-1][0],
+    }
+    turn_id = reply.removeprefix("chatcmpl-")
+    assert (trajectory.reward(), trajectory.reward("judge")) == (1.0, -1.0)
+    assert trajectory.reward(turn_id=turn_id) == 0.25
+    # The turn's own id names it as well as its reply's does.
+    assert _reward(http, name, reward=0.5, turn=turn_id).status_code == 201
+    rows = _sql(server, "select turn_id, reward, source from rewards where trajectory = ? order by seq", name)
+    assert rows == [
+        *((turn_id, 0.25, "agent"), (None, 1.0, "agent")),
+        *((None, -1.0, "judge"), (turn_id, 0.5, "agent")),
+    ]
+
+
+def test_a_reward_takes_the_place_of_an_earlier_one(http: httpx.Client, server: Any, name: str) -> None:
+    """The earlier one stays in the log, superseded; as of an earlier cut it still counts."""
+    _chat(http, name, USER)
+    first = _reward(http, name, reward=1.0).json()["event_id"]
+    assert _finish(http, name).status_code == 200
+    cut = store.format_cut(store.open(server.path).head())
+    assert _reward(http, name, reward=0.0, supersedes=first).status_code == 201
+    assert _trajectory(server, name).reward() == 0.0
+    query = "select reward, superseded from rewards where trajectory = ? order by seq"
+    assert _sql(server, query, name) == [(1.0, True), (0.0, False)]
+    then = store.connect(server.path, as_of=cut).execute(query, [name]).fetchall()
+    assert then == [(1.0, False)]
+
+
+def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Any, name: str) -> None:
+    """Whom, what and which: each with a code that says what is wrong, and nothing is recorded."""
+    _chat(http, name, USER)
+    given = _reward(http, name, reward=1.0).json()["event_id"]
+    other = f"{name}-other"
+    elsewhere = _chat(http, other, USER).json()["id"]
+    theirs = _reward(http, other, reward=1.0).json()["event_id"]
+    for status, code, body in (
+        (422, "unknown_turn", {"reward": 1, "turn": elsewhere}),
+        (422, "unknown_reward", {"reward": 1, "supersedes": theirs}),
+        (422, "other_reward", {"reward": 1, "supersedes": given, "source": "judge"}),
+        (400, "bad_request", {"reward": "much"}),
+        (400, "bad_request", {"reward": 1, "source": ""}),
+        (400, "bad_request", {"reward": 1, "turns": "x"}),
+        (400, "bad_request", {}),
+    ):
+        answer = _reward(http, name, **body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body
+    raw = http.post(f"/v1/trajectories/{name}/rewards", content=b'{"reward": NaN}')
+    assert raw.status_code == 400
+    nobody = _reward(http, f"{name}-nobody", reward=1)
+    assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "unknown_trajectory")
+    assert [r.reward for _, r in _trajectory(server, name).rewards] == [1.0]
+
+
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 2.0, 3.0], {"chatcmpl-no": 1.0}, {"": 1.0}])
 def test_rewards_that_do_not_fit_are_422_and_finish_nothing(
     http: httpx.Client, server: Any, name: str, rewards: Any

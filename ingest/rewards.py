@@ -1,0 +1,72 @@
+"""Rewards: with the finish of a trajectory, or at any time, from the agent or from anybody.
+
+A reward is a new event, also when it comes late or takes another one's place: what was trained before keeps
+the one it had at its cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollbook.ingest.requests import AssignReward
+from rollbook.store.errors import RequestError
+from rollbook.store.events import RewardAssigned
+from rollbook.store.trajectory import Trajectory
+
+RESPONSE_PREFIX = "chatcmpl-"
+"""A reply's id is this and its turn's."""
+
+
+def assigned_reward(trajectory: Trajectory, body: AssignReward) -> RewardAssigned:
+    """The record of one more reward for the trajectory, or for one of its turns. Pure.
+
+    Raises:
+        RequestError: 422, it names a turn or a reward that the trajectory does not have.
+    """
+    turn_id = None if body.turn is None else body.turn.removeprefix(RESPONSE_PREFIX)
+    if turn_id is not None and turn_id not in trajectory.turns:
+        text = (
+            f"turn is {body.turn!r}, which is no reply of this trajectory: send the id of one of its replies"
+        )
+        raise RequestError(422, "unknown_turn", text)
+    if body.supersedes is not None:
+        _check_superseded(trajectory, body, turn_id)
+    return RewardAssigned(trajectory.opened.trajectory_id, turn_id, body.reward, body.source, body.supersedes)
+
+
+def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str | None) -> None:
+    earlier = dict(trajectory.rewards).get(body.supersedes or "")
+    if earlier is None:
+        text = (
+            f"supersedes is {body.supersedes!r}, which is no reward of this trajectory: send the event_id "
+            "that was given when it was assigned"
+        )
+        raise RequestError(422, "unknown_reward", text)
+    if (earlier.turn_id, earlier.source) != (turn_id, body.source):
+        of = "the trajectory" if earlier.turn_id is None else f"turn {earlier.turn_id}"
+        text = f"the reward to supersede is of {of} and from {earlier.source!r}: a new one must be so too"
+        raise RequestError(422, "other_reward", text)
+
+
+def turn_rewards(
+    trajectory_id: str, completed: Sequence[str], given: Sequence[float] | Mapping[str, float] | None
+) -> list[RewardAssigned]:
+    """The rewards of single turns that a finish gives: in turn order, or by the ids of their replies. Pure.
+
+    Raises:
+        RequestError: 422, they do not fit the trajectory's completed turns.
+    """
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        pairs = [(key.removeprefix(RESPONSE_PREFIX), value) for key, value in given.items()]
+        unknown = [turn_id for turn_id, _ in pairs if turn_id not in completed]
+        if unknown:
+            text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"
+            raise RequestError(422, "wrong_turn_rewards", text)
+    else:
+        if len(given) != len(completed):
+            text = f"turn_rewards holds {len(given)} rewards, but {len(completed)} turns completed"
+            raise RequestError(422, "wrong_turn_rewards", text)
+        pairs = list(zip(completed, given, strict=True))
+    return [RewardAssigned(trajectory_id, turn_id, value) for turn_id, value in pairs]
