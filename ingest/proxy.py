@@ -112,11 +112,13 @@ def _add_trajectory_routes(app: FastAPI, recorder: Recorder) -> None:
     @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
     async def reward(name: str, request: Request) -> Json:
         body = await _read(request, AssignReward)
-        opened = recorder.opened(name)
+        opened = recorder.known(name).opened
         await recorder.settle()
         # Of a finished trajectory only the name is in memory; its turns and rewards are read from the log.
         trajectory = await asyncio.to_thread(recorder.store.trajectory, opened.trajectory_id)
-        assert trajectory is not None
+        if trajectory is None:
+            text = f"trajectory {name!r} is no longer in the store: its events were dropped by retention"
+            raise RequestError(404, "trajectory_dropped", text)
         [event] = await recorder.write(assigned_reward(trajectory, body))
         return {"id": name, "trajectory_id": opened.trajectory_id, "event_id": event.event_id}
 

@@ -148,8 +148,8 @@ class Recorder:
             self._by_name[live.opened.name] = live
             self.note(live.opened)
 
-    def opened(self, name: str) -> TrajectoryOpened:
-        """How the trajectory of that name was opened, whichever proxy writes it.
+    def known(self, name: str) -> LiveTrajectory:
+        """The trajectory of that name in this run, whichever proxy writes it.
 
         Raises:
             RequestError: 404, the run has none.
@@ -158,16 +158,20 @@ class Recorder:
         if live is None:
             text = f"no trajectory {name!r} in run {self.run!r}"
             raise RequestError(404, "unknown_trajectory", text)
-        return live.opened
+        return live
 
     def find(self, name: str) -> LiveTrajectory | None:
-        """The trajectory of that name in this run.
+        """The trajectory of that name in this run, for whoever is about to extend it.
 
         Raises:
             RequestError: 409, another proxy writes it.
         """
         live = self._by_name.get(name)
-        if live is not None and live.lane != self.lane and not live.finished:
+        return None if live is None else self._ours(live)
+
+    def _ours(self, live: LiveTrajectory) -> LiveTrajectory:
+        if live.lane != self.lane and not live.finished:
+            name = live.opened.name
             text = f"trajectory {name!r} is written by the proxy of lane {live.lane!r}: send it there"
             raise RequestError(409, "other_lane", text)
         return live
@@ -178,9 +182,7 @@ class Recorder:
         Raises:
             RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
         """
-        self.opened(name)
-        live = self.find(name)
-        assert live is not None
+        live = self._ours(self.known(name))
         if live.finished:
             raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
         if live.running:

@@ -20,13 +20,17 @@ ERASED = frozenset({TEXT_ERASED, TOKENS_ERASED})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Path:
-    """One path: `messages` as last sent, then the last reply; its turns from the root to the leaf."""
+    """One path: `messages` as last sent, then the last reply, and the tokens of all of it."""
 
     trajectory: Trajectory
-    turns: tuple[Turn, ...]
     messages: list[Json]
     tools: Any
     tokens: PathTokens
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Its turns, from the root to the leaf."""
+        return self.tokens.turns
 
     def head(self) -> Json:
         """What is said of the trajectory, as plain JSON values."""
@@ -61,7 +65,7 @@ def paths(trajectory: Trajectory) -> Iterator[Path]:
         if any(ERASED & set(turn.completed.flags) for turn in tokens.turns if turn.completed):
             continue
         messages = [*trajectory.messages(leaf), leaf.completed.reply]
-        yield Path(trajectory, tokens.turns, messages, leaf.requested.request.get("tools"), tokens)
+        yield Path(trajectory, messages, leaf.requested.request.get("tools"), tokens)
 
 
 def _turn_row(trajectory: Trajectory, turn: Turn) -> Json:

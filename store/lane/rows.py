@@ -32,7 +32,7 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     """The rows as the payload of a row frame.
 
     Raises:
-        struct.error, AttributeError, TypeError, ValueError: a value has no stored form.
+        struct.error, AttributeError, OverflowError, TypeError, ValueError: a value has no stored form.
     """
     return b"".join(part for row in rows for part in _encode(row))
 

@@ -533,6 +533,19 @@ def proxy(in_process: Any, chat: Any) -> Any:
     return in_process(ScriptedEngine(chat(), lambda m, t: f"{len(m)}: {m[-1]['content']}"), chat())
 
 
+def test_a_reward_for_what_retention_dropped_is_a_404(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is known still, its events are not there: nothing is recorded of it."""
+    assert proxy.chat("dropped", USER).status_code == 200
+    assert proxy.post("/v1/trajectories/dropped/finish", json={}).status_code == 200
+    proxy.settled()
+    head = proxy.store.head()
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Store, "trajectory", lambda *_: None)
+        answer = proxy.post("/v1/trajectories/dropped/rewards", json={"reward": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trajectory_dropped")
+    assert proxy.store.head() == head
+
+
 def test_a_store_that_fails_is_a_503(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be made durable is never answered with 200; the client is told when to come back."""
     first = proxy.chat("t", USER)
