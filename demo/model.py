@@ -84,7 +84,7 @@ def make_model(folder: Path, seed: int) -> None:
 
 def _texts(seed: int) -> Iterable[str]:
     """Rendered conversations, as the tokenizer will meet them."""
-    from rollbook.ingest.chat_template import compile_template
+    from rollbook.ingest.tokens.chat_template import compile_template
 
     template = compile_template(CHAT_TEMPLATE)
     rng = random.Random(f"tokenizer-{seed}")

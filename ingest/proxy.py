@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
-from rollbook.ingest.engine import Engine
+from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.recorder import LiveTrajectory, Recorder
 from rollbook.ingest.requests import (

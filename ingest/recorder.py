@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollbook.ingest.chat_template import ChatTokenizer
 from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.rewards import turn_rewards
-from rollbook.ingest.tree import TreeTurn, TurnTree
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.tree import TreeTurn, TurnTree
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError
 from rollbook.store.events import (

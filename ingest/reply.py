@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import orjson
 
-from rollbook.ingest.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import Json, TokenIds
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)

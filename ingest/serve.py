@@ -13,12 +13,12 @@ import uvicorn
 from rich.console import Console
 
 from rollbook import store
-from rollbook.ingest.chat_template import ChatTokenizer, load_chat_tokenizer
-from rollbook.ingest.engine import Engine
+from rollbook.ingest.engines.engine import Engine
+from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.scripted import ScriptedEngine, load_script
 from rollbook.ingest.sealer_child import sealer_beside
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import RunOpened
 
@@ -60,7 +60,7 @@ def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
     if options.engine != "embedded":
         raise ConfigError(f"--engine {options.engine!r}: use one of {', '.join(ENGINES)}")
     try:
-        from rollbook.ingest.embedded import EmbeddedEngine
+        from rollbook.ingest.engines.embedded import EmbeddedEngine
     except ImportError as error:
         raise EngineError(
             f"the embedded engine needs torch and transformers ({error}): pip install 'rollbook[engine]'"

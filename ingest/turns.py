@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollbook.ingest.bridge import self_test
-from rollbook.ingest.engine import Engine, Generation, Prompt, Sampling
+from rollbook.ingest.engines.engine import Engine, Generation, Prompt, Sampling
 from rollbook.ingest.recorder import LiveTrajectory, Recorder
 from rollbook.ingest.reply import Reply, read_reply
 from rollbook.ingest.requests import ChatRequest
-from rollbook.ingest.tree import Plan, TreeTurn, context_key, plan_turn
+from rollbook.ingest.tokens.bridge import self_test
+from rollbook.ingest.tokens.tree import Plan, TreeTurn, context_key, plan_turn
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rollbook.ingest.weights import Tensors, digest_tensors
+from rollbook.ingest.engines.weights import Tensors, digest_tensors
 from rollbook.store.errors import ModelError
 from rollbook.train.batch import MicroBatch
 from rollbook.train.config import OptimizerConfig

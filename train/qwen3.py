@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import torch
 
-from rollbook.ingest.weights import Tensors
+from rollbook.ingest.engines.weights import Tensors
 from rollbook.store.errors import ModelError
 
 VOCAB_DIVISOR = 128

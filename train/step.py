@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from pydantic import TypeAdapter
 
-from rollbook.ingest.weights import digest_tensors
+from rollbook.ingest.engines.weights import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import Batch, MicroBatch, build_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.weights import digest_tensors, read_weights, widened
+from rollbook.ingest.engines.weights import digest_tensors, read_weights, widened
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json

@@ -14,8 +14,8 @@ from rollbook.demo import agent, run
 from rollbook.demo.processes import Agent, DemoError, Process, Server, rollbook_command
 from rollbook.demo.report import plot, reward_by_version
 from rollbook.demo.task import TOOLS, conversation, parse
-from rollbook.ingest.bridge import self_test
-from rollbook.ingest.chat_template import load_chat_tokenizer
+from rollbook.ingest.tokens.bridge import self_test
+from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Event, RewardAssigned, TrajectoryFinished, TrajectoryOpened
 from rollbook.train.config import parse_config

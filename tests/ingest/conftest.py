@@ -22,11 +22,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook import store
-from rollbook.ingest.chat_template import ChatTokenizer, load_chat_tokenizer
-from rollbook.ingest.engine import Generation
+from rollbook.ingest.engines.engine import Generation
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import ChatRequest, OpenTrajectory
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.ingest.turns import AnsweredTurn, TurnTaker
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.trajectory import Trajectory, fold

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli import app as command
 from rollbook.ingest import event_feed
+from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.scripted import ScriptedEngine
 from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.codec import as_json, decode, from_json
 from rollbook.store.errors import CutError, RequestError, StoreError

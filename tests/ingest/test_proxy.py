@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from rollbook import store
+from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import OpenTrajectory
-from rollbook.ingest.scripted import ScriptedEngine
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import TrajectoryOpened, TurnDelivered
 from rollbook.store.trajectory import Trajectory, fold

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.chat_template import ChatTokenizer
 from rollbook.ingest.reply import Reply, read_reply
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import token_ids
 
 Chat = Callable[..., ChatTokenizer]

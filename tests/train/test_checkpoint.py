@@ -10,7 +10,7 @@ import orjson
 import pytest
 import torch
 
-from rollbook.ingest.weights import digest_tensors, read_weights
+from rollbook.ingest.engines.weights import digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.train.backend import TrainablePolicy

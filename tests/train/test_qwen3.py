@@ -10,7 +10,7 @@ import orjson
 import pytest
 import torch
 
-from rollbook.ingest.weights import read_weights
+from rollbook.ingest.engines.weights import read_weights
 from rollbook.store.errors import ModelError
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import MicroBatch

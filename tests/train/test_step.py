@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.ingest.embedded import read_weights
+from rollbook.ingest.engines.embedded import read_weights
 from rollbook.store.trajectory import fold
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition

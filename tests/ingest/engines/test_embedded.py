@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollbook.ingest.chat_template import load_chat_tokenizer
-from rollbook.ingest.embedded import EmbeddedEngine
-from rollbook.ingest.engine import Generation, Prompt, Sampling
-from rollbook.ingest.sampling import GREEDY, sample, uniform_draw
-from rollbook.ingest.weights import digest_tensors, read_weights
+from rollbook.ingest.engines.embedded import EmbeddedEngine
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.ingest.engines.sampling import GREEDY, sample, uniform_draw
+from rollbook.ingest.engines.weights import digest_tensors, read_weights
+from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import ModelError
 from rollbook.store.events import PolicyActivated
 from rollbook.store.trajectory import fold
@@ -471,7 +471,7 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path, tiny_model: Path
 
 def test_a_published_checkpoint_gives_its_own_version(served: Any, other_model: Path, tmp_path: Path) -> None:
     """Without a version in the request the checkpoint's manifest names it, if its digest is right."""
-    from rollbook.ingest.weights import digest_tensors
+    from rollbook.ingest.engines.weights import digest_tensors
 
     folder = Path(shutil.copytree(other_model, tmp_path / "published"))
     digest = digest_tensors(read_weights(other_model))

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollbook.ingest.bridge import NoBridge, bridge
-from rollbook.ingest.chat_template import ChatTokenizer
-from rollbook.ingest.normal_form import chain, chain_all
+from rollbook.ingest.tokens.bridge import NoBridge, bridge
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.normal_form import chain, chain_all
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, TokenIds
 

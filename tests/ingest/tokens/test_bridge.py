@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.bridge import SENTINEL, NoBridge, bridge, self_test
-from rollbook.ingest.chat_template import ChatTokenizer, compile_template
+from rollbook.ingest.tokens.bridge import SENTINEL, NoBridge, bridge, self_test
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 
 Chat = Callable[..., ChatTokenizer]
 

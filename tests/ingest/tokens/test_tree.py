@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.ingest.bridge import SENTINEL
 from rollbook.ingest.requests import ChatRequest, OpenTrajectory
+from rollbook.ingest.tokens.bridge import SENTINEL
 from rollbook.store.trajectory import Trajectory, fold, prompt_sha256
 from rollbook.train.samples import Sample, samples_of
 

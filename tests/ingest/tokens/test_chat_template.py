@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.ingest.chat_template import ChatTokenizer, compile_template, load_chat_tokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template, load_chat_tokenizer
 from rollbook.store.errors import ModelError, RequestError
 
 TextModel = Callable[[str], Path]

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollbook.ingest.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict
 
-from rollbook.ingest.engine import Generation, Prompt, Sampling
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
 from rollbook.ingest.requests import Temperature
 from rollbook.store.errors import ModelError, RequestError
 from rollbook.store.events import Json, token_ids

@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 from fastapi import APIRouter
 
-from rollbook.ingest.chat_template import ChatTokenizer
-from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
-from rollbook.ingest.normal_form import chain_all
+from rollbook.ingest.engines.engine import Activated, Generation, Prompt, Sampling
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import Json
 

@@ -22,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging
 
-from rollbook.ingest.control import control_routes
-from rollbook.ingest.engine import Activated, Generation, Prompt, Sampling
-from rollbook.ingest.sampling import SeededManager
-from rollbook.ingest.weights import digest_tensors, published_version, read_weights, widened
+from rollbook.ingest.engines.control import control_routes
+from rollbook.ingest.engines.engine import Activated, Generation, Prompt, Sampling
+from rollbook.ingest.engines.sampling import SeededManager
+from rollbook.ingest.engines.weights import digest_tensors, published_version, read_weights, widened
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Logprobs, VersionSpan, token_ids
 

@@ -1,0 +1,1 @@
+"""Front doors: each API that clients speak, read into one form and answered in its own."""

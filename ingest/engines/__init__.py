@@ -1,0 +1,1 @@
+"""Engines: ids in, ids out, and which policy version made each."""

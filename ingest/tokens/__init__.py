@@ -1,0 +1,1 @@
+"""Exact ids: chat template, bridge, tree of turns, and how messages are matched."""
