@@ -37,7 +37,7 @@ ARRAYS = {
 }
 """Columns of arrays, and what the arrays hold."""
 _INTEGERS = ("policy_version", "step")
-_MAY_REFER = ("messages", "request")
+_MAY_REFER = ("messages", "request", "wire")
 """Fields of `turn.requested` that may hold references to bodies."""
 
 
@@ -275,7 +275,7 @@ def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
     texts = column.to_pylist()
     for i in np.flatnonzero(refers.to_numpy(zero_copy_only=False)):
         values = orjson.loads(texts[i])
-        values |= {name: resolve(values[name], body) for name in _MAY_REFER}
+        values |= {name: resolve(values[name], body) for name in _MAY_REFER if name in values}
         texts[i] = orjson.dumps(values).decode()
     return batch.set_column(batch.schema.get_field_index("extra"), "extra", pa.array(texts, pa.string()))
 

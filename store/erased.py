@@ -70,6 +70,7 @@ def _request(extra: Mapping[str, Any]) -> dict[str, Any]:
         "sampling": {k: v for k, v in extra["sampling"].items() if isinstance(v, int | float | None)},
         "honoured": {},
         "context_key": "",
+        "wire": MARK,
     }
 
 
@@ -81,7 +82,7 @@ def named_bodies(extra: str) -> Iterator[str]:
     """Digests of the bodies that a stored request refers to."""
     if f'"{KEY}"' in extra:
         values = orjson.loads(extra)
-        yield from _references([values["messages"], values["request"]])
+        yield from _references([values[name] for name in ("messages", "request", "wire") if name in values])
 
 
 def _references(value: Any) -> Iterator[str]:

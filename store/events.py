@@ -134,7 +134,11 @@ class TurnRequested:
 
     The request's messages are the first `shared_messages` of `base_turn_id`'s request, then
     `messages`; the rest of its body is `request`. So a conversation of N turns is stored in O(N).
-    `honoured` holds, as false, each field the engine cannot act on.
+    `honoured` holds, as false, each field the engine cannot act on. `wire` says how the request came in:
+    `endpoint` (/v1/chat/completions where it is absent), `choice` (place among the siblings of n > 1),
+    `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), and, where the endpoint's messages
+    have another form than `messages`, the messages as sent: the first `shared_items` of the base turn's,
+    then `items`.
     """
 
     KIND: ClassVar[str] = "turn.requested"
@@ -151,6 +155,7 @@ class TurnRequested:
     sampling: Json
     honoured: Json
     context_key: str
+    wire: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ ids are only ever appended: what the engine was sent comes back exactly (checked
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +115,25 @@ class Trajectory:
 
     def messages(self, turn: Turn) -> list[Json]:
         """The request's messages exactly as the client sent them."""
-        chain = [turn.requested]
-        while (base_turn_id := chain[-1].base_turn_id) is not None:
-            chain.append(self.turns[base_turn_id].requested)
-        messages = list(chain[-1].messages)
-        for asked in chain[-2::-1]:
-            messages[asked.shared_messages :] = asked.messages
-        return messages
+        return self._rebuilt(turn, lambda asked: (asked.shared_messages, asked.messages))
+
+    def items(self, turn: Turn) -> list[Any] | None:
+        """The messages in the form of the endpoint they came to, where that is another than `messages`'."""
+        if "items" not in turn.requested.wire:
+            return None
+        return self._rebuilt(turn, lambda asked: (asked.wire.get("shared_items", 0), asked.wire["items"]))
+
+    def _rebuilt(self, turn: Turn, part: Callable[[TurnRequested], tuple[int, list[Any]]]) -> list[Any]:
+        """A list stored as what each request shares with its base's, and what it has of its own."""
+        chain = [part(turn.requested)]
+        asked = turn.requested
+        while chain[-1][0] and asked.base_turn_id is not None:
+            asked = self.turns[asked.base_turn_id].requested
+            chain.append(part(asked))
+        whole: list[Any] = []
+        for shared, own in chain[::-1]:
+            whole[shared:] = own
+        return whole
 
 
 def prompt_sha256(ids: TokenIds) -> str:

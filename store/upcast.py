@@ -12,7 +12,7 @@ from typing import Any
 
 Values = dict[str, Any]
 
-VERSIONS: Mapping[str, int] = {"sample.dropped": 2}
+VERSIONS: Mapping[str, int] = {"sample.dropped": 2, "turn.requested": 2}
 """Kind -> version of its record in this release; 1 where it is not named."""
 
 
@@ -21,8 +21,14 @@ def _sample_dropped_1(values: Values) -> Values:
     return {"attempt": 1} | values
 
 
+def _turn_requested_1(values: Values) -> Values:
+    """Version 2 says how the request came in. Before, it was a chat completion, and a first attempt."""
+    return values | {"wire": {}}
+
+
 UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("sample.dropped", 1): _sample_dropped_1,
+    ("turn.requested", 1): _turn_requested_1,
 }
 """(kind, version) -> what makes the next version of it."""
 

@@ -142,7 +142,8 @@ class Framer:
 
         messages = externalize(record.messages, limit, store)
         request = externalize(record.request, limit, store)
-        small = replace(event, record=replace(record, messages=messages, request=request))
+        wire = externalize(record.wire, limit, store)
+        small = replace(event, record=replace(record, messages=messages, request=request, wire=wire))
         return [*rows, row_of(small)]
 
     def _encode(self, rows: list[Row], first_seq: int) -> tuple[int, Any, int] | None:
