@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -25,15 +25,20 @@ EVERY_KIND = "*"
 Query = Mapping[str, str]
 
 
-def add_event_routes(app: FastAPI, recorder: Recorder) -> EventStreams:
-    """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application."""
+def add_event_routes(app: FastAPI, recorder: Recorder, allow: Callable[[Request], None]) -> EventStreams:
+    """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application.
+
+    Args:
+        allow: raises where a request may not see all trajectories.
+    """
     streams = EventStreams(recorder.store)
 
     @app.get("/v1/events")
     async def events(request: Request) -> Response:
+        allow(request)
         return await _events(streams, request)
 
-    _add_cursor_routes(app, recorder, streams)
+    _add_cursor_routes(app, recorder, streams, allow)
     return streams
 
 
@@ -131,12 +136,15 @@ def _bad_query(what: str, remedy: str) -> RequestError:
 # Cursors ------------------------------------------------------------------------------------
 
 
-def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams) -> None:
+def _add_cursor_routes(
+    app: FastAPI, recorder: Recorder, streams: EventStreams, allow: Callable[[Request], None]
+) -> None:
     cursors = Cursors(recorder.store)
     moving = asyncio.Lock()
 
     @app.get("/v1/cursors/{name}")
-    async def read_cursor(name: str) -> Json:
+    async def read_cursor(name: str, request: Request) -> Json:
+        allow(request)
         cut = await _cursor(streams, cursors, name)
         if cut is None:
             text = f"no consumer {name!r} has a cursor: PUT one, or begin without `from`"
@@ -145,6 +153,7 @@ def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams) 
 
     @app.put("/v1/cursors/{name}")
     async def move_cursor(name: str, request: Request) -> Json:
+        allow(request)
         cut = _cut_of(await request.body())
         async with moving:
             old = await _cursor(streams, cursors, name) or {}

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import replace
 
-import numpy as np
-
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
+from rollbook.ingest.restore import RunReader, restored
 from rollbook.ingest.rewards import turn_rewards
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.tree import TreeTurn, TurnTree
+from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError
 from rollbook.store.events import (
+    QUARANTINE,
+    Json,
+    LabelAdded,
     Record,
     RewardAssigned,
     TrajectoryFinished,
@@ -27,28 +30,11 @@ from rollbook.store.events import (
     TurnDelivered,
 )
 from rollbook.store.ids import new_id
-from rollbook.store.trajectory import Trajectory, Turn
+from rollbook.store.trajectory import Trajectory
 from rollbook.store.upkeep_events import TrajectoryAdopted
 
-
-@dataclass(slots=True)
-class LiveTrajectory:
-    """A trajectory the proxy writes, or wrote: once finished, only its name is kept."""
-
-    opened: TrajectoryOpened
-    lane: str
-    tree: TurnTree = field(default_factory=TurnTree)
-    completed: list[str] = field(default_factory=list)
-    delivered: set[str] = field(default_factory=set)
-    running: int = 0
-    sending: int = 0
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    finished: bool = False
-
-    def forget(self) -> None:
-        """Drop what only an open trajectory needs."""
-        self.finished = True
-        self.tree, self.completed, self.delivered = TurnTree(), [], set()
+TIPS_KEPT = 65536
+"""Ends of quarantined conversations that are remembered."""
 
 
 class Recorder:
@@ -57,11 +43,12 @@ class Recorder:
     Not thread-safe: it belongs to the proxy's event loop.
     """
 
-    def __init__(self, store: Store, lane: str, run: str, tokenizer: ChatTokenizer) -> None:
-        self.store, self.lane, self.run, self.tokenizer = store, lane, run, tokenizer
+    def __init__(self, store: Store, lane: str, run: str) -> None:
+        self.store, self.lane, self.run = store, lane, run
         self.writer = store.writer(lane)
         self._by_name: dict[str, LiveTrajectory] = {}
         self._noted: Future[int] | None = None
+        self._tips: dict[bytes, LiveTrajectory] = {}
         self.adopted: dict[str, int] = {}
         """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
         try:
@@ -76,7 +63,7 @@ class Recorder:
         Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
         one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
         """
-        runs = _RunReader(self.store, self.run)
+        runs = RunReader(self.store, self.run)
         tried = {self.lane}
         with contextlib.ExitStack() as locks:
             while lanes := {t.lane for t in runs.open()} - tried:
@@ -96,7 +83,7 @@ class Recorder:
             self._by_name[opened.name] = LiveTrajectory(opened, lane, finished=True)
         for trajectory in runs.open():
             lane = self.lane if trajectory.lane in self.adopted else trajectory.lane
-            self._by_name[trajectory.opened.name] = _restored(trajectory, lane)
+            self._by_name[trajectory.opened.name] = restored(trajectory, lane)
 
     def _record_adoptions(self, trajectories: list[Trajectory]) -> None:
         records = [TrajectoryAdopted(t.opened.trajectory_id, t.lane, t.last_event_id) for t in trajectories]
@@ -148,6 +135,50 @@ class Recorder:
             self._by_name[live.opened.name] = live
             self.note(live.opened)
 
+    def unnamed(self, messages: list[Json]) -> LiveTrajectory:
+        """The quarantined trajectory that these messages go on from, or a new one.
+
+        Traffic that names no trajectory is kept, apart: each conversation in one of its own, never trained.
+        """
+        while len(self._tips) > TIPS_KEPT:
+            del self._tips[next(iter(self._tips))]
+        for tip in reversed(chain_all(messages)[1:-1]):
+            live = self._tips.get(tip)
+            if live is not None and not live.finished:
+                return live
+        trajectory_id = new_id()
+        opened = TrajectoryOpened(trajectory_id, f"{QUARANTINE}/{trajectory_id}", split=QUARANTINE)
+        return LiveTrajectory(opened, self.lane, tips=self._tips)
+
+    def of_turn(self, turn_id: str) -> LiveTrajectory | None:
+        """The open trajectory that has this turn."""
+        return next((t for t in self._by_name.values() if t.tree.by_id(turn_id)), None)
+
+    def open_trajectories(self) -> list[LiveTrajectory]:
+        """Those of this lane that are not finished."""
+        return [t for t in self._by_name.values() if not t.finished and t.lane == self.lane]
+
+    async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[AnsweredTurn]:
+        """Completed turns as the log has them.
+
+        Raises:
+            RequestError: 404, the log has them no more.
+        """
+        await self.settle()
+        trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
+        found = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
+        made = [AnsweredTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
+        if len(made) < len(turn_ids):
+            text = f"no completed turn {turn_ids[len(made)]!r} in trajectory {live.opened.name!r}"
+            raise RequestError(404, "unknown_turn", text)
+        return made
+
+    async def abandon(self, live: LiveTrajectory) -> None:
+        """Finish a trajectory whose agent was not heard of for too long."""
+        label = LabelAdded(live.opened.trajectory_id, None, "abandoned", True, "rollbook")
+        self.note(label)
+        await self.finish(live.opened.name, FinishTrajectory(status="aborted"))
+
     def known(self, name: str) -> LiveTrajectory:
         """The trajectory of that name in this run, whichever proxy writes it.
 
@@ -168,6 +199,13 @@ class Recorder:
         """
         live = self._by_name.get(name)
         return None if live is None else self._ours(live)
+
+    def relabelled(self, live: LiveTrajectory, labels: Json) -> None:
+        """Note labels that a request gives its trajectory beyond those it was opened with."""
+        new = {k: v for k, v in labels.items() if live.opened.labels.get(k) != v}
+        if new and live.opened.name in self._by_name:
+            self.note(*(LabelAdded(live.opened.trajectory_id, None, k, v) for k, v in new.items()))
+            live.opened = replace(live.opened, labels=live.opened.labels | new)
 
     def _ours(self, live: LiveTrajectory) -> LiveTrajectory:
         if live.lane != self.lane and not live.finished:
@@ -215,54 +253,3 @@ class Recorder:
     def close(self) -> None:
         """Commit what is pending and give the lane back."""
         self.writer.close()
-
-
-class _RunReader:
-    """Which trajectories of a run there are, and the open ones whole."""
-
-    def __init__(self, store: Store, run: str) -> None:
-        self.opened: dict[str, tuple[TrajectoryOpened, str]] = {}
-        self._store, self._run = store, run
-        self._finished: set[str] = set()
-        self._cut: dict[str, int] = {}
-        self._open: list[Trajectory] = []
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read what became durable since the last time."""
-        head = self._store.head()
-        for event in self._store.events(head, self._cut):
-            record = event.record
-            if event.run != self._run:
-                continue
-            if isinstance(record, TrajectoryOpened):
-                self.opened[record.trajectory_id] = (record, event.lane)
-            elif isinstance(record, TrajectoryFinished):
-                self._finished.add(record.trajectory_id)
-        self._cut = head
-        ids = set(self.opened) - self._finished
-        self._open = list(self._store.trajectories(head, ids).values()) if ids else []
-
-    def open(self) -> list[Trajectory]:
-        """Those that are not finished."""
-        return self._open
-
-
-def _restored(trajectory: Trajectory, lane: str) -> LiveTrajectory:
-    live = LiveTrajectory(trajectory.opened, lane)
-    for turn in trajectory.turns.values():
-        if turn.completed is not None:
-            live.tree.add(tree_turn(trajectory, turn))
-            live.completed.append(turn.turn_id)
-        if turn.delivered:
-            live.delivered.add(turn.turn_id)
-    return live
-
-
-def tree_turn(trajectory: Trajectory, turn: Turn) -> TreeTurn:
-    """A folded turn as a possible parent of later ones."""
-    assert turn.completed is not None
-    ids = np.concatenate([trajectory.prompt_ids(turn), turn.completed.completion_ids])
-    messages = trajectory.messages(turn)
-    key = turn.requested.context_key
-    return TreeTurn(turn.turn_id, key, messages, turn.completed.reply, ids)

@@ -1,22 +1,21 @@
-"""From sampled ids to the assistant message that goes out. Pure.
+"""From sampled ids to the assistant message that goes out, whole or as it grows. Pure.
 
-Tool calls are read in the Hermes/Qwen form, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
-and only when the request offered tools. A malformed call goes out as content, flagged.
+Tool calls and reasoning are read by the model family's parser, and calls only when the request offered
+tools. What is sent while a reply grows is always a prefix of what the whole reply says.
 """
 
 from __future__ import annotations
 
-import json
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
-import orjson
+from tokenizers.decoders import DecodeStream
 
+from rollbook.ingest.replies.family import Family, Parsed
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import Json, TokenIds
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+NOTHING = Parsed(None, "", (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,46 +27,109 @@ class Reply:
     flags: list[str]
 
 
-def read_reply(
-    tokenizer: ChatTokenizer, ids: TokenIds, finish: str, *, tools_offered: bool, turn_id: str
-) -> Reply:
-    """The reply that a completion says.
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """How the completions of one request are read.
 
-    Args:
-        ids: the completion, its end-of-turn token included if there is one.
-        finish: the engine's reason, stop or length.
-        turn_id: call ids are minted from it, so that echoes name the turn.
+    Attributes:
+        tools: the functions whose calls are looked for, in chat form; None: calls are not read.
+        in_reasoning: the prompt ended inside an open reasoning block.
+        stops: strings that end the reply, and are no part of it.
+        raw: the text is the reply, as it is: no reasoning, no calls.
     """
-    body = ids[:-1] if len(ids) and int(ids[-1]) in tokenizer.stop_ids else ids
-    text = tokenizer.decode(body)
-    if tools_offered and "<tool_call>" in text:
-        calls = _calls(text, turn_id)
-        if calls is None:
-            return Reply({"role": "assistant", "content": text}, finish, ["malformed_tool_call"])
-        content = text[: text.index("<tool_call>")].strip() or None
-        message = {"role": "assistant", "content": content, "tool_calls": calls}
-        return Reply(message, "tool_calls" if finish == "stop" else finish, [])
-    return Reply({"role": "assistant", "content": text}, finish, [])
+
+    tokenizer: ChatTokenizer
+    family: Family
+    tools: Sequence[Json] | None = None
+    in_reasoning: bool = False
+    stops: tuple[str, ...] = ()
+    raw: bool = False
+
+    def reply(self, ids: TokenIds, finish: str, turn_id: str) -> Reply:
+        """The reply that a whole completion says.
+
+        Args:
+            ids: the completion, its end-of-turn token included if there is one.
+            finish: the engine's reason: stop, length or abort.
+            turn_id: call ids are minted from it, so that echoes name the turn.
+        """
+        body = ids[:-1] if len(ids) and int(ids[-1]) in self.tokenizer.stop_ids else ids
+        text = self.tokenizer.reply_text(body, self.family.markers)
+        cut = first_stop(text, self.stops)
+        flags = [] if cut is None else ["stop_string"]
+        if cut is not None:
+            text, finish = text[:cut], "stop"
+        if self.raw:
+            return Reply({"role": "assistant", "content": text}, finish, flags)
+        parsed = self.family.parse(text, self.tools, in_reasoning=self.in_reasoning, final=True)
+        calls = [
+            {
+                "id": f"call-{turn_id}-{index}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(parsed.calls)
+        ]
+        message: Json = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message |= {"content": parsed.content or None, "tool_calls": calls}
+        reason = "tool_calls" if calls and finish == "stop" else finish
+        return Reply(message, reason, [*flags, *parsed.flags])
 
 
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop strings begins, or None."""
+    return min((at for at in (text.find(stop) for stop in stops) if at >= 0), default=None)
 
 
-def _calls(text: str, turn_id: str) -> list[Json] | None:
-    bodies = _CALL.findall(text)
-    if len(bodies) != text.count("<tool_call>"):
-        return None
-    calls = []
-    for index, body in enumerate(bodies):
-        try:
-            call = json.loads(body, parse_constant=_no_json)
-            name, arguments = call["name"], call["arguments"]
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            orjson.dumps(function)  # an escaped half of a surrogate pair could not be sent or stored
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        calls.append({"id": f"call-{turn_id}-{index}", "type": "function", "function": function})
-    return calls
+class GrowingReply:
+    """A completion as it is sampled: its text so far, and what of the reply is certain.
+
+    `tokenizers`' own stream decoder holds back ids whose bytes are no whole characters yet.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._text = ""
+        self.stopped = False
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """Take more ids of the completion."""
+        tokenizer = self._reading.tokenizer
+        stops = tokenizer.stop_ids
+        readable = [i for i in ids if i not in stops]
+        added = []
+        for token_id in tokenizer.readable(readable, self._reading.family.markers):
+            piece = self._stream.step(tokenizer.tokenizer, token_id)
+            if piece:
+                added.append(piece)
+        if not added:
+            return
+        longest = max(map(len, self._reading.stops), default=0)
+        seen = max(len(self._text) - longest, 0)
+        self._text += "".join(added)
+        if longest and not self.stopped:
+            self.stopped = first_stop(self._text[seen:], self._reading.stops) is not None
+
+    def certain(self) -> Parsed:
+        """Reasoning and content that the whole reply will begin with, whatever is still to come."""
+        reading, text = self._reading, self._text
+        cut = first_stop(text, reading.stops)
+        text = _without_open_stop(text, reading.stops) if cut is None else text[:cut]
+        if reading.raw:
+            return Parsed(None, text, (), ())
+        return reading.family.parse(text, reading.tools, in_reasoning=reading.in_reasoning, final=False)
+
+
+def _without_open_stop(text: str, stops: Sequence[str]) -> str:
+    """The text without an end that may turn out to be the beginning of a stop string."""
+    held = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), held, -1):
+            if text.endswith(stop[:size]):
+                held = size
+                break
+    return text[: len(text) - held]

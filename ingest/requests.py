@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollbook.store.errors import RequestError
 from rollbook.store.events import SPLITS, Json
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
-        raise ValueError("a reward must be a finite number")
+        raise ValueError("must be a finite number")
     return value
 
 
-Reward = Annotated[float, AfterValidator(_finite)]
+Finite = Annotated[float, AfterValidator(_finite)]
+Reward = Finite
 
 
 def _greedy_if_tiny(value: float) -> float:
@@ -27,21 +29,36 @@ def _greedy_if_tiny(value: float) -> float:
     return 0.0 if value < 1e-6 else value
 
 
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_greedy_if_tiny)]
+Temperature = Annotated[Finite, Field(ge=0), AfterValidator(_greedy_if_tiny)]
 
 
-class ChatRequest(BaseModel):
-    """OpenAI chat completions, as far as the proxy reads it; every other field is kept as sent."""
+class SamplingFields(BaseModel):
+    """What a request says about sampling, by the names of OpenAI's APIs and of vLLM's and SGLang's additions.
 
-    model_config = ConfigDict(extra="allow")
+    Every endpoint's own names are mapped to these. Other fields are kept as sent, and not read.
+    """
+
+    model_config = ConfigDict(extra="ignore")
     model: str | None = None
-    messages: list[Json]
-    tools: list[Json] | None = None
     temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0)] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    logit_bias: dict[str, Finite] | None = None
     stream: bool | None = None
+    stream_options: Json | None = None
+    tool_choice: Any = None
+    response_format: Json | None = None
+    chat_template_kwargs: Json | None = None
 
 
 class OpenTrajectory(BaseModel):
@@ -75,34 +92,55 @@ class AssignReward(BaseModel):
     supersedes: str | None = None
 
 
-def check_messages(messages: list[Json]) -> None:
-    """Refuse what no chat template can mean.
+class AddLabel(BaseModel):
+    """Body of POST /v1/trajectories/{id}/labels. `turn` is a reply's id; none: of the whole trajectory."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1, max_length=256)
+    value: Any = None
+    source: str = Field("agent", min_length=1, max_length=256)
+    turn: str | None = None
+
+
+def json_object(raw: bytes) -> Json:
+    """A body as a JSON object.
 
     Raises:
-        RequestError: 400, naming the message.
+        RequestError: 400, it is none.
     """
-    if not messages:
-        raise RequestError(400, "empty_messages", "messages is empty: send at least one message")
-    for index, message in enumerate(messages):
-        role = message.get("role")
-        if role not in ROLES:
-            text = f"messages[{index}].role is {role!r}: use one of {', '.join(ROLES)}"
-            raise RequestError(400, "unknown_role", text)
-        _check_calls(index, message.get("tool_calls"))
-    if messages[-1].get("role") == "assistant":
-        text = "the last message is the assistant's: nothing is left to answer"
-        raise RequestError(400, "nothing_to_answer", text)
+    try:
+        body = orjson.loads(raw or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise RequestError(400, "bad_json", f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(400, "bad_json", "the body must be a JSON object")
+    return body
 
 
-def _check_calls(index: int, calls: Any) -> None:
-    if calls is None:
-        return
-    sound = isinstance(calls, list) and all(
-        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    )
-    if not sound:
-        text = f"messages[{index}].tool_calls must be a list of objects with a function"
-        raise RequestError(400, "bad_tool_calls", text)
+def check_recordable(value: Any) -> None:
+    """Refuse what could be read but not written again, such as lists nested 300 deep.
+
+    Raises:
+        RequestError: 400.
+    """
+    try:
+        orjson.dumps([[value]])  # as deep as it gets inside an event
+    except orjson.JSONEncodeError as error:
+        raise RequestError(400, "bad_json", f"the body cannot be recorded: {error}") from error
+
+
+def validated(model: type[Model], body: Json) -> Model:
+    """The body as the model.
+
+    Raises:
+        RequestError: 400, naming the field.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RequestError(400, "bad_request", f"{where}: {first['msg']}") from error
 
 
 def check_split(split: str) -> str:

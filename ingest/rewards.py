@@ -14,7 +14,30 @@ from rollbook.store.events import RewardAssigned
 from rollbook.store.trajectory import Trajectory
 
 RESPONSE_PREFIX = "chatcmpl-"
-"""A reply's id is this and its turn's."""
+"""A chat reply's id is this and its turn's; the other endpoints' have prefixes of their own."""
+_PREFIXES = (RESPONSE_PREFIX, "cmpl-", "resp_", "msg_")
+
+
+def turn_of_reply(trajectory: Trajectory, reply_id: str | None) -> str | None:
+    """The turn whose reply has this id; None for none.
+
+    Raises:
+        RequestError: 422, the trajectory has no such turn.
+    """
+    if reply_id is None:
+        return None
+    turn_id = _without_prefix(reply_id)
+    if turn_id not in trajectory.turns:
+        text = (
+            f"turn is {reply_id!r}, which is no reply of this trajectory: send the id of one of its replies"
+        )
+        raise RequestError(422, "unknown_turn", text)
+    return turn_id
+
+
+def _without_prefix(reply_id: str) -> str:
+    prefix = next((p for p in _PREFIXES if reply_id.startswith(p)), "")
+    return reply_id.removeprefix(prefix)
 
 
 def assigned_reward(trajectory: Trajectory, body: AssignReward) -> RewardAssigned:
@@ -23,12 +46,7 @@ def assigned_reward(trajectory: Trajectory, body: AssignReward) -> RewardAssigne
     Raises:
         RequestError: 422, it names a turn or a reward that the trajectory does not have.
     """
-    turn_id = None if body.turn is None else body.turn.removeprefix(RESPONSE_PREFIX)
-    if turn_id is not None and turn_id not in trajectory.turns:
-        text = (
-            f"turn is {body.turn!r}, which is no reply of this trajectory: send the id of one of its replies"
-        )
-        raise RequestError(422, "unknown_turn", text)
+    turn_id = turn_of_reply(trajectory, body.turn)
     if body.supersedes is not None:
         _check_superseded(trajectory, body, turn_id)
     return RewardAssigned(trajectory.opened.trajectory_id, turn_id, body.reward, body.source, body.supersedes)
@@ -59,7 +77,7 @@ def turn_rewards(
     if given is None:
         return []
     if isinstance(given, Mapping):
-        pairs = [(key.removeprefix(RESPONSE_PREFIX), value) for key, value in given.items()]
+        pairs = [(_without_prefix(key), value) for key, value in given.items()]
         unknown = [turn_id for turn_id, _ in pairs if turn_id not in completed]
         if unknown:
             text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"

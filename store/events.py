@@ -77,6 +77,10 @@ SPLITS = ("train", "eval", "teacher")
 """Splits a client may open a trajectory in; `eval` is never trained."""
 
 
+QUARANTINE = "quarantine"
+"""Split of traffic that named no trajectory: kept, each conversation in one of its own, and never trained."""
+
+
 def token_ids(values: Any) -> TokenIds:
     """An int32 array of token ids from any sequence of integers."""
     return np.asarray(values, dtype=np.int32)

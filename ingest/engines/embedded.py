@@ -23,11 +23,13 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging
 
 from rollbook.ingest.engines.control import control_routes
-from rollbook.ingest.engines.engine import Activated, Generation, Prompt, Sampling
+from rollbook.ingest.engines.embedded_request import WaitingRequest
+from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.engines.sampling import SeededManager
 from rollbook.ingest.engines.weights import digest_tensors, published_version, read_weights, widened
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Logprobs, VersionSpan, token_ids
+from rollbook.store.ids import new_id
 
 SEMANTICS = {"kind": "sampled", "of": "softmax(logits / temperature)", "filters": []}
 
@@ -45,7 +47,8 @@ class EmbeddedEngine:
     """
 
     name = "embedded"
-    honoured = frozenset({"temperature", "max_tokens", "max_completion_tokens", "seed"})
+    honoured = frozenset({"temperature", "seed", "logprobs"})
+    takes_images = False
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class EmbeddedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._changing = asyncio.Lock()
-        self._serial = 0
+        self._waiting: dict[str, WaitingRequest] = {}
 
     def _make_manager(self, batch_tokens: int, cache_blocks: int | None) -> SeededManager:
         config = ContinuousBatchingConfig(
@@ -118,7 +121,12 @@ class EmbeddedEngine:
         """The version of the weights in memory."""
         return self._version
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+    async def ready(self) -> None:
+        """Return once requests are let in."""
+        while not self._open.is_set():  # it may have closed again before this task woke
+            await self._open.wait()
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
         """Sample a completion; waits while weights are being replaced.
 
         Raises:
@@ -131,19 +139,19 @@ class EmbeddedEngine:
                 f"{self.vocabulary}: they are not of one model"
             )
         arrived = time.perf_counter()
-        while not self._open.is_set():  # it may have closed again before this task woke
-            await self._open.wait()
+        await self.ready()
         self._running += 1
         self._idle.clear()
         try:
             version, begun = self._version, time.perf_counter()
-            output = await self._run(prompt, sampling)
+            output, aborted = await self._run(prompt, sampling, heard)
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-        if output.error is not None or not output.generated_tokens:
-            raise EngineError(f"generation failed: {output.error or 'no token came back'}")
+        if output is None or output.error is not None or not output.generated_tokens:
+            why = "aborted before a token came" if aborted else getattr(output, "error", None)
+            raise EngineError(f"generation failed: {why or 'no token came back'}")
         ids = token_ids(output.generated_tokens)
         logprobs: Logprobs = np.asarray(output.logprobs, dtype=np.float32)
         stopped = int(ids[-1]) in self._stop_ids()
@@ -151,7 +159,7 @@ class EmbeddedEngine:
             ids,
             logprobs,
             (VersionSpan(self.policy, version, 0, len(ids)),),
-            "stop" if stopped else "length",
+            "stop" if stopped else "abort" if aborted else "length",
             SEMANTICS | {"temperature": sampling.temperature},
             {
                 "held_us": int((begun - arrived) * 1e6),
@@ -159,30 +167,36 @@ class EmbeddedEngine:
             },
         )
 
+    async def abort(self, request_id: str) -> None:
+        """End a request with what it has."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.abort()
+
     def _stop_ids(self) -> set[int]:
         stop = self._model.generation_config.eos_token_id
         return set(stop) if isinstance(stop, list) else {stop}
 
-    async def _run(self, prompt: Prompt, sampling: Sampling) -> Any:
-        self._serial += 1
-        request_id = str(self._serial)
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def deliver(output: Any) -> None:
-            if not done.done():
-                done.set_result(output)
-
-        self._manager.register_result_handler(request_id, deliver)
-        accepted = self._manager.add_request(
-            prompt.ids.tolist(),
-            request_id=request_id,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=float(sampling.temperature),
-            seed=int(sampling.seed),
-        )
-        if accepted is None:
-            raise EngineError("the engine's generation loop has stopped")
-        return await done
+    async def _run(self, prompt: Prompt, sampling: Sampling, heard: Heard) -> tuple[Any, bool]:
+        """(the manager's last output, whether the request was aborted)"""
+        request_id = prompt.request_id or new_id()
+        waiting = WaitingRequest(self._manager, request_id, heard)
+        self._waiting[request_id] = waiting
+        try:
+            self._manager.register_result_handler(request_id, waiting.deliver)
+            accepted = self._manager.add_request(
+                prompt.ids.tolist(),
+                request_id=request_id,
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=float(sampling.temperature),
+                seed=int(sampling.seed),
+                streaming=True,
+            )
+            if accepted is None:
+                raise EngineError("the engine's generation loop has stopped")
+            return await waiting.done, waiting.aborted
+        finally:
+            del self._waiting[request_id]
 
     # Control ----------------------------------------------------------------------------------
 

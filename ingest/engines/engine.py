@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -14,33 +14,56 @@ from rollbook.store.events import Json, Logprobs, TokenIds, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. `temperature` 0 is greedy. `seed` decides every draw of this request."""
+    """How to sample, in SGLang's and vLLM's terms. `temperature` 0 is greedy.
+
+    `seed` decides every draw of this request. `top_k` -1 keeps all tokens. `stop` strings end a turn; the
+    ids keep the token that completed one. `constraint` masks the logits: one of `json_schema`, `json_object`,
+    `regex` or `ebnf`, with its value; logprobs are then of the masked distribution.
+    """
 
     max_new_tokens: int
     temperature: float
     seed: int
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    logit_bias: Json | None = None
+    constraint: Json | None = None
 
     def as_json(self) -> Json:
-        """As it is recorded with the turn."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-        }
+        """As it is recorded with the turn: the first three, and what else differs from its default."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {f.name for f in fields(self) if values[f.name] != f.default}
+        always = {"max_new_tokens", "temperature", "seed"}
+        return {k: list(v) if k == "stop" else v for k, v in values.items() if k in changed | always}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt as ids, and as the messages they were rendered from (a scripted teacher reads those)."""
+    """A prompt as ids, and as the messages they were rendered from (a scripted teacher reads those).
+
+    Attributes:
+        request_id: unique; `Engine.abort` goes by it.
+        trajectory_id: requests of one trajectory share prefixes, so an engine may keep them together.
+        images: data URLs or links, in the order of their places in the messages.
+    """
 
     ids: TokenIds
     messages: Sequence[Json]
     tools: Sequence[Json] | None
+    request_id: str = ""
+    trajectory_id: str = ""
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """An engine's answer. `finish_reason` is stop or length; spans cover the completion."""
+    """An engine's answer. `finish_reason` is stop, length or abort; spans cover the completion."""
 
     completion_ids: TokenIds
     logprobs: Logprobs | None
@@ -53,6 +76,13 @@ class Generation:
 Activated = Callable[[int, str, Path], Awaitable[None]]
 """Told (policy version, weights digest, path) once the weights in memory are verified."""
 
+Heard = Callable[[Sequence[int], Sequence[float] | None], None]
+"""Told the ids that were sampled since it was last told, and their logprobs where there are any."""
+
+
+def unheard(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    """A `Heard` for whoever waits for the whole."""
+
 
 class Engine(Protocol):
     """An engine. Methods are called on the proxy's event loop."""
@@ -60,6 +90,7 @@ class Engine(Protocol):
     name: str
     honoured: frozenset[str]
     """Request fields it acts on; others are accepted, recorded and reported as not honoured."""
+    takes_images: bool
 
     async def start(self, activated: Activated) -> None:
         """Get ready to generate; `activated` is awaited before tokens come from other weights."""
@@ -67,11 +98,20 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop; running requests fail."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
-        """Sample a completion.
+    async def ready(self) -> None:
+        """Return once it takes requests: it does not while its weights are being replaced."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard) -> Generation:
+        """Sample a completion. What it tells `heard` on the way is a prefix of what it returns.
 
         Raises:
             EngineError: the engine failed; nothing was sampled that counts.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request: its `generate` returns what there is, with finish reason abort.
+
+        An engine that cannot do so lets it run to its end.
         """
 
     def policy_version(self) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter
 
-from rollbook.ingest.engines.engine import Activated, Generation, Prompt, Sampling
+from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store.errors import EngineError, RequestError
@@ -31,6 +31,7 @@ class ScriptedEngine:
 
     name = "scripted"
     honoured: frozenset[str] = frozenset()
+    takes_images = False
 
     def __init__(self, tokenizer: ChatTokenizer, script: Script) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +43,13 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Nothing to stop."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
+    async def ready(self) -> None:
+        """It always is."""
+
+    async def abort(self, request_id: str) -> None:
+        """A script runs to its end."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
         """The script's answer as ids, its end-of-turn token included.
 
         Raises:
@@ -59,6 +66,7 @@ class ScriptedEngine:
             ids = self._tokenizer.encode(self._completion_text(prompt, reply))
         except RequestError as error:
             raise EngineError(f"the script's answer {reply!r} cannot be rendered: {error}") from error
+        heard(ids.tolist(), None)
         return Generation(ids, None, (), "stop", {"kind": "none", "why": "scripted"})
 
     def _completion_text(self, prompt: Prompt, reply: Json) -> str:

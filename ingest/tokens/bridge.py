@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.excerpt import excerpt, trial_conversations
+from rollbook.ingest.tokens.normal_form import reasoning_of
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
 
@@ -27,6 +32,119 @@ class NoBridge:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class TreePolicy:
+    """What a run decides about doubtful cases; recorded with the run.
+
+    Attributes:
+        reasoning: `restore`: a client that drops a reply's reasoning means nothing by it, and the model
+            goes on from what it sampled. `respect`: it is a removal, and makes a root.
+        history: `faithful`: where the template rewrites earlier turns (Qwen3 strips reasoning once the user
+            speaks again), a root. `preserve`: go on from what was sampled, and append.
+        unfinished: `root`: a parent without an end-of-turn token (cut off, or stopped by a string) is not
+            extended. `close`: the token is appended, as context that is not trained.
+    """
+
+    reasoning: str = "restore"
+    history: str = "faithful"
+    unfinished: str = "root"
+
+
+class Parent(Protocol):
+    """What a bridge needs of the turn it starts from."""
+
+    @property
+    def messages(self) -> list[Json]: ...
+    @property
+    def reply(self) -> Json: ...
+    @property
+    def ids(self) -> TokenIds: ...
+
+
+@dataclass(slots=True, eq=False)
+class Bridges:
+    """Bridges of one tokenizer and template under one policy.
+
+    Rendering a whole conversation twice for each turn takes time that grows with it. Where the trial shows
+    that a bridge does not depend on what came long before, an excerpt is rendered instead; and it is
+    compared with the whole again each time a conversation has doubled.
+
+    Attributes:
+        refused: why turns are never extended, or None.
+        by_excerpt: whether excerpts serve with this template.
+    """
+
+    tokenizer: ChatTokenizer
+    policy: TreePolicy = field(default_factory=TreePolicy)
+    refused: str | None = None
+    by_excerpt: bool = False
+
+    @classmethod
+    def tested(cls, tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
+        """Bridges after the self-test and the trial."""
+        bridges = cls(tokenizer, policy or TreePolicy(), self_test(tokenizer))
+        bridges.by_excerpt = bridges.refused is None and bridges._excerpts_agree()
+        return bridges
+
+    def between(
+        self,
+        parent: Parent,
+        shown: Json,
+        new: Sequence[Json],
+        tools: Sequence[Json] | None,
+        kwargs: Json,
+    ) -> TokenIds | NoBridge:
+        """Ids that lead from a turn to a request's new messages, or why there are none.
+
+        Args:
+            shown: the turn's reply as the client shows it.
+        """
+        removed = reasoning_of(parent.reply) and not reasoning_of(shown)
+        if removed and self.policy.reasoning == "respect":
+            return NoBridge("reasoning_removed")
+        last = int(parent.ids[-1])
+        count = len(parent.messages)
+        if not self.by_excerpt:
+            return self._derive(parent.messages, parent.reply, new, tools, kwargs, last)
+        short = excerpt(parent.messages)
+        ids = self._derive(short, parent.reply, new, tools, kwargs, last)
+        if len(short) == count or not _is_due(count):
+            return ids
+        whole = self._derive(parent.messages, parent.reply, new, tools, kwargs, last)
+        self.by_excerpt = _same(ids, whole)
+        return whole
+
+    def _derive(
+        self,
+        messages: Sequence[Json],
+        reply: Json,
+        new: Sequence[Json],
+        tools: Sequence[Json] | None,
+        kwargs: Json,
+        last: int,
+    ) -> TokenIds | NoBridge:
+        return bridge(self.tokenizer, messages, reply, new, tools, last, kwargs, self.policy)
+
+    def _excerpts_agree(self) -> bool:
+        last = self.tokenizer.stop_ids[0]
+        for messages, reply, new, tools in trial_conversations():
+            whole = self._derive(messages, reply, new, tools, {}, last)
+            if not _same(whole, self._derive(excerpt(messages), reply, new, tools, {}, last)):
+                return False
+        return True
+
+
+def _is_due(count: int) -> bool:
+    """Whether a conversation has just passed a power of two of messages (each turn adds about two)."""
+    return count > 16 and (count & (count - 1) == 0 or (count - 1) & (count - 2) == 0)
+
+
+def _same(one: TokenIds | NoBridge, other: TokenIds | NoBridge) -> bool:
+    if isinstance(one, NoBridge) or isinstance(other, NoBridge):
+        return one == other
+    return np.array_equal(one, other)
+
+
 def bridge(
     tokenizer: ChatTokenizer,
     parent_messages: Sequence[Json],
@@ -34,6 +152,8 @@ def bridge(
     new_messages: Sequence[Json],
     tools: Sequence[Json] | None,
     last_id: int,
+    template_kwargs: Json | None = None,
+    policy: TreePolicy | None = None,
 ) -> TokenIds | NoBridge:
     """Ids that follow the parent's completion, or why there are none.
 
@@ -43,30 +163,43 @@ def bridge(
         new_messages: what the client added behind it.
         last_id: last id of the parent's completion.
     """
+    kwargs, policy = template_kwargs or {}, policy or TreePolicy()
     if any(m.get("role") == "assistant" for m in new_messages):
         return NoBridge("foreign_assistant_message")
-    if last_id not in tokenizer.stop_ids:
+    finished = last_id in tokenizer.stop_ids
+    if not finished and policy.unfinished != "close":
         return NoBridge("parent_without_end_of_turn")
     stand_in = {"role": "assistant", "content": SENTINEL}
+    if reasoning_of(reply) and policy.history == "faithful":
+        stand_in["reasoning_content"] = reply["reasoning_content"]  # a template may take it away later
     if reply.get("tool_calls"):
         stand_in["tool_calls"] = reply["tool_calls"]
     try:
-        alone = tokenizer.render([*parent_messages, stand_in], tools, generate=False)
-        full = tokenizer.render([*parent_messages, stand_in, *new_messages], tools, generate=True)
+        alone = tokenizer.render([*parent_messages, stand_in], tools, generate=False, **kwargs)
+        full = tokenizer.render([*parent_messages, stand_in, *new_messages], tools, generate=True, **kwargs)
     except RequestError:
         return NoBridge("template_refuses")
+    end = last_id if finished else tokenizer.stop_ids[0]
+    after = _after_turn(alone, full, tokenizer.decode([end], special=True), policy)
+    if isinstance(after, NoBridge):
+        return after
+    ids = tokenizer.encode(after)
+    return ids if finished else np.concatenate([np.asarray([end], np.int32), ids])
+
+
+def _after_turn(alone: str, full: str, end: str, policy: TreePolicy) -> str | NoBridge:
+    """The text behind the stand-in's end-of-turn token, from its two renderings."""
     if alone.count(SENTINEL) != 1 or full.count(SENTINEL) != 1:
         return NoBridge("sentinel_not_rendered_once")
     (head, turn), (full_head, rest) = alone.split(SENTINEL), full.split(SENTINEL)
-    if head != full_head:
+    if head != full_head and policy.history != "preserve":
         return NoBridge("template_rewrites_history")
     if not rest.startswith(turn):
         return NoBridge("template_changes_the_turn")
-    end = tokenizer.decode([last_id], special=True)
     stop = turn.rfind(end)
     if stop < 0:
         return NoBridge("no_end_of_turn_in_template")
-    return tokenizer.encode(turn[stop + len(end) :] + rest[len(turn) :])
+    return turn[stop + len(end) :] + rest[len(turn) :]
 
 
 def self_test(tokenizer: ChatTokenizer) -> str | None:
@@ -81,16 +214,29 @@ def self_test(tokenizer: ChatTokenizer) -> str | None:
         parts = [*tokenizer.encode(left), tokenizer.stop_ids[0], *tokenizer.encode(right)]
         if whole != parts:
             return "end_of_turn_not_atomic"
-    asked = [{"role": "user", "content": "one"}]
-    reply = {"role": "assistant", "content": "two"}
-    new = [{"role": "user", "content": "three"}]
-    appended = bridge(tokenizer, asked, reply, new, None, tokenizer.stop_ids[0])
+    for messages, reply, new, tools in trial_conversations():
+        if not _bridge_is_rendering(tokenizer, messages, reply, new, tools, end):
+            return "bridge_differs_from_rendering"
+    return None
+
+
+def _bridge_is_rendering(
+    tokenizer: ChatTokenizer,
+    asked: Sequence[Json],
+    reply: Json,
+    new: Sequence[Json],
+    tools: Sequence[Json] | None,
+    end: str,
+) -> bool:
+    """Whether the bridge is what rendering everything gives; where there is none of either, it is."""
+    appended = bridge(tokenizer, asked, reply, new, tools, tokenizer.stop_ids[0])
     if isinstance(appended, NoBridge):
-        return None  # such turns become roots one by one, each with its reason
-    rendered = tokenizer.render([*asked, reply, *new], None, generate=True)
-    answered = tokenizer.render([*asked, reply], None, generate=False)
+        return True  # such turns become roots one by one, each with its reason
+    try:
+        rendered = tokenizer.render([*asked, reply, *new], tools, generate=True)
+        answered = tokenizer.render([*asked, reply], tools, generate=False)
+    except RequestError:
+        return True
     prefix = answered[: answered.rfind(end) + len(end)]
     ids = [*tokenizer.encode(prefix), *appended]
-    if rendered.startswith(prefix) and ids != tokenizer.encode(rendered).tolist():
-        return "bridge_differs_from_rendering"
-    return None
+    return not rendered.startswith(prefix) or ids == tokenizer.encode(rendered).tolist()

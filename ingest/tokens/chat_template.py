@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,6 +78,9 @@ class ChatTokenizer:
     dict_arguments: bool
     tokenizer_digest: str
     template_digest: str
+    template_source: str = ""
+    special: Mapping[int, str] = field(default_factory=dict)
+    """Control tokens by id."""
 
     def render(
         self,
@@ -92,9 +95,11 @@ class ChatTokenizer:
         Raises:
             RequestError: 400, the template refuses these messages.
         """
+        # OpenAI's newer name for the system role: most templates would leave such a message out.
+        roles = _ROLES if "developer" in self.template_source else _ROLES | {"developer": "system"}
         try:
             return self.template.render(
-                messages=[_for_template(m, self.dict_arguments) for m in messages],
+                messages=[_for_template(m, self.dict_arguments, roles) for m in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=generate,
                 **self.special_tokens,
@@ -117,19 +122,37 @@ class ChatTokenizer:
             raise RequestError(400, "not_unicode", f"the messages are not Unicode text: {error}") from error
         return np.asarray(ids, dtype=np.int32)
 
+    def reply_text(self, ids: Sequence[int] | TokenIds, markers: Collection[str]) -> str:
+        """Text of a completion; of the control tokens only those named by `markers` are kept."""
+        kept = self.readable(ids, markers)
+        return self.tokenizer.decode(kept, skip_special_tokens=False)
+
+    def readable(self, ids: Sequence[int] | TokenIds, markers: Collection[str]) -> list[int]:
+        """The ids without the control tokens that `markers` does not name."""
+        special = self.special
+        numbers = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        return [i for i in numbers if i not in special or special[i] in markers]
+
     def decode(self, ids: Sequence[int] | TokenIds, *, special: bool = False) -> str:
         """Text of ids; special tokens are kept only on request."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 
-def _for_template(message: Json, dict_arguments: bool) -> Json:
+_ROLES: dict[Any, str] = {"function": "tool"}
+
+
+def _for_template(message: Json, dict_arguments: bool, roles: Mapping[Any, str]) -> Json:
     """The message in the form that templates read: text content, call arguments as they want them."""
     shaped = dict(message)
+    role = shaped.get("role")
+    shaped["role"] = roles.get(role, role)
     content = shaped.get("content")
     if content is None:
         shaped["content"] = ""
     elif isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         shaped["content"] = "".join(str(p.get("text", "")) for p in content)
+    if shaped.get("reasoning") and not shaped.get("reasoning_content"):
+        shaped["reasoning_content"] = shaped["reasoning"]
     if dict_arguments and shaped.get("tool_calls"):
         shaped["tool_calls"] = [_with_dict_arguments(call) for call in shaped["tool_calls"]]
     return shaped
@@ -207,6 +230,8 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
         dict_arguments=_takes_dict_arguments(template, special),
         tokenizer_digest=hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
         template_digest=hashlib.sha256(source.encode()).hexdigest(),
+        template_source=source,
+        special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
     )
 
 

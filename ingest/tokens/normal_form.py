@@ -2,11 +2,13 @@
 
 Clients re-serialise what they echo: key order, `10.0` for `10`, null for an empty string, parts for a
 string, extra keys. Two messages with one normal form say the same thing. White space in content counts.
+Reasoning is not part of it: many clients drop it, so it is compared apart, by `same_reasoning`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -27,11 +29,37 @@ def normal(message: Json) -> list[Any]:
 
 
 def _content(content: Any) -> Any:
-    if content is None or content == []:
+    if isinstance(content, str):
+        return content
+    if not content:
         return ""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        return "".join(str(p.get("text", "")) for p in content)
-    return content
+    if not isinstance(content, list):
+        return content
+    parts: list[Any] = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") == "text":
+            text = str(part.get("text", ""))
+            if parts and isinstance(parts[-1], str):
+                parts[-1] += text
+            else:
+                parts.append(text)
+        else:
+            parts.append([_image(part)])
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+
+def _image(part: Any) -> Any:
+    """An image part by its address or data alone; any other part as it is."""
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        image = part.get("image_url")
+        return image.get("url") if isinstance(image, dict) else image
+    return part
+
+
+def reasoning_of(message: Json) -> str:
+    """The reasoning a message shows, under either name that clients use; empty where it shows none."""
+    said = message.get("reasoning_content") or message.get("reasoning")
+    return said.strip() if isinstance(said, str) else ""
 
 
 def canonical_arguments(arguments: Any) -> str:
@@ -64,9 +92,13 @@ def chain(previous: bytes, message: Json) -> bytes:
     return hashlib.sha256(previous + orjson.dumps(normal(message))).digest()
 
 
-def chain_all(messages: list[Json]) -> list[bytes]:
-    """Hashes of every prefix: element k covers the first k messages (element 0 is empty)."""
-    hashes = [b""]
-    for message in messages:
+def chain_all(messages: Sequence[Json], known: Sequence[bytes] = (b"",)) -> list[bytes]:
+    """Hashes of every prefix: element k covers the first k messages (element 0 is empty).
+
+    Args:
+        known: the first of them, where they were computed before.
+    """
+    hashes = list(known)
+    for message in messages[len(hashes) - 1 :]:
         hashes.append(chain(hashes[-1], message))
     return hashes

@@ -1,32 +1,58 @@
 """The tree of turns: which turn a request extends, and the exact ids to send. Pure.
 
 Matching goes by a hash chain over the messages' normal form, deepest turn first; the ids of the
-matched turn are kept as they are and a bridge is appended. See `ingest.bridge` for what makes a root.
+matched turn are kept as they are and a bridge is appended. See `ingest.tokens.bridge` for what makes a root.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import orjson
 
-from rollbook.ingest.tokens.bridge import NoBridge, bridge
+from rollbook.ingest.tokens.bridge import Bridges, NoBridge
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.normal_form import chain, chain_all
+from rollbook.ingest.tokens.normal_form import chain, chain_all, reasoning_of
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, TokenIds
+
+RECENT = 8
+"""Turns that are asked which messages they share with a request, the latest first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeTurn:
-    """A completed turn as a possible parent: what was asked, what was answered, and all its ids."""
+    """A completed turn as a possible parent: what was asked and answered, and its own part of the ids.
+
+    Attributes:
+        ids: what the turn added: its prompt's delta, then its completion.
+        length: of the whole prompt and the completion.
+        hashes: `chain_all(messages)`.
+        hasher: sha256 over the whole prompt and the completion, to go on from.
+    """
 
     turn_id: str
     context_key: str
     messages: list[Json]
     reply: Json
+    parent: TreeTurn | None
     ids: TokenIds
+    length: int
+    hashes: list[bytes]
+    hasher: Any
+
+    def whole(self) -> list[TokenIds]:
+        """The parts that the whole prompt and completion are made of, in order."""
+        parts, node = [], self
+        while True:
+            parts.append(node.ids)
+            if node.parent is None:
+                return parts[::-1]
+            node = node.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +60,8 @@ class Plan:
     """How a request is sent: `prompt_ids` whole, of which the last `delta_ids` are new.
 
     The request's messages are the first `shared_messages` of `base`'s, then the rest. `echoed` is the
-    turn whose reply the client showed, whether it could be extended or not.
+    turn whose reply the client showed, whether it could be extended or not. `twins` says that another turn
+    fits as well as the parent, and nothing the client sent tells them apart.
     """
 
     parent: TreeTurn | None
@@ -44,6 +71,49 @@ class Plan:
     delta_ids: TokenIds
     base: TreeTurn | None
     shared_messages: int
+    messages: list[Json]
+    hashes: list[bytes]
+    hasher: Any
+    twins: bool = False
+
+    def completed(self, turn_id: str, context_key: str, reply: Json, completion: TokenIds) -> TreeTurn:
+        """The turn that this plan became."""
+        parts = (self.delta_ids, completion)
+        return grown(turn_id, context_key, self.messages, self.hashes, reply, self.parent, parts)
+
+
+def grown(
+    turn_id: str,
+    context_key: str,
+    messages: list[Json],
+    hashes: list[bytes],
+    reply: Json,
+    parent: TreeTurn | None,
+    parts: tuple[TokenIds, TokenIds],
+) -> TreeTurn:
+    """A turn behind its parent.
+
+    Args:
+        parts: the delta of its prompt, and its completion.
+    """
+    ids = np.concatenate(parts)
+    hasher = hashlib.sha256() if parent is None else parent.hasher.copy()
+    hasher.update(_bytes(ids))
+    length = len(ids) + (0 if parent is None else parent.length)
+    return TreeTurn(turn_id, context_key, messages, reply, parent, ids, length, hashes, hasher)
+
+
+def _bytes(ids: TokenIds) -> bytes:
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A turn that a request goes on from, how many messages it covers, and whether a twin fits as well."""
+
+    covered: int
+    turn: TreeTurn
+    twins: bool
 
 
 @dataclass(slots=True)
@@ -52,75 +122,175 @@ class TurnTree:
 
     turns: list[TreeTurn] = field(default_factory=list)
     _by_tip: dict[bytes, list[TreeTurn]] = field(default_factory=dict)
+    _by_id: dict[str, TreeTurn] = field(default_factory=dict)
 
-    def add(self, turn: TreeTurn) -> None:
-        """Index a completed turn by its request and reply."""
-        tip = chain(chain_all(turn.messages)[-1], turn.reply)
+    def add(self, turn: TreeTurn) -> bytes:
+        """Index a completed turn by its request and reply; the hash that stands for them."""
         self.turns.append(turn)
+        self._by_id[turn.turn_id] = turn
+        tip = chain(turn.hashes[-1], turn.reply)
         self._by_tip.setdefault(tip, []).append(turn)
+        return tip
 
-    def parents(self, messages: list[Json], context_key: str) -> list[tuple[int, TreeTurn]]:
-        """(messages covered, turn) of every turn these messages go on from, best first."""
-        hashes = chain_all(messages)
-        found: list[tuple[int, TreeTurn]] = []
+    def by_id(self, turn_id: str) -> TreeTurn | None:
+        """The turn of that id."""
+        return self._by_id.get(turn_id)
+
+    def known_part(self, messages: list[Json]) -> tuple[list[Json], list[bytes]]:
+        """The messages with those that an earlier turn had replaced by its own, and their hashes.
+
+        A conversation of N turns is sent N times; so it is kept once, and hashed once.
+        """
+        for turn in self.turns[: -RECENT - 1 : -1]:
+            shared = _shared(turn.messages, messages)
+            if shared:
+                known = turn.hashes[: shared + 1]
+                return [*turn.messages[:shared], *messages[shared:]], chain_all(messages, known)
+        return messages, chain_all(messages)
+
+    def parents(self, messages: list[Json], hashes: list[bytes], context_key: str) -> list[Candidate]:
+        """Every turn these messages go on from in this context, best first."""
+        found: list[Candidate] = []
         for covered in range(len(messages) - 1, 0, -1):
-            turns = self._by_tip.get(hashes[covered], ())
+            turns = self._by_tip.get(hashes[covered])
+            if turns is None:
+                continue
+            shown = messages[covered - 1]
             same = [t for t in reversed(turns) if t.context_key == context_key]
+            same = [t for t in same if _reasoning_fits(t.reply, shown)]
             # Twins (equal replies, other tokens) are told apart by the call ids that clients echo.
-            echoed = _call_ids(messages[covered - 1])
-            same.sort(key=lambda t: _call_ids(t.reply) != echoed)
-            found += [(covered, t) for t in same]
+            echoed = _call_ids(shown)
+            same.sort(key=lambda t, echoed=echoed: _call_ids(t.reply) != echoed)  # type: ignore[misc]
+            told_apart = len(same) < 2 or (bool(echoed) and _call_ids(same[1].reply) != echoed)
+            found += [Candidate(covered, t, not told_apart and t is same[0]) for t in same]
         return found
 
     def base(self, messages: Sequence[Json], parent: TreeTurn | None) -> tuple[TreeTurn | None, int]:
         """The turn whose request to store this one against, and how many messages they share."""
         base = parent or (self.turns[-1] if self.turns else None)
-        if base is None:
-            return None, 0
-        shared = 0
-        for old, new in zip(base.messages, messages, strict=False):
-            if old != new:
-                break
-            shared += 1
+        shared = 0 if base is None else _shared(base.messages, messages)
         return (base, shared) if shared else (None, 0)
 
 
+def _shared(old: Sequence[Json], new: Sequence[Json]) -> int:
+    """How many messages two lists begin with alike."""
+    shared = 0
+    for one, other in zip(old, new, strict=False):
+        if one is not other and not _exactly(one, other):
+            break
+        shared += 1
+    return shared
+
+
+def _exactly(one: Json, other: Json) -> bool:
+    """Whether two messages are the same JSON. To Python true, 1 and 1.0 are equal, so equality says too much
+    of a message that holds more than text."""
+    if one != other:
+        return False
+    return all(type(v) is str or v is None for v in other.values()) or orjson.dumps(one) == orjson.dumps(
+        other
+    )
+
+
+def _reasoning_fits(reply: Json, shown: Json) -> bool:
+    """Whether a client that shows a reply again shows its reasoning unchanged, or says nothing of it."""
+    said = reasoning_of(shown)
+    return not said or said == reasoning_of(reply)
+
+
 def _call_ids(message: Json) -> set[str | None]:
-    return {call.get("id") for call in message.get("tool_calls") or ()}
+    return {call.get("id") for call in message.get("tool_calls") or ()} - {None}
 
 
-def context_key(tools: Sequence[Json] | None, template_digest: str, tokenizer_digest: str) -> str:
+def context_key(
+    tools: Sequence[Json] | None, template_digest: str, tokenizer_digest: str, template_kwargs: Json
+) -> str:
     """Digest of what shapes a prompt besides its messages; turns extend only within one context."""
-    return digest_json([list(tools or ()), template_digest, tokenizer_digest])
+    shaping: list[Any] = [list(tools or ()), template_digest, tokenizer_digest]
+    return digest_json([*shaping, template_kwargs] if template_kwargs else shaping)
 
 
 def plan_turn(
     tree: TurnTree,
-    tokenizer: ChatTokenizer,
+    bridges: Bridges,
     messages: list[Json],
     tools: Sequence[Json] | None,
     key: str,
-    *,
-    may_extend: bool = True,
+    template_kwargs: Json | None = None,
 ) -> Plan:
     """Decide the parent and the ids of a request.
 
     Raises:
         RequestError: 400, the chat template refuses the messages.
     """
+    kwargs = template_kwargs or {}
+    messages, hashes = tree.known_part(messages)
+    candidates = tree.parents(messages, hashes, key) if bridges.refused is None else []
     refused: str | None = None
-    candidates = tree.parents(messages, key) if may_extend else []
-    for covered, turn in candidates:
-        new = messages[covered:]
-        ids = bridge(tokenizer, turn.messages, turn.reply, new, tools, int(turn.ids[-1]))
+    for candidate in candidates:
+        turn, covered = candidate.turn, candidate.covered
+        ids = bridges.between(turn, messages[covered - 1], messages[covered:], tools, kwargs)
         if isinstance(ids, NoBridge):
             refused = refused or ids.reason  # the deepest turn's: shallower ones lack what it said
             continue
+        hasher = turn.hasher.copy()
+        hasher.update(_bytes(ids))
         base, shared = tree.base(messages, turn)
-        return Plan(turn, turn, None, np.concatenate([turn.ids, ids]), ids, base, shared)
-    ids = tokenizer.encode(tokenizer.render(messages, tools, generate=True))
+        whole = np.concatenate([*turn.whole(), ids])
+        return Plan(
+            turn, turn, None, whole, ids, base, shared, messages, hashes, hasher, twins=candidate.twins
+        )
+    ids = _rendered(bridges.tokenizer, messages, tools, kwargs)
     base, shared = tree.base(messages, None)
     unmatched = "no_matching_turn" if tree.turns else "first_turn"
-    reason = (refused or unmatched) if may_extend else "extension_refused"
-    echoed = candidates[0][1] if candidates else None
-    return Plan(None, echoed, reason, ids, ids, base, shared)
+    reason = (refused or unmatched) if bridges.refused is None else "extension_refused"
+    echoed = candidates[0].turn if candidates else None
+    hasher = hashlib.sha256(_bytes(ids))
+    return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher)
+
+
+def _rendered(
+    tokenizer: ChatTokenizer, messages: list[Json], tools: Sequence[Json] | None, kwargs: Json
+) -> TokenIds:
+    return tokenizer.encode(tokenizer.render(messages, tools, generate=True, **kwargs))
+
+
+def plan_prompt(tree: TurnTree, tokenizer: ChatTokenizer, prompt: str | TokenIds, key: str) -> Plan:
+    """The plan of a raw prompt, which no chat template shapes.
+
+    Ids that begin with all ids of an earlier raw turn extend it. Text is a root: what it was tokenized to
+    need not begin with what was sampled before.
+
+    Raises:
+        RequestError: 400, the text is no Unicode.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    parent = None if isinstance(prompt, str) else _longest_prefix(tree, ids, key)
+    if parent is None:
+        reason = "text_prompt" if isinstance(prompt, str) else "first_turn"
+        if tree.turns and not isinstance(prompt, str):
+            reason = "no_matching_turn"
+        piece = {"role": "prompt", "content": prompt} if isinstance(prompt, str) else _piece(ids)
+        hasher = hashlib.sha256(_bytes(ids))
+        return Plan(None, None, reason, ids, ids, None, 0, [piece], chain_all([piece]), hasher)
+    delta = ids[parent.length :]
+    messages = [*parent.messages, _piece(delta)]
+    hasher = parent.hasher.copy()
+    hasher.update(_bytes(delta))
+    hashes = chain_all(messages, parent.hashes)
+    shared = len(parent.messages)
+    return Plan(parent, parent, None, ids, delta, parent, shared, messages, hashes, hasher)
+
+
+def _piece(ids: TokenIds) -> Json:
+    """Ids that a raw prompt adds, as the message that stands for them."""
+    return {"role": "prompt", "content": "", "token_ids": ids.tolist()}
+
+
+def _longest_prefix(tree: TurnTree, ids: TokenIds, key: str) -> TreeTurn | None:
+    best: TreeTurn | None = None
+    for turn in tree.turns:
+        fits = turn.context_key == key and (0 if best is None else best.length) < turn.length < len(ids)
+        if fits and np.array_equal(np.concatenate(turn.whole()), ids[: turn.length]):
+            best = turn
+    return best

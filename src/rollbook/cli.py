@@ -42,6 +42,27 @@ class Source(StrEnum):
     tail = "tail"
 
 
+class Reasoning(StrEnum):
+    """What a reply's reasoning that a client drops means."""
+
+    restore = "restore"
+    respect = "respect"
+
+
+class Rewrites(StrEnum):
+    """What is done where a chat template rewrites earlier turns."""
+
+    faithful = "faithful"
+    preserve = "preserve"
+
+
+class Unfinished(StrEnum):
+    """What is done after a turn without an end-of-turn token."""
+
+    root = "root"
+    close = "close"
+
+
 class ExportFormat(StrEnum):
     """What `rollbook export` writes."""
 
@@ -66,31 +87,91 @@ def _root(
 
 
 @app.command()
-def serve(
+def serve(  # size: one option a line
     store: StoreOption,
-    model: Annotated[Path, typer.Option(help="Hugging Face model directory.")],
-    engine: Annotated[str, typer.Option(help="embedded or scripted.")] = "embedded",
+    model: Annotated[Path, typer.Option(help="Model directory; for sglang its tokenizer and template do.")],
+    engine: Annotated[str, typer.Option(help="embedded, sglang or scripted.")] = "embedded",
+    engine_url: Annotated[str | None, typer.Option(help="For sglang: address of the server.")] = None,
+    engine_key: Annotated[
+        str | None, typer.Option(envvar="ROLLBOOK_ENGINE_KEY", help="The engine's API key.")
+    ] = None,
     script: Annotated[str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
     run: Annotated[str, typer.Option(help="Run to record into.")] = "default",
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "serve",
     policy: Annotated[str, typer.Option(help="Name of the line of weights served.")] = "actor",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Torch threads on the CPU.")] = None,
+    device: Annotated[str, typer.Option(help="For embedded: cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")] = None,
+    images: Annotated[bool, typer.Option(help="For sglang: its model takes images.")] = False,
+    reply_format: Annotated[
+        str, typer.Option(help="How replies are read: auto (by the chat template), hermes, qwen_coder, ...")
+    ] = "auto",
+    reasoning: Annotated[
+        Reasoning,
+        typer.Option(help="Reasoning that a client drops: restore it, or respect the removal."),
+    ] = Reasoning.restore,
+    history: Annotated[
+        Rewrites, typer.Option(help="Where the template rewrites earlier turns: a root, or preserve them.")
+    ] = Rewrites.faithful,
+    unfinished: Annotated[
+        Unfinished, typer.Option(help="After a turn that was cut off: a root, or close it and go on.")
+    ] = Unfinished.root,
+    hold_s: Annotated[float, typer.Option(help="Longest wait for an engine whose weights change.")] = 110.0,
+    abandon_s: Annotated[
+        float, typer.Option(help="Finish trajectories not heard of for so long, as aborted; 0: never.")
+    ] = 0.0,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="ROLLBOOK_API_KEYS", help="Let in only who has such a key.")
+    ] = None,
+    redact: Annotated[
+        list[str] | None, typer.Option(help="Regular expression of secrets to take out of requests.")
+    ] = None,
+    max_body_mb: Annotated[float, typer.Option(help="Largest request body.")] = 64.0,
+    max_running: Annotated[int, typer.Option(help="Most requests answered at once; more get a 429.")] = 4096,
     seal: Annotated[
         bool, typer.Option(help="Seal closed segments beside it, in a process of low priority.")
     ] = True,
 ) -> None:
-    """Record agents: an OpenAI endpoint whose every request and reply becomes durable events.
+    """Record agents: OpenAI's and Anthropic's APIs, and all that passes becomes durable events.
 
-    An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1".
+    An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
     """
+    from rollbook.ingest.options import ProxyOptions
+    from rollbook.ingest.redact import Redactor
     from rollbook.ingest.serve import ServeOptions
     from rollbook.ingest.serve import serve as run_server
+    from rollbook.ingest.tokens.bridge import TreePolicy
 
+    proxy = ProxyOptions(
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=int(max_body_mb * 2**20),
+        max_running=max_running,
+        abandoned_s=abandon_s,
+        redactor=Redactor(redact or ()),
+    )
     run_server(
-        ServeOptions(store, model, engine, script, host, port, run, lane, policy, device, threads, seal)
+        ServeOptions(
+            store=store,
+            model=model,
+            engine=engine,
+            script=script,
+            host=host,
+            port=port,
+            run=run,
+            lane=lane,
+            policy=policy,
+            device=device,
+            threads=threads,
+            seal=seal,
+            engine_url=engine_url,
+            engine_key=engine_key,
+            images=images,
+            reply_format=reply_format,
+            tree=TreePolicy(reasoning.value, history.value, unfinished.value),
+            hold_s=hold_s,
+            proxy=proxy,
+        )
     )
 
 
@@ -118,15 +199,60 @@ def tail(
     start: Annotated[
         str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
     ] = "empty",
-    kinds: Annotated[str, typer.Option(help="Only these kinds, such as turn.completed,turn.failed.")] = "",
-    run: Annotated[str | None, typer.Option(help="Only events of this run.")] = None,
+    kinds: Annotated[
+        str, typer.Option(help="Only events of these kinds, such as turn.completed,turn.failed; a line each.")
+    ] = "",
+    run: Annotated[str | None, typer.Option(help="Only this run.")] = None,
     follow: Annotated[bool, typer.Option(help="Go on as the log grows.")] = True,
-    json: AsJson = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="A line per event instead of one per turn.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON for machines: an event per line.")] = False,
 ) -> None:
-    """Print events as they become durable, a line each."""
+    """Watch agents: a line per turn as it becomes durable, and per outcome, reward and new version.
+
+    A turn's line: time (UTC), trajectory, its number there, which turn it
+    extends or why it is a root, prompt + completion tokens, policy version,
+    finish reason, latency, mean logprob, and how the reply begins.
+    """
     from rollbook.store.print_events import run_tail
 
-    run_tail(store, url, start, kinds, run, follow, json)
+    run_tail(store, url, start, kinds, run, follow, events, json)
+
+
+@app.command()
+def show(
+    trajectory: Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")],
+    store: StoreOption,
+    as_of: AsOf = "head",
+    run: Run = None,
+    tokens: Annotated[
+        bool | None,
+        typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory, whose tokenizer.json has the tokens' text.")
+    ] = None,
+    turn: Annotated[
+        str | None, typer.Option(help="Only this turn, all of it: its number, id, or the id's end.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Shorten nothing.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Look at one trajectory: its outcome, and its turns as a tree, each with messages, reply and tokens.
+
+    A turn's line says which turn it extends, or why it is a root; then its
+    finish reason, prompt + completion tokens, the policy versions that
+    sampled them, their mean and lowest logprob, whether the client has the
+    reply, and how long it took. Beneath: the messages it added, the reply.
+
+    rollbook show task-7 --store runs
+    rollbook show task-7 --store runs --turn 3 --model ./my-model
+    rollbook show task-7 --store runs --as-of step:12 --json
+    """
+    from rollbook.store.show.command import run_show
+
+    run_show(store, trajectory, as_of, run, tokens, model, turn, full, json)
 
 
 @app.command()

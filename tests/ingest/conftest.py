@@ -22,12 +22,19 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook import store
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.engines.engine import Generation
+from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.requests import ChatRequest, OpenTrajectory
+from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.requests import OpenTrajectory
+from rollbook.ingest.running import RunningCall
+from rollbook.ingest.tokens.bridge import Bridges, TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
-from rollbook.ingest.turns import AnsweredTurn, TurnTaker
+from rollbook.ingest.turns import Arrival, TurnTaker
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.trajectory import Trajectory, fold
 
@@ -68,8 +75,8 @@ REWRITING = """\
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in messages %}
 {%- set text = m.content %}
-{%- if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in text %}
-{%- set text = text.split('</think>')[-1] %}
+{%- if m.role == 'assistant' and m.reasoning_content and loop.index0 > ns.last %}
+{%- set text = '<think>' + m.reasoning_content + '</think>' + text %}
 {%- endif %}
 {{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}
 {%- endfor %}
@@ -220,7 +227,8 @@ class NoisyEngine:
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     version: int = 3
     name: str = "noisy"
-    honoured: frozenset[str] = frozenset({"temperature", "max_tokens", "seed"})
+    honoured: frozenset[str] = frozenset({"temperature", "seed", "logprobs"})
+    takes_images: bool = False
     sent: list[np.ndarray] = field(default_factory=list)
     made: list[Generation] = field(default_factory=list)
 
@@ -246,7 +254,19 @@ class NoisyEngine:
             text = text[size:]
         return ids
 
-    async def generate(self, prompt: Any, sampling: Any) -> Generation:
+    def failure(self) -> str | None:
+        """It never ends."""
+        return None
+
+    async def ready(self) -> None:
+        """It always is."""
+
+    async def abort(self, request_id: str) -> None:
+        """It runs to its end."""
+
+    async def generate(
+        self, prompt: Any, sampling: Any, heard: Any = lambda ids, logprobs: None
+    ) -> Generation:
         """The script's answer: a text, or (text, finish, last id or None)."""
         self.sent.append(prompt.ids)
         answer = self.answers(prompt.messages, prompt.tools)
@@ -262,15 +282,28 @@ class NoisyEngine:
         return made
 
 
+def make_taker(
+    recorder: Recorder, engine: Any, tokenizer: ChatTokenizer, policy: TreePolicy | None = None
+) -> TurnTaker:
+    """A turn taker that reads replies in the Hermes form."""
+    return TurnTaker(recorder, engine, Bridges.tested(tokenizer, policy), FAMILIES["hermes"])
+
+
 class Desk:
     """A recorder, an engine and a turn taker over a store of their own."""
 
-    def __init__(self, path: Path, tokenizer: ChatTokenizer, answers: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: ChatTokenizer,
+        answers: Callable[[Any, Any], Any],
+        policy: TreePolicy | None = None,
+    ) -> None:
         self.store = store.open(path, create=True)
         self.tokenizer = tokenizer
-        self.recorder = Recorder(self.store, "serve", "default", tokenizer)
+        self.recorder = Recorder(self.store, "serve", "default")
         self.engine = NoisyEngine(tokenizer, answers)
-        self.taker = TurnTaker(self.recorder, self.engine)  # type: ignore[arg-type]
+        self.taker = make_taker(self.recorder, self.engine, tokenizer, policy)
         self.runner = asyncio.Runner()
 
     def take(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
@@ -279,11 +312,27 @@ class Desk:
 
     async def take_async(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
         """One turn, taken and marked as delivered."""
-        live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
-        whole = orjson.loads(orjson.dumps({"messages": messages} | body))
-        answered = await self.taker.take(live, ChatRequest.model_validate(whole), whole)
+        live, running = self.begin(messages, name, **body)
+        [answered] = await asyncio.shield(running.done)
         self.recorder.mark_delivered(live, answered.turn_id, "sent")
         return answered
+
+    def take_undelivered(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
+        """One turn whose reply the client never got."""
+
+        async def take() -> AnsweredTurn:
+            _, running = self.begin(messages, name, **body)
+            [answered] = await running.done
+            return answered
+
+        return self.runner.run(take())
+
+    def begin(self, messages: list[Any], name: str = "t", **body: Any) -> tuple[LiveTrajectory, RunningCall]:
+        """One request, begun."""
+        live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
+        raw = orjson.dumps({"messages": messages} | body)
+        call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
+        return live, self.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0))
 
     def trajectory(self, name: str = "t") -> Trajectory:
         """The trajectory as it can be folded from the log now."""
@@ -310,8 +359,10 @@ def desk(tmp_path: Path, chat: Callable[[str], ChatTokenizer]) -> Iterator[Calla
     """Makes desks; closes them."""
     made: list[Desk] = []
 
-    def make(answers: Callable[[Any, Any], Any], template: str = "chatml") -> Desk:
-        made.append(Desk(tmp_path / f"desk-{len(made)}", chat(template), answers))
+    def make(
+        answers: Callable[[Any, Any], Any], template: str = "chatml", policy: TreePolicy | None = None
+    ) -> Desk:
+        made.append(Desk(tmp_path / f"desk-{len(made)}", chat(template), answers, policy))
         return made[-1]
 
     yield make
@@ -325,11 +376,14 @@ def desk(tmp_path: Path, chat: Callable[[str], ChatTokenizer]) -> Iterator[Calla
 class InProcess:
     """The proxy as an ASGI application with its lifespan, called through httpx."""
 
-    def __init__(self, path: Path, engine: Any, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self, path: Path, engine: Any, tokenizer: ChatTokenizer, options: ProxyOptions | None = None
+    ) -> None:
         self.store = store.open(path, create=True)
-        self.recorder = Recorder(self.store, "serve", "default", tokenizer)
+        self.recorder = Recorder(self.store, "serve", "default")
         self.engine = engine
-        self.app = build_app(self.recorder, engine)
+        self.taker = make_taker(self.recorder, engine, tokenizer)
+        self.app = build_app(self.taker, options)
         self.runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self.runner.run(self._lifespan.__aenter__())
@@ -365,8 +419,9 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     """Makes in-process proxies; closes them."""
     made: list[InProcess] = []
 
-    def make(engine: Any, tokenizer: ChatTokenizer) -> InProcess:
-        made.append(InProcess(tmp_path_factory.mktemp("in-process") / "store", engine, tokenizer))
+    def make(engine: Any, tokenizer: ChatTokenizer, options: ProxyOptions | None = None) -> InProcess:
+        folder = tmp_path_factory.mktemp("in-process")
+        made.append(InProcess(folder / "store", engine, tokenizer, options))
         return made[-1]
 
     yield make

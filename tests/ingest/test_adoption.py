@@ -114,23 +114,23 @@ def _check_adoptions(log: store.Store, trajectory_id: str) -> None:
 def test_a_lane_whose_process_lives_is_left_alone(tmp_path: Path, chat: Any) -> None:
     """Its trajectories are 409 to others until it is gone; then the next proxy adopts them, once."""
     log = store.open(tmp_path / "store", create=True)
-    living = Recorder(log, "one", "default", chat())
+    living = Recorder(log, "one", "default")
     live = living.draft(OpenTrajectory(id="x"))
     living.record_opening(live)
     living.close()
-    living = Recorder(log, "one", "default", chat())
+    living = Recorder(log, "one", "default")
     assert living.adopted == {}
-    other = Recorder(log, "two", "default", chat())
+    other = Recorder(log, "two", "default")
     assert other.adopted == {}
     with pytest.raises(RequestError, match=r"written by the proxy of lane 'one'"):
         other.find("x")
     other.close()
     living.close()
-    elsewhere = Recorder(log, "two", "another-run", chat())
+    elsewhere = Recorder(log, "two", "another-run")
     assert (elsewhere.adopted, elsewhere.find("x")) == ({}, None)
     elsewhere.close()
     for expected in ({"one": 1}, {}):
-        other = Recorder(log, "two", "default", chat())
+        other = Recorder(log, "two", "default")
         assert other.adopted == expected
         found = other.find("x")
         assert found is not None
@@ -142,7 +142,7 @@ def test_a_lane_whose_process_lives_is_left_alone(tmp_path: Path, chat: Any) -> 
 def test_what_was_whole_but_not_acknowledged_is_adopted_too(tmp_path: Path, chat: Any) -> None:
     """Frames behind the dead lane's watermark are recovered before the adoption names its last event."""
     log = store.open(tmp_path / "store", create=True)
-    recorder = Recorder(log, "one", "default", chat())
+    recorder = Recorder(log, "one", "default")
     live = recorder.draft(OpenTrajectory(id="x"))
     recorder.record_opening(live)
     mark = log.path / "lanes" / "one" / "WATERMARK"
@@ -153,7 +153,7 @@ def test_what_was_whole_but_not_acknowledged_is_adopted_too(tmp_path: Path, chat
     recorder.close()
     mark.write_bytes(before)
     assert log.head() == {"one": 1}
-    other = Recorder(log, "two", "default", chat())
+    other = Recorder(log, "two", "default")
     other.close()
     assert log.head() == {"one": 2, "two": 1}
     [adoption] = [e.record for e in log.events() if isinstance(e.record, TrajectoryAdopted)]

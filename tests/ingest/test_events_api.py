@@ -25,6 +25,9 @@ from rollbook.ingest import event_feed
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.tokens.bridge import Bridges
+from rollbook.ingest.turns import TurnTaker
 from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.codec import as_json, decode, from_json
 from rollbook.store.errors import CutError, RequestError, StoreError
@@ -279,8 +282,10 @@ class Hosted:
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self.store = rb.open(path, create=True)
-        recorder = Recorder(self.store, "serve", "default", tokenizer)
-        self.app = build_app(recorder, ScriptedEngine(tokenizer, lambda messages, tools: "yes"))
+        recorder = Recorder(self.store, "serve", "default")
+        engine = ScriptedEngine(tokenizer, lambda messages, tools: "yes")
+        taker = TurnTaker(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
+        self.app = build_app(taker)
         self.streams = self.app.state.streams
         self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error"))
         self.streams.stopping = lambda: self.server.should_exit

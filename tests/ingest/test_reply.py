@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.reply import Reply, read_reply
+from rollbook.ingest.replies.detect import FAMILIES
+from rollbook.ingest.reply import Reading, Reply
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import token_ids
 
 Chat = Callable[..., ChatTokenizer]
+TOOLS = [{"type": "function", "function": {"name": "calc"}}]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,9 @@ def read(chat: Chat) -> Callable[..., Reply]:
     def read_text(text: str, finish: str = "stop", *, tools: bool = True, turn: str = "t1") -> Reply:
         tokenizer = chat()
         ids = [*tokenizer.encode(text), *(tokenizer.stop_ids[:1] if finish == "stop" else ())]
-        return read_reply(tokenizer, token_ids(ids), finish, tools_offered=tools, turn_id=turn)
+        return Reading(tokenizer, FAMILIES["hermes"], TOOLS if tools else None).reply(
+            token_ids(ids), finish, turn
+        )
 
     return read_text
 
@@ -144,14 +148,14 @@ def test_control_tokens_sampled_inside_are_not_shown(chat: Chat) -> None:
     tokenizer = chat()
     stop = tokenizer.stop_ids[0]
     ids = token_ids([*tokenizer.encode("a"), stop, *tokenizer.encode("b"), stop])
-    reply = read_reply(tokenizer, ids, "stop", tools_offered=False, turn_id="t")
+    reply = Reading(tokenizer, FAMILIES["hermes"]).reply(ids, "stop", "t")
     assert reply.message["content"] == "ab"
 
 
 def test_half_a_character_is_replaced(chat: Chat) -> None:
     """A completion cut inside a UTF-8 sequence is still valid text."""
     tokenizer = chat()
-    reply = read_reply(tokenizer, tokenizer.encode("天")[:2], "length", tools_offered=True, turn_id="t")
+    reply = Reading(tokenizer, FAMILIES["hermes"], TOOLS).reply(tokenizer.encode("天")[:2], "length", "t")
     assert reply.message["content"] == "\ufffd"
 
 

@@ -111,7 +111,7 @@ def test_a_parent_ended_by_another_stop_token_has_no_bridge(chat: Chat) -> None:
 def test_a_template_that_drops_thinking_rewrites_history(chat: Chat) -> None:
     """A new user turn makes this template drop earlier thinking; the rendering and the ids would part."""
     tokenizer = chat("rewriting")
-    thought = {"role": "assistant", "content": "<think>hm</think>Look it up."}
+    thought = {"role": "assistant", "content": "Look it up.", "reasoning_content": "hm"}
     asked = [USER, thought, _tool("rain")]
     assert _reason(_bridge(tokenizer, [NEXT], REPLY, asked)) == "template_rewrites_history"
     text = _decoded(tokenizer, _bridge(tokenizer, [_tool("more")], REPLY, asked))

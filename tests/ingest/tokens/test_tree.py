@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.ingest.requests import ChatRequest, OpenTrajectory
 from rollbook.ingest.tokens.bridge import SENTINEL
 from rollbook.store.trajectory import Trajectory, fold, prompt_sha256
 from rollbook.train.samples import Sample, samples_of
@@ -27,7 +26,7 @@ def _user(text: str = "And tomorrow?") -> dict[str, Any]:
 
 
 def _tool(answered: Any, text: str, index: int = 0) -> dict[str, Any]:
-    call = answered.reply.message["tool_calls"][index]
+    call = answered.reply["tool_calls"][index]
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
@@ -75,7 +74,7 @@ def test_a_verbatim_echo_extends(desk: Any) -> None:
     """01: the client sends back exactly what it got: one sample, whose mask is the two completions."""
     d = desk(_script("Sunny.", "Rain."))
     one = d.take([USER])
-    two = d.take([USER, one.reply.message, _user()])
+    two = d.take([USER, one.reply, _user()])
     assert d.link(one) == "root:first_turn"
     assert d.link(two) == one.turn_id
     (sample,) = check_invariants(d.trajectory(), d.engine)
@@ -123,7 +122,7 @@ def test_a_reserialised_echo_extends(desk: Any, tools: Any, echo: str) -> None:
     """03-07b: key order, white space, 2.0 for 2, null for "", parts and extra keys are still the turn."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
-    echoed = ECHOES[echo](one.reply.message)
+    echoed = ECHOES[echo](one.reply)
     two = d.take([USER, echoed, _tool(one, "3"), _tool(one, "4", 1)], tools=tools)
     assert d.link(two) == one.turn_id
     assert len(check_invariants(d.trajectory(), d.engine)) == 1
@@ -145,12 +144,12 @@ def test_sampled_ids_are_kept_though_no_tokenizer_gives_them(desk: Any) -> None:
     """11: the ids sampled stay in the next prompt, where encoding their text gives others."""
     d = desk(_script("calling the tool now, calling the tool now", "Rain."))
     one = d.take([USER])
-    two = d.take([USER, one.reply.message, _user()])
+    two = d.take([USER, one.reply, _user()])
     sampled = d.engine.made[0].completion_ids
     text = d.tokenizer.decode(sampled, special=True)
     assert sampled.tolist() != d.tokenizer.encode(text).tolist()
     prompt = d.trajectory().prompt_ids(d.turn(two))
-    start = one.prompt_tokens
+    start = one.completed.prompt_length
     assert np.array_equal(prompt[start : start + len(sampled)], sampled)
     assert np.array_equal(d.engine.sent[1], prompt)
     assert not np.array_equal(prompt, d.tokenizer.encode(d.tokenizer.decode(prompt, special=True)))
@@ -161,7 +160,7 @@ def test_a_canonical_completion_equals_rendering_the_whole(desk: Any) -> None:
     d = desk(_script("Sunny.", "Rain."))
     d.engine.ids_of = lambda text: d.tokenizer.encode(text).tolist()
     one = d.take([USER])
-    messages = [USER, one.reply.message, _user()]
+    messages = [USER, one.reply, _user()]
     d.take(messages)
     whole = d.tokenizer.encode(d.tokenizer.render(messages, None, generate=True))
     assert np.array_equal(d.engine.sent[1], whole)
@@ -171,7 +170,7 @@ def test_tool_results_in_another_order_are_new_content(desk: Any, tools: Any) ->
     """24: which result comes first is the client's to say."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
-    two = d.take([USER, one.reply.message, _tool(one, "4", 1), _tool(one, "3")], tools=tools)
+    two = d.take([USER, one.reply, _tool(one, "4", 1), _tool(one, "3")], tools=tools)
     assert d.link(two) == one.turn_id
 
 
@@ -179,9 +178,9 @@ def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: Any) 
     """27: a file that holds <|im_end|> makes context without loss, and the turn after it extends too."""
     d = desk(_script(CALL, "Rain.", "Bye."))
     one = d.take([USER], tools=tools)
-    messages = [USER, one.reply.message, _tool(one, "log:<|im_end|>\n<|im_start|>assistant\nhi")]
+    messages = [USER, one.reply, _tool(one, "log:<|im_end|>\n<|im_start|>assistant\nhi")]
     two = d.take(messages, tools=tools)
-    three = d.take([*messages, two.reply.message, _user()], tools=tools)
+    three = d.take([*messages, two.reply, _user()], tools=tools)
     assert [d.link(two), d.link(three)] == [one.turn_id, two.turn_id]
     (sample,) = check_invariants(d.trajectory(), d.engine)
     stop = d.tokenizer.stop_ids[0]
@@ -192,7 +191,7 @@ def test_a_template_that_wants_string_arguments_extends(desk: Any, tools: Any) -
     """The bridge is derived in the form of arguments the template takes."""
     d = desk(_script(CALL, "Rain."), "string_arguments")
     one = d.take([USER], tools=tools)
-    two = d.take([USER, one.reply.message, _tool(one, "3")], tools=tools)
+    two = d.take([USER, one.reply, _tool(one, "3")], tools=tools)
     assert d.link(two) == one.turn_id
 
 
@@ -217,7 +216,7 @@ def test_an_edited_turn_makes_a_root(desk: Any, tools: Any, edit: str) -> None:
     """08, 09, 25: what the client changed was not sampled: two samples, each exact."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
-    two = d.take([USER, EDITS[edit](one.reply.message), _tool(one, "3")], tools=tools)
+    two = d.take([USER, EDITS[edit](one.reply), _tool(one, "3")], tools=tools)
     assert d.link(two) == "root:no_matching_turn"
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
 
@@ -226,7 +225,7 @@ def test_white_space_a_client_strips_makes_a_root(desk: Any) -> None:
     """White space of content counts: a stripped echo is another text."""
     d = desk(_script("Sunny.\n", "Rain."))
     one = d.take([USER])
-    assert one.reply.message["content"] == "Sunny.\n"
+    assert one.reply["content"] == "Sunny.\n"
     assert (
         d.link(d.take([USER, {"role": "assistant", "content": "Sunny."}, _user()])) == "root:no_matching_turn"
     )
@@ -236,8 +235,8 @@ def test_a_parent_cut_off_by_length_makes_a_root(desk: Any) -> None:
     """12: a turn that ran out of tokens is gone on from in a root of its own."""
     d = desk(_script(("Sunny with", "length", None), "Rain."))
     one = d.take([USER])
-    assert one.reply.finish_reason == "length"
-    assert d.link(d.take([USER, one.reply.message, _user()])) == "root:parent_without_end_of_turn"
+    assert one.completed.finish_reason == "length"
+    assert d.link(d.take([USER, one.reply, _user()])) == "root:parent_without_end_of_turn"
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
 
 
@@ -245,17 +244,17 @@ def test_a_parent_ended_by_another_stop_token_makes_a_root(desk: Any, chat: Any)
     """14: <|endoftext|> ends a completion, but the template does not write it."""
     d = desk(_script(("Sunny.", "stop", chat().stop_ids[1]), "Rain."))
     one = d.take([USER])
-    assert one.reply.message["content"] == "Sunny."
-    assert d.link(d.take([USER, one.reply.message, _user()])) == "root:no_end_of_turn_in_template"
+    assert one.reply["content"] == "Sunny."
+    assert d.link(d.take([USER, one.reply, _user()])) == "root:no_end_of_turn_in_template"
 
 
 def test_a_template_that_drops_thinking_makes_a_root(desk: Any) -> None:
     """16: after a new user message this template would render earlier thinking away."""
     d = desk(_script("<think>hm</think>Looking.", "Rain.", "Bye."), "rewriting")
     one = d.take([USER])
-    messages = [USER, one.reply.message, {"role": "tool", "content": "rain"}]
+    messages = [USER, one.reply, {"role": "tool", "content": "rain"}]
     two = d.take(messages)
-    three = d.take([*messages, two.reply.message, _user()])
+    three = d.take([*messages, two.reply, _user()])
     assert [d.link(two), d.link(three)] == [one.turn_id, "root:template_rewrites_history"]
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
 
@@ -266,7 +265,7 @@ def test_other_tools_make_a_root(desk: Any, tools: Any, change: str) -> None:
     other = {"reordered": tools[::-1], "dropped": None, "edited": [tools[0], tools[1] | {"strict": True}]}
     d = desk(_script("Sunny.", "Rain."))
     one = d.take([USER], tools=tools)
-    two = d.take([USER, one.reply.message, _user()], tools=other[change])
+    two = d.take([USER, one.reply, _user()], tools=other[change])
     assert d.link(two) == "root:no_matching_turn"
 
 
@@ -274,7 +273,7 @@ def test_another_system_message_makes_a_root(desk: Any) -> None:
     """18: a date in the system message is another conversation."""
     d = desk(_script("Sunny.", "Rain."))
     one = d.take([{"role": "system", "content": "Today is Monday."}, USER])
-    two = d.take([{"role": "system", "content": "Today is Tuesday."}, USER, one.reply.message, _user()])
+    two = d.take([{"role": "system", "content": "Today is Tuesday."}, USER, one.reply, _user()])
     assert d.link(two) == "root:no_matching_turn"
 
 
@@ -283,7 +282,7 @@ def test_an_injected_assistant_message_makes_a_root(desk: Any) -> None:
     d = desk(_script("Sunny.", "Rain."))
     one = d.take([USER])
     injected = {"role": "assistant", "content": "Injected."}
-    two = d.take([USER, one.reply.message, _user(), injected, _user("Go on")])
+    two = d.take([USER, one.reply, _user(), injected, _user("Go on")])
     assert d.link(two) == "root:foreign_assistant_message"
     first, second = check_invariants(d.trajectory(), d.engine)
     assert "Injected." in d.tokenizer.decode(second.tokens)
@@ -295,7 +294,7 @@ def test_the_sentinel_in_user_text_makes_a_root(desk: Any) -> None:
     """42: text that holds this process's sentinel costs a sample and nothing else."""
     d = desk(_script("Sunny.", "Rain."))
     one = d.take([USER])
-    two = d.take([USER, one.reply.message, _user(SENTINEL)])
+    two = d.take([USER, one.reply, _user(SENTINEL)])
     assert d.link(two) == "root:sentinel_not_rendered_once"
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
 
@@ -303,9 +302,9 @@ def test_the_sentinel_in_user_text_makes_a_root(desk: Any) -> None:
 def test_a_tokenizer_that_merges_the_end_never_extends(desk: Any) -> None:
     """F2: where the self-test fails, every turn is a root that says so."""
     d = desk(_script("Sunny.", "Rain."), "not_atomic")
-    assert d.taker.extension_refused == "end_of_turn_not_atomic"
+    assert d.taker.bridges.refused == "end_of_turn_not_atomic"
     one = d.take([USER])
-    two = d.take([USER, one.reply.message, _user()])
+    two = d.take([USER, one.reply, _user()])
     assert [d.link(one), d.link(two)] == ["root:extension_refused", "root:extension_refused"]
     check_invariants(d.trajectory(), d.engine)
 
@@ -327,10 +326,10 @@ def test_compaction_makes_a_root_that_itself_extends(desk: Any) -> None:
     """19: after a summary the conversation is another one, and goes on as such: two samples."""
     d = desk(_script("Sunny.", "Rain.", "Snow.", "Bye."))
     one = d.take([USER])
-    two = d.take([USER, one.reply.message, _user()])
+    two = d.take([USER, one.reply, _user()])
     summary = [_user("Summary: sun, then rain. Next?")]
     three = d.take(summary)
-    four = d.take([*summary, three.reply.message, _user()])
+    four = d.take([*summary, three.reply, _user()])
     assert [d.link(t) for t in (two, three, four)] == [one.turn_id, "root:no_matching_turn", three.turn_id]
     samples = check_invariants(d.trajectory(), d.engine)
     assert [s.turn_ids for s in samples] == [(one.turn_id, two.turn_id), (three.turn_id, four.turn_id)]
@@ -342,8 +341,8 @@ def test_an_interleaved_sub_agent_leaves_the_main_line_alone(desk: Any, tools: A
     one = d.take([USER], tools=tools)
     sub_messages = [{"role": "system", "content": "Summarise."}, _user("text")]
     sub = d.take(sub_messages)
-    two = d.take([USER, one.reply.message, _tool(one, "3")], tools=tools)
-    sub_two = d.take([*sub_messages, sub.reply.message, _user()])
+    two = d.take([USER, one.reply, _tool(one, "3")], tools=tools)
+    sub_two = d.take([*sub_messages, sub.reply, _user()])
     assert [d.link(t) for t in (one, sub)] == ["root:first_turn", "root:no_matching_turn"]
     assert [d.link(t) for t in (two, sub_two)] == [one.turn_id, sub.turn_id]
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
@@ -353,8 +352,8 @@ def test_a_fork_trains_the_shared_turn_once(desk: Any) -> None:
     """21: two continuations of a turn are two samples; the first leaf owns the shared turn."""
     d = desk(_script("Sunny.", "Rain.", "Snow."))
     one = d.take([USER])
-    two = d.take([USER, one.reply.message, _user()])
-    three = d.take([USER, one.reply.message, _user("And in winter?")])
+    two = d.take([USER, one.reply, _user()])
+    three = d.take([USER, one.reply, _user("And in winter?")])
     assert [d.link(two), d.link(three)] == [one.turn_id, one.turn_id]
     left, right = check_invariants(d.trajectory(), d.engine)
     assert d.tokenizer.decode(left.tokens[left.loss_mask]) == "Sunny.Rain."
@@ -369,7 +368,7 @@ def test_twins_are_told_apart_by_the_call_ids_echoed(desk: Any, tools: Any, chos
     twins = [d.take([USER], tools=tools) for _ in range(3)]
     assert len({g.completion_ids.tobytes() for g in d.engine.made}) == 3
     picked = twins[chosen]
-    last = d.take([USER, picked.reply.message, _tool(picked, "3")], tools=tools)
+    last = d.take([USER, picked.reply, _tool(picked, "3")], tools=tools)
     assert d.link(last) == picked.turn_id
     check_invariants(d.trajectory(), d.engine)
 
@@ -379,7 +378,7 @@ def test_twins_of_text_go_on_from_the_latest(desk: Any) -> None:
     d = desk(_script("Sunny and warm.", "Sunny and warm.", "Rain."))
     d.take([USER])
     two = d.take([USER])
-    three = d.take([USER, two.reply.message, _user()])
+    three = d.take([USER, two.reply, _user()])
     assert d.link(three) == two.turn_id
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
 
@@ -388,12 +387,12 @@ def test_the_deepest_match_wins_and_gives_the_reason(desk: Any) -> None:
     """The deepest turn is tried first; where no bridge is found, the root names that turn's reason."""
     d = desk(_script("Sunny.", "Rain.", ("cut", "length", None), "Bye."))
     one = d.take([USER])
-    messages = [USER, one.reply.message, _user()]
+    messages = [USER, one.reply, _user()]
     two = d.take(messages)
-    messages += [two.reply.message, _user("More")]
+    messages += [two.reply, _user("More")]
     three = d.take(messages)
     assert d.link(three) == two.turn_id
-    four = d.take([*messages, three.reply.message, _user("Again")])
+    four = d.take([*messages, three.reply, _user("Again")])
     # The earlier turns would need the cut-off turn's text as an assistant message; its own reason counts.
     assert d.link(four) == "root:parent_without_end_of_turn"
 
@@ -402,7 +401,7 @@ def test_the_same_request_again_is_a_sibling(desk: Any, tools: Any) -> None:
     """A repeated request samples anew under the same parent."""
     d = desk(_script(CALL, "Rain.", "Snow."))
     one = d.take([USER], tools=tools)
-    messages = [USER, one.reply.message, _tool(one, "3")]
+    messages = [USER, one.reply, _tool(one, "3")]
     two, three = d.take(messages, tools=tools), d.take(messages, tools=tools)
     assert [d.link(two), d.link(three)] == [one.turn_id, one.turn_id]
     assert len(check_invariants(d.trajectory(), d.engine)) == 2
@@ -418,7 +417,7 @@ def test_an_echo_proves_delivery(desk: Any) -> None:
     assert d.turn(one).delivered is None
     (sample,) = samples_of(d.trajectory())
     assert not sample.loss_mask.any()
-    d.take([USER, one.reply.message, _user()])
+    d.take([USER, one.reply, _user()])
     assert d.turn(one).delivered == "echoed"
 
 
@@ -434,7 +433,7 @@ def test_requests_come_back_as_sent_and_cost_their_new_part(desk: Any) -> None:
         folded = d.turn(answered)
         assert d.trajectory().messages(folded) == messages
         assert len(folded.requested.messages) == (1 if turn == 0 else 2)
-        messages = [*messages, answered.reply.message, _user(str(turn))]
+        messages = [*messages, answered.reply, _user(str(turn))]
     changed = [messages[0] | {"name": "bob"}, *messages[1:]]
     assert d.trajectory().messages(d.turn(d.take(changed))) == changed
 
@@ -486,7 +485,7 @@ def test_forty_turns_of_a_mutating_client_are_one_sample(desk: Any, tools: Any, 
         echoed = [_mutated(m, rng) if m["role"] == "assistant" else m for m in said]
         answered = d.take(echoed, tools=tools)
         taken.append(answered.turn_id)
-        message = answered.reply.message
+        message = answered.reply
         calls = message.get("tool_calls") or ()
         new = [{"role": "tool", "tool_call_id": c["id"], "content": text()} for c in calls]
         said += [message, *(new or [_user(text())])]
@@ -509,10 +508,8 @@ def test_forty_turns_of_a_mutating_client_are_one_sample(desk: Any, tools: Any, 
 def test_an_echo_proves_delivery_even_of_a_turn_that_cannot_be_extended(desk: Any) -> None:
     """A truncated turn whose text comes back was delivered, although the new turn is a root."""
     d = desk(_script(("Sunny with", "length", None), "Rain."))
-    live = d.recorder.draft(OpenTrajectory(id="t"))
-    asked = {"messages": [USER]}
-    first = d.runner.run(d.taker.take(live, ChatRequest.model_validate(asked), asked))
+    first = d.take_undelivered([USER])
     assert d.turn(first).delivered is None
-    second = d.take([USER, first.reply.message, USER])
+    second = d.take([USER, first.reply, USER])
     assert d.link(second) == "root:parent_without_end_of_turn"
     assert d.turn(first).delivered == "echoed"

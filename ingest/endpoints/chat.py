@@ -1,0 +1,182 @@
+"""OpenAI's chat completions: the form that everything else is mapped to. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from rollbook.ingest.answered import AnsweredTurn, created_s, logprob_entry, usage_tokens
+from rollbook.ingest.endpoints.history import History
+from rollbook.ingest.endpoints.openai_error import openai_error
+from rollbook.ingest.endpoints.sse import DONE, event
+from rollbook.ingest.model_call import ModelCall, check_messages
+from rollbook.ingest.requests import SamplingFields, validated
+from rollbook.ingest.rewards import RESPONSE_PREFIX
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+
+MODEL = "rollbook"
+"""What a reply calls the model where the request named none."""
+
+
+class ChatCompletions:
+    """POST /v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: Json, history: History) -> ModelCall:
+        """A chat request.
+
+        Raises:
+            RequestError: 400, it is none.
+        """
+        fields = validated(SamplingFields, body)
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            raise RequestError(400, "bad_request", "messages: send a list of messages")
+        check_messages(messages)
+        tools, odd = chat_tools(body.get("tools"))
+        return ModelCall(
+            endpoint=self.path,
+            messages=messages,
+            tools=tools,
+            fields=fields,
+            rest={k: v for k, v in body.items() if k != "messages"},
+            tool_calls_wanted=fields.tool_choice != "none",
+            logprobs=bool(body.get("logprobs")),
+            template_kwargs=template_kwargs(fields, body),
+            not_honoured=odd,
+        )
+
+    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+        """The reply, with every field that some client insists on."""
+        return {
+            "id": RESPONSE_PREFIX + turns[0].turn_id,
+            "object": "chat.completion",
+            "created": turns[0].created,
+            "model": call.fields.model or MODEL,
+            "choices": [_choice(call, index, turn, tokenizer) for index, turn in enumerate(turns)],
+            "usage": chat_usage(turns),
+        }
+
+    def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> ChatWriter:
+        """What writes the reply as chunks."""
+        return ChatWriter(call, turn_ids, tokenizer)
+
+    def error(self, status: int, code: str, message: str) -> Json:
+        """An error in OpenAI's form."""
+        return openai_error(status, code, message)
+
+
+def chat_tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
+    """(the functions among the tools, what is not served): other kinds run at a provider, not here.
+
+    Raises:
+        RequestError: 400, it is no list of tools.
+    """
+    if not tools:
+        return None, ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RequestError(400, "bad_request", "tools: send a list of objects")
+    functions = [t for t in tools if t.get("type", "function") == "function"]
+    sound = all(isinstance(t.get("function"), dict) and t["function"].get("name") for t in functions)
+    if not sound:
+        raise RequestError(400, "bad_request", "tools: each function needs function.name")
+    odd = sorted({f"tools.{t['type']}" for t in tools if t not in functions})
+    return functions or None, tuple(odd)
+
+
+def template_kwargs(fields: SamplingFields, body: Json) -> Json:
+    """What the request gives the chat template: vLLM's and SGLang's field, and OpenAI's effort."""
+    kwargs = dict(fields.chat_template_kwargs or {})
+    if body.get("reasoning_effort") is not None:
+        kwargs.setdefault("reasoning_effort", body["reasoning_effort"])
+    return kwargs
+
+
+def chat_usage(turns: list[AnsweredTurn]) -> Json:
+    """Token counts; the prompt, which siblings share, counts once."""
+    asked, sampled = usage_tokens(turns)
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def finish_of(turn: AnsweredTurn) -> str:
+    """OpenAI's finish reason; it has none for an aborted turn."""
+    reason = turn.completed.finish_reason
+    return "stop" if reason == "abort" else reason
+
+
+def _choice(call: ModelCall, index: int, turn: AnsweredTurn, tokenizer: ChatTokenizer) -> Json:
+    return {
+        "index": index,
+        "message": turn.reply | {"refusal": None},
+        "logprobs": _logprobs(turn, tokenizer) if call.logprobs else None,
+        "finish_reason": finish_of(turn),
+    }
+
+
+def _logprobs(turn: AnsweredTurn, tokenizer: ChatTokenizer) -> Json | None:
+    done = turn.completed
+    if done.logprobs is None:
+        return None
+    pairs = zip(done.completion_ids.tolist(), done.logprobs.tolist(), strict=True)
+    return {"content": [logprob_entry(tokenizer, i, p) for i, p in pairs], "refusal": None}
+
+
+class ChatWriter:
+    """Chunks: the role first, text as it comes, calls and the finish at the end."""
+
+    keep_alive = b": keep-alive\n\n"
+
+    def __init__(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> None:
+        self._call, self._tokenizer, self._choices = call, tokenizer, len(turn_ids)
+        self._usage = bool((call.fields.stream_options or {}).get("include_usage"))
+        self._head = {
+            "id": RESPONSE_PREFIX + turn_ids[0],
+            "object": "chat.completion.chunk",
+            "created": created_s(turn_ids[0]),
+            "model": call.fields.model or MODEL,
+        }
+
+    def begin(self) -> bytes:
+        """A chunk with the role for each choice."""
+        return b"".join(
+            self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._choices)
+        )
+
+    def piece(self, choice: int, reasoning: str, content: str, tokens: list[tuple[int, float]]) -> bytes:
+        """A chunk of text."""
+        delta: Json = {}
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        if content:
+            delta["content"] = content
+        entries = [logprob_entry(self._tokenizer, i, p) for i, p in tokens] if self._call.logprobs else []
+        if not delta and not entries:
+            return b""
+        return self._chunk(choice, delta, {"content": entries, "refusal": None} if entries else None)
+
+    def end(self, turns: list[AnsweredTurn]) -> bytes:
+        """Calls, the finish of each choice, the usage if it was asked for, and the terminator."""
+        parts = []
+        for index, turn in enumerate(turns):
+            calls = [{"index": i} | call for i, call in enumerate(turn.calls)]
+            if calls:
+                parts.append(self._chunk(index, {"tool_calls": calls}))
+            parts.append(self._chunk(index, {}, finish=finish_of(turn)))
+        if self._usage:
+            parts.append(event(self._head | {"choices": [], "usage": chat_usage(turns)}))
+        return b"".join([*parts, DONE])
+
+    def failed(self, error: Json) -> bytes:
+        """An error where a chunk would be."""
+        return event(error)
+
+    def _chunk(
+        self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": None} if self._usage else {}
+        return b"data: " + orjson.dumps(self._head | {"choices": [choice]} | usage) + b"\n\n"

@@ -1,0 +1,130 @@
+"""OpenAI's Responses, in chat form and back. Pure.
+
+What a request only names is looked up in its trajectory: an earlier response (`previous_response_id`) or one
+of its items (`item_reference`, which some clients send for everything the model said). Nothing that was said
+is lost, and what cannot be found is a 404.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
+from rollbook.ingest.endpoints.history import EarlierTurn, History
+from rollbook.ingest.endpoints.openai_error import openai_error
+from rollbook.ingest.endpoints.responses_input import chat_messages
+from rollbook.ingest.endpoints.responses_stream import ResponsesWriter
+from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
+from rollbook.ingest.model_call import ModelCall, check_messages
+from rollbook.ingest.requests import SamplingFields, validated
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+
+
+class Responses:
+    """POST /v1/responses."""
+
+    path = "/v1/responses"
+
+    def read(self, body: Json, history: History) -> ModelCall:
+        """A request for a response.
+
+        Raises:
+            RequestError: 400, it is none; 404, it names what the trajectory does not have.
+        """
+        if body.get("background"):
+            text = "background: true: the reply is given to the request itself; send background: false"
+            raise RequestError(400, "background_not_served", text)
+        fields = validated(SamplingFields, _sampling(body))
+        sent = body.get("input", [])
+        items = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
+        if not isinstance(items, list):
+            raise RequestError(400, "bad_request", "input: send a text or a list of items")
+        messages = [
+            *_instructions(body),
+            *_previous(body.get("previous_response_id"), history),
+            *chat_messages(items, history),
+        ]
+        check_messages(messages)
+        tools, odd = _tools(body.get("tools"))
+        return ModelCall(
+            endpoint=self.path,
+            messages=messages,
+            tools=tools,
+            fields=fields,
+            # A text stays with the body: the items are what was sent as a list.
+            rest={k: v for k, v in body.items() if k != "input" or isinstance(v, str)},
+            items=[] if isinstance(sent, str) else sent,
+            tool_calls_wanted=fields.tool_choice != "none",
+            template_kwargs=template_kwargs(fields, {"reasoning_effort": _effort(body)}),
+            not_honoured=odd,
+        )
+
+    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+        """The response."""
+        return response_body(call.rest, call.fields.model or MODEL, turns[0])
+
+    def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> ResponsesWriter:
+        """What writes it as events."""
+        return ResponsesWriter(call.rest, call.fields.model or MODEL, turn_ids[0])
+
+    def error(self, status: int, code: str, message: str) -> Json:
+        """An error in OpenAI's form."""
+        return openai_error(status, code, message)
+
+
+def _sampling(body: Json) -> Json:
+    """The sampling fields under chat's names."""
+    text = body.get("text")
+    shape = text.get("format") if isinstance(text, dict) else None
+    mapped = {k: v for k, v in body.items() if k not in ("n", "stop", "max_tokens", "logprobs")}
+    if body.get("max_output_tokens") is not None:
+        mapped["max_tokens"] = body["max_output_tokens"]
+    if isinstance(shape, dict):
+        mapped["response_format"] = shape
+    return mapped
+
+
+def _effort(body: Json) -> Any:
+    reasoning = body.get("reasoning")
+    return reasoning.get("effort") if isinstance(reasoning, dict) else None
+
+
+def _instructions(body: Json) -> list[Json]:
+    said = body.get("instructions")
+    return [{"role": "system", "content": said}] if isinstance(said, str) and said else []
+
+
+def _previous(response_id: Any, history: History) -> list[Json]:
+    """The conversation up to an earlier response; its own instructions do not carry over."""
+    if response_id is None:
+        return []
+    turn_id = turn_of(response_id)
+    earlier: EarlierTurn | None = None if turn_id is None else history(turn_id)
+    if earlier is None:
+        text = f"previous_response_id is {response_id!r}, which is no response of this trajectory"
+        raise RequestError(404, "unknown_response", text)
+    messages = earlier.messages
+    if _instructions(earlier.request):
+        messages = messages[1:]
+    return [*messages, earlier.reply]
+
+
+def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
+    """(functions in chat form, what is not served)"""
+    if not tools:
+        return None, ()
+    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+        raise RequestError(400, "bad_request", "tools: send a list of objects")
+    made = []
+    for tool in (t for t in tools if t.get("type") == "function"):
+        if not tool.get("name"):
+            raise RequestError(400, "bad_request", "tools: each function needs a name")
+        named = {
+            k: tool[k] for k in ("name", "description", "parameters", "strict") if tool.get(k) is not None
+        }
+        made.append({"type": "function", "function": named})
+    odd = {f"tools.{t.get('type')}" for t in tools if t.get("type") != "function"}
+    return made or None, tuple(sorted(odd))

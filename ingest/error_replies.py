@@ -1,0 +1,51 @@
+"""Errors as HTTP replies, in the form of whichever API the request came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollbook.store.errors import EngineError, RequestError, WriteFailedError
+from rollbook.store.events import Json
+
+Form = Callable[[str], Callable[[int, str, str], Json]]
+"""Path -> what makes an error's body of (status, code, message)."""
+
+FINAL = (400, 401, 403, 404, 409, 413, 422)
+"""What will not change by itself must not be tried again."""
+RETRY_AFTER_S = {503: 10, 429: 1}
+"""Some clients give up where they are told to wait for a minute or more."""
+
+
+def told(error: Exception) -> tuple[int, str, str]:
+    """(status, code, message) of an error."""
+    match error:
+        case RequestError():
+            return error.status, error.code, error.message
+        case WriteFailedError():
+            return 503, "store_failed", str(error)
+        case EngineError():
+            return 502, "engine_failed", str(error)
+        case _:
+            return 500, "internal_error", f"{type(error).__name__} in the proxy; its log says more"
+
+
+def add_error_replies(app: FastAPI, form: Form) -> None:
+    """Answer what Rollbook foresaw with a status, a code and a remedy."""
+
+    async def reply(request: Request, error: Exception) -> Response:
+        status, code, message = told(error)
+        headers = {}
+        if status in FINAL and code != "trajectory_busy":
+            headers["x-should-retry"] = "false"
+        if status in RETRY_AFTER_S:
+            headers |= {"retry-after": str(RETRY_AFTER_S[status]), "x-should-retry": "true"}
+        body = form(request.url.path)(status, code, message)
+        return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+    for kind in (RequestError, EngineError, WriteFailedError):
+        app.add_exception_handler(kind, reply)

@@ -1,0 +1,126 @@
+"""What every request passes: its key, its body within limits, and the trajectory it names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from rollbook.ingest.identity import Identity, check_key, key_name, sent_key, split_path
+from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.recorder import Recorder
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+
+
+class BodyRoom:
+    """Room for bodies in memory: who finds none waits, so that a burst of large ones is taken in turn."""
+
+    def __init__(self, options: ProxyOptions) -> None:
+        self._most, self._free = options.max_body_bytes, options.max_bodies_bytes
+        self._whole = options.max_bodies_bytes
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytes]:
+        """The request's body, and room for it while the context lasts.
+
+        Raises:
+            RequestError: 413, it is too large.
+        """
+        size = self._declared(request)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield await self._read(request, size)
+        finally:
+            async with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+    def _declared(self, request: Request) -> int:
+        length = request.headers.get("content-length", "")
+        size = int(length) if length.isdigit() else self._most
+        if size > self._most and length:
+            raise self._too_large()
+        return min(size, self._whole)
+
+    async def _read(self, request: Request, size: int) -> bytes:
+        parts: list[bytes] = []
+        total = 0
+        async for part in request.stream():
+            total += len(part)
+            if total > self._most:
+                raise self._too_large()
+            parts.append(part)
+        return b"".join(parts)
+
+    def _too_large(self) -> RequestError:
+        text = f"the body is larger than {self._most} bytes, which --max-body-mb allows"
+        return RequestError(413, "body_too_large", text)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoor:
+    """Checks keys and finds trajectories."""
+
+    recorder: Recorder
+    options: ProxyOptions
+
+    def check(self, request: Request) -> str | None:
+        """The API key, if it may come in.
+
+        Raises:
+            RequestError: 401.
+        """
+        key = sent_key(request.headers)
+        check_key(key, self.recorder.run, self.options.api_keys)
+        return key
+
+    def check_operator(self, request: Request) -> None:
+        """Let in who may see all trajectories.
+
+        Raises:
+            RequestError: 401; 403, the key is of one trajectory.
+        """
+        if key_name(self.check(request)) is not None and self.options.api_keys:
+            raise RequestError(403, "other_trajectory", "this API key is of one trajectory alone")
+
+    def enter(self, request: Request) -> tuple[Json, str, str | None]:
+        """(what the path says of the trajectory, the endpoint's path, the key).
+
+        Raises:
+            RequestError: 401; 404, the path holds no id.
+        """
+        key = self.check(request)
+        raw = request.scope.get("raw_path") or request.url.path.encode()
+        said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
+        return said, endpoint, key
+
+    def trajectory(self, identity: Identity, messages: list[Json]) -> LiveTrajectory:
+        """The trajectory a request belongs to: that of its name, a new one, or a quarantined one.
+
+        Raises:
+            RequestError: 409, it is finished, or was opened otherwise than the request says.
+        """
+        if identity.name is None:
+            return self.recorder.unnamed(messages)
+        wanted = identity.wanted()
+        live = self.recorder.find(identity.name)
+        if live is None:
+            return self.recorder.draft(wanted)
+        for field in ("group", "task", "split"):
+            sent, opened = getattr(wanted, field), getattr(live.opened, field)
+            if field in identity.said and sent != opened:
+                text = f"trajectory {identity.name!r} was opened with {field} {opened!r}, not {sent!r}"
+                raise RequestError(409, "trajectory_conflict", text)
+        if live.finished:
+            text = f"trajectory {identity.name!r} is finished: open another for more turns"
+            raise RequestError(409, "trajectory_finished", text)
+        self.recorder.relabelled(live, identity.labels)
+        return live

@@ -1,0 +1,64 @@
+"""What the proxy tells Prometheus, at /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollbook.ingest.answered import AnsweredTurn
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """Counters of one proxy, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.turns = Counter(
+            "rollbook_turns",
+            "Completed turns.",
+            ["endpoint", "link", "finish", "delivered"],
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "rollbook_tokens", "Tokens of completed turns.", ["kind"], registry=self.registry
+        )
+        self.failures = Counter(
+            "rollbook_failures", "Requests that failed, by code.", ["code"], registry=self.registry
+        )
+        self.retries = Counter(
+            "rollbook_retries",
+            "Requests that clients repeated, by what was done.",
+            ["how"],
+            registry=self.registry,
+        )
+        self.unrecorded = Counter(
+            "rollbook_unrecorded", "Turns that were passed on and not recorded.", registry=self.registry
+        )
+        self.engine_s = Histogram(
+            "rollbook_engine_seconds",
+            "Time of a turn in the engine.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.running = Gauge("rollbook_running", "Requests being answered.", registry=self.registry)
+        self.open = Gauge("rollbook_open_trajectories", "Trajectories not finished.", registry=self.registry)
+        self.version = Gauge("rollbook_policy_version", "Policy version served.", registry=self.registry)
+
+    def answered(self, turn: AnsweredTurn, *, delivered: bool) -> None:
+        """Count a completed turn whose reply was sent, or could not be."""
+        done = turn.completed
+        link = "extend" if turn.requested.parent_turn_id else turn.requested.root_reason or "root"
+        endpoint = turn.requested.wire.get("endpoint", "")
+        self.turns.labels(endpoint, link, done.finish_reason, str(delivered).lower()).inc()
+        self.tokens.labels("prompt").inc(done.prompt_length)
+        self.tokens.labels("completion").inc(len(done.completion_ids))
+        if "engine_us" in done.timings:
+            self.engine_s.observe(done.timings["engine_us"] / 1e6)
+
+    async def page(self, _: Request) -> Response:
+        """The text that Prometheus reads."""
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,193 @@
+"""Routes of the APIs that agents speak, each with a trajectory in its path or without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.endpoints.chat import ChatCompletions
+from rollbook.ingest.endpoints.completions import Completions
+from rollbook.ingest.endpoints.history import EarlierTurn
+from rollbook.ingest.endpoints.messages import Messages
+from rollbook.ingest.endpoints.responses import Responses
+from rollbook.ingest.endpoints.responses_wire import turn_of
+from rollbook.ingest.error_replies import told
+from rollbook.ingest.front_door import BodyRoom, FrontDoor
+from rollbook.ingest.identity import Identity, identify
+from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.metrics import Metrics
+from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.requests import SamplingFields, json_object
+from rollbook.ingest.respond import Endpoint, TurnResponse
+from rollbook.ingest.running import RunningCall
+from rollbook.ingest.turns import Arrival, TurnTaker
+from rollbook.store.errors import RequestError
+from rollbook.store.events import QUARANTINE, Json
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    e.path: e for e in (ChatCompletions(), Completions(), Responses(), Messages())
+}
+
+
+@dataclass(slots=True, eq=False)
+class ModelRoutes:
+    """Answers requests for completions, whichever API they come through."""
+
+    recorder: Recorder
+    taker: TurnTaker
+    door: FrontDoor
+    room: BodyRoom
+    metrics: Metrics
+    model_name: str = "rollbook"
+    _running: int = field(default=0)
+
+    def add(self, app: FastAPI) -> None:
+        """Add the routes; those without a trajectory in the path too."""
+        for prefix in ("", "/t/{said:path}"):
+            for path in ENDPOINTS:
+                app.add_route(prefix + path, self.answer, methods=["POST"])
+            app.add_route(prefix + "/v1/messages/count_tokens", self.count, methods=["POST"])
+            app.add_route(prefix + "/v1/responses/{response_id}", self.response, methods=["GET"])
+            app.add_route(prefix + "/v1/models", self.models, methods=["GET"])
+            app.add_route(prefix + "/v1/models/{model:path}", self.models, methods=["GET"])
+
+    async def answer(self, request: Request) -> Response:
+        """A completion."""
+        said, path, key = self.door.enter(request)
+        endpoint = ENDPOINTS[path]
+        if self._running >= self.door.options.max_running:
+            text = f"{self._running} requests are running, as many as --max-running allows: try again"
+            raise RequestError(429, "too_many_requests", text)
+        self._running += 1
+        try:
+            async with self.room.body(request) as raw:
+                body = self.door.options.redactor.body(json_object(raw))
+                live, call = self._read(endpoint, identify(said, request.headers, body, key), body)
+                arrival = Arrival.of(endpoint.path, raw, _retry_count(request))
+                running = await self._running_call(live, call, arrival)
+        except BaseException:
+            self._running -= 1
+            raise
+        live.sending += 1
+        return TurnResponse(
+            running,
+            endpoint,
+            self.door.options.keep_alive,
+            lambda turns: _headers(live, running, turns),
+            lambda turns, delivered: self._sent(live, turns, delivered),
+            self.taker.abort,
+            lambda error: endpoint.error(*told(error)[:3]),
+            lambda: self._left(live),
+        )
+
+    async def _running_call(self, live: LiveTrajectory, call: ModelCall, arrival: Arrival) -> RunningCall:
+        """What answers the request: the one it repeats, whether that still runs or is stored, or its own."""
+        earlier = live.arrivals.get(arrival.digest) if arrival.retry else None
+        if isinstance(earlier, RunningCall):
+            self.metrics.retries.labels("joined").inc()
+            return earlier
+        if earlier is not None:
+            self.metrics.retries.labels("replayed").inc()
+            turns = await self.recorder.answered(live, earlier)
+            return self.taker.stored(call, turns)
+        return self.taker.begin(live, call, arrival)
+
+    def _read(self, endpoint: Endpoint, identity: Identity, body: Json) -> tuple[LiveTrajectory, ModelCall]:
+        """The trajectory and what is asked. Who names none is told apart by what it goes on from."""
+        known = self.recorder.find(identity.name) if identity.name is not None else None
+        previous = turn_of(body.get("previous_response_id"))
+        if identity.name is None and previous is not None:
+            known = self.recorder.of_turn(previous)
+        call = endpoint.read(body, lambda turn_id: _earlier(known, turn_id))
+        if identity.name is None and known is not None:
+            return known, call
+        return self.door.trajectory(identity, call.messages), call
+
+    def _sent(self, live: LiveTrajectory, turns: list[AnsweredTurn], delivered: bool) -> None:
+        for turn in turns:
+            if delivered:
+                self.recorder.mark_delivered(live, turn.turn_id, "sent")
+            self.metrics.answered(turn, delivered=delivered)
+
+    def _left(self, live: LiveTrajectory) -> None:
+        self._running -= 1
+        live.sent()
+
+    async def count(self, request: Request) -> Response:
+        """How many tokens a message's prompt would hold."""
+        self.door.enter(request)
+        async with self.room.body(request) as raw:
+            call = Messages().read({"max_tokens": 1} | json_object(raw), lambda _: None)
+        tokenizer = self.taker.bridges.tokenizer
+        text = tokenizer.render(call.messages, call.tools, generate=True, **call.template_kwargs)
+        return JSONResponse({"input_tokens": len(tokenizer.encode(text))})
+
+    async def response(self, request: Request) -> Response:
+        """An earlier response, from the log."""
+        self.door.enter(request)
+        response_id = request.path_params["response_id"]
+        turn_id = turn_of(response_id)
+        live = None if turn_id is None else self.recorder.of_turn(turn_id)
+        if live is None or turn_id is None:
+            text = f"no response {response_id!r} in an open trajectory"
+            raise RequestError(404, "unknown_response", text)
+        turns = await self.recorder.answered(live, (turn_id,))
+        return JSONResponse(Responses().reply(_recorded_call(turns[0]), turns, self.taker.bridges.tokenizer))
+
+    async def models(self, request: Request) -> Response:
+        """The model that is served, by its own name; requests may use any."""
+        self.door.enter(request)
+        version = self.taker.engine.policy_version()
+        model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollbook"}
+        model |= {"policy_version": version, "max_model_len": self.taker.bridges.tokenizer.context_length}
+        if "model" in request.path_params:
+            return JSONResponse(model | {"id": request.path_params["model"]})
+        return JSONResponse({"object": "list", "data": [model], "first_id": None, "has_more": False})
+
+
+def _recorded_call(turn: AnsweredTurn) -> ModelCall:
+    asked = turn.requested
+    return ModelCall(
+        asked.wire.get("endpoint", ""),
+        [],
+        None,
+        SamplingFields.model_validate({"model": asked.requested_model}),
+        asked.request,
+    )
+
+
+def _earlier(live: LiveTrajectory | None, turn_id: str) -> EarlierTurn | None:
+    turn = None if live is None else live.tree.by_id(turn_id)
+    if live is None or turn is None:
+        return None
+    return EarlierTurn(turn.messages, live.requests.get(turn_id, {}), turn.reply)
+
+
+def _retry_count(request: Request) -> int:
+    """How often the client says it has tried before: OpenAI's and Anthropic's SDKs do."""
+    count = request.headers.get("x-stainless-retry-count", "")
+    return int(count) if count.isascii() and count.isdigit() and len(count) < 6 else 0
+
+
+def _headers(live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn] | None) -> dict[str, str]:
+    """What a reply says beside its body. The policy version is known once the turn is done."""
+    headers = {
+        "x-rollbook-trajectory-id": live.opened.trajectory_id,
+        "x-rollbook-turn-id": ",".join(turn.turn_id for turn in running.turns),
+    }
+    not_honoured = running.turns[0].requested.honoured
+    if not_honoured:
+        # Field names are the client's: quoted, whatever they hold is a valid header.
+        headers["x-rollbook-not-honoured"] = ",".join(quote(name) for name in not_honoured)
+    if live.opened.split == QUARANTINE:
+        headers["x-rollbook-quarantined"] = quote(live.opened.name)
+    if turns is not None and turns[0].completed.policy_version is not None:
+        headers["x-rollbook-policy-version"] = str(turns[0].completed.policy_version)
+    return headers

@@ -1,0 +1,40 @@
+"""What an operator decides about the proxy's HTTP side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollbook.ingest.redact import Redactor
+from rollbook.ingest.respond import KeepAlive
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """Limits, keys and times.
+
+    Attributes:
+        api_keys: any of them opens the proxy; none: everybody may use it.
+        max_body_bytes: largest body; a larger one is a 413.
+        max_bodies_bytes: of all bodies that are read and answered at once; others wait their turn.
+        max_running: requests answered at once; more are a 429.
+        redactor: takes secrets out of what comes in.
+        abandoned_s: a trajectory not heard of for so long is finished as aborted; 0: never.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+    max_bodies_bytes: int = 512 * 2**20
+    max_running: int = 4096
+    abandoned_s: float = 0.0
+    redactor: Redactor = field(default_factory=Redactor)
+    keep_alive: KeepAlive = field(default_factory=KeepAlive)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `run.opened`: how many keys there are, and not which."""
+        return {
+            "api_keys": len(self.api_keys),
+            "max_body_bytes": self.max_body_bytes,
+            "max_running": self.max_running,
+            "abandoned_s": self.abandoned_s,
+        }

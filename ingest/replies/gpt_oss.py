@@ -1,0 +1,151 @@
+"""gpt-oss: harmony, a reply of several messages, each with a channel and perhaps a recipient.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{...}<|call|>
+
+(one line). The prompt ends behind `<|start|>assistant`, so the first header lacks that. Analysis is the
+reasoning; final, and commentary to nobody (a preamble), are content; a message to a function is a call,
+on whatever channel and wherever in the header its recipient stands. Several messages of a kind are
+joined by a line feed. From the first call on nothing but calls is read.
+
+The openai-harmony package reads this too, but it needs a vocabulary that it downloads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rollbook.ingest.replies.family import (
+    MALFORMED_CALL,
+    MALFORMED_MESSAGE,
+    SPACE,
+    TEXT_AFTER_CALLS,
+    UNCLOSED_REASONING,
+    Call,
+    Parsed,
+    blank,
+    certain,
+    skip_space,
+)
+from rollbook.ingest.replies.json_text import is_object, object_end
+from rollbook.store.events import Json
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+# In a message's text, what ends it; the others there are text.
+_END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)")
+_HEADER_END = re.compile(r"<\|(?:message|end|call|return)\|>|(?=<\|start\|>)")
+_ANALYSIS = f"{_CHANNEL}analysis{_MESSAGE}"
+_RECIPIENT = re.compile(r"(?:^|[ \t\r\n>])to=([^ \t\r\n<]++)")
+_NOBODY = frozenset({"assistant", "user", "all"})
+_DROPPED = _START  # no header holds it
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message, where it begins and ends, and whether it was ended."""
+
+    header: str
+    body: str
+    begin: int
+    end: int
+    closed: bool
+
+    @property
+    def channel(self) -> str:
+        """Its channel; the last if the header names several, as broken ones do."""
+        named = self.header.rpartition(_CHANNEL)[2] if _CHANNEL in self.header else ""
+        word = re.search(r"[a-z]+", named)
+        return word[0] if word else "final"
+
+    @property
+    def recipient(self) -> str | None:
+        """The function it calls."""
+        return _recipient(self.header)
+
+
+def _recipient(header: str) -> str | None:
+    found = _RECIPIENT.search(header)
+    return found[1].removeprefix("functions.") if found and found[1] not in _NOBODY else None
+
+
+def _messages(text: str, final: bool) -> Iterator[_Message]:
+    """The messages of a text; the last may be open. A header that nothing follows is no message."""
+    position = 0
+    while position < len(text):
+        begin = position
+        named = begin + len(_START) if text.startswith(_START, begin) else begin
+        end = _HEADER_END.search(text, named)
+        header = text[named : end.start() if end else len(text)]
+        if end is not None and end.group() == _MESSAGE:
+            message = _message(text, begin, header, end.end(), final)
+            yield message
+            position = message.end
+            continue
+        if (end is not None or final) and not blank(header):
+            bare = named == begin and _CHANNEL not in header
+            # Text without a header is content: so answers a model that does not keep to the form.
+            body = header if bare else ""
+            yield _Message(
+                "" if bare else _DROPPED, body, begin, end.end() if end else len(text), end is not None
+            )
+        position = end.end() if end else len(text)
+
+
+def _message(text: str, begin: int, header: str, start: int, final: bool) -> _Message:
+    """The message whose text starts at `start`."""
+    search = start
+    brace = skip_space(text, start)
+    if text.startswith("{", brace) and _recipient(header) is not None:
+        # Markers inside the arguments are text. An object without an end is no call, nor is what follows.
+        search = object_end(text, brace) or len(text)
+    close = _END.search(text, search)
+    stop = close.start() if close else len(text) if final else certain(text, _MARKERS, start)
+    return _Message(header, text[start:stop], begin, close.end() if close else len(text), close is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class GptOss:
+    """The harmony parser."""
+
+    name: str = "gpt_oss"
+    markers: frozenset[str] = frozenset(_MARKERS)
+
+    def parse(self, text: str, tools: Sequence[Json] | None, *, in_reasoning: bool, final: bool) -> Parsed:
+        """See `Family.parse`."""
+        text = _ANALYSIS + text if in_reasoning else text
+        messages = list(_messages(text, final))
+        first = next((i for i, m in enumerate(messages) if m.recipient is not None), len(messages))
+        said, rest = messages[:first], messages[first:]
+        thoughts = [m.body.strip(SPACE) for m in said if m.channel == "analysis"]
+        reasoning = "\n".join(filter(None, thoughts)) if thoughts else None
+        content = "\n".join(m.body for m in said if m.body and m.channel != "analysis")
+        if not final:
+            return Parsed(reasoning, content.rstrip(SPACE) if tools else content)
+        flags = _flags(said)
+        if not rest:
+            return Parsed(reasoning, content, (), flags)
+        calls = _calls(rest) if tools else None
+        if calls is None:
+            raw = content + text[rest[0].begin :]
+            return Parsed(reasoning, raw, (), (*flags, MALFORMED_CALL) if tools else flags)
+        after = any(m.recipient is None and not blank(m.body) for m in rest)
+        flags = (*flags, TEXT_AFTER_CALLS) if after else flags
+        return Parsed(reasoning, content.rstrip(SPACE), calls, flags)
+
+
+def _flags(said: Sequence[_Message]) -> tuple[str, ...]:
+    flags = [MALFORMED_MESSAGE] if any(m.header == _DROPPED for m in said) else []
+    if said and said[-1].channel == "analysis" and not said[-1].closed:
+        flags.append(UNCLOSED_REASONING)
+    return tuple(flags)
+
+
+def _calls(messages: Sequence[_Message]) -> tuple[Call, ...] | None:
+    calls = [Call(m.recipient, m.body.strip(SPACE)) for m in messages if m.recipient is not None]
+    return tuple(calls) if all(is_object(c.arguments) for c in calls) else None
+
+
+GPT_OSS = GptOss()

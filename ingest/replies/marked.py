@@ -1,0 +1,119 @@
+"""The families whose calls begin at a marker: reasoning, content, then calls.
+
+What streams is the text in front of the first marker, without trailing white space, which is trimmed if
+a call follows. If what follows turns out to be no call, the text goes on as content from there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollbook.ingest.replies.family import (
+    MALFORMED_CALL,
+    MENDED_CALL,
+    SPACE,
+    TEXT_AFTER_CALLS,
+    UNCLOSED_REASONING,
+    Call,
+    Parsed,
+    blank,
+    certain,
+    skip_space,
+)
+from rollbook.ingest.replies.reasoning import THINK, Block, split_reasoning
+from rollbook.store.events import Json
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """A call that was read, where it ends, and whether it lacked a tag."""
+
+    call: Call
+    end: int
+    mended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """The calls of a reply and what there is to say of them."""
+
+    calls: tuple[Call, ...]
+    flags: tuple[str, ...] = ()
+
+
+Reader = Callable[[str, int, Sequence[Json]], Several | None]
+"""Reads the calls of a text from its first marker on; None: they are malformed; no calls: it is content."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedFamily:
+    """A family told by its markers and its reader."""
+
+    name: str
+    starts: tuple[str, ...] = ()
+    """Any of these, anywhere, begins the calls."""
+    read: Reader | None = None
+    head: str = ""
+    """A text that begins so may be a call from there on."""
+    others: tuple[str, ...] = ()
+    """Control tokens that matter only behind a start."""
+    blocks: tuple[Block, ...] = (THINK,)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All that the parser must see."""
+        around = (mark for block in self.blocks for mark in (block.open, block.close))
+        return frozenset([*self.starts, *self.others, *around])
+
+    def parse(self, text: str, tools: Sequence[Json] | None, *, in_reasoning: bool, final: bool) -> Parsed:
+        """See `Family.parse`."""
+        split = split_reasoning(text, self.blocks, in_reasoning=in_reasoning, final=final)
+        if split.answer is None:
+            return Parsed(split.reasoning, "", (), (UNCLOSED_REASONING,) if final else ())
+        body = text[split.answer :]
+        if not tools or self.read is None:
+            return Parsed(split.reasoning, body)
+        start = self.find(body)
+        if not final:
+            end = certain(body, self.starts) if start is None else start
+            return Parsed(split.reasoning, body[:end].rstrip(SPACE))
+        if start is None:
+            return Parsed(split.reasoning, body)
+        found = self.read(body, start, tools)
+        if found is None:
+            return Parsed(split.reasoning, body, (), (MALFORMED_CALL,))
+        said = body[:start].rstrip(SPACE) if found.calls else body
+        return Parsed(split.reasoning, said, found.calls, found.flags)
+
+    def find(self, body: str) -> int | None:
+        """Where the first call begins."""
+        first = skip_space(body, 0)
+        if self.head and body.startswith(self.head, first):
+            return first
+        return min((at for s in self.starts if (at := body.find(s)) >= 0), default=None)
+
+
+def read_each(
+    body: str, start: int, opening: re.Pattern[str], read: Callable[[re.Match[str]], One | None]
+) -> Several | None:
+    """One call behind each match of `opening`; one that cannot be read spoils them all.
+
+    The next opening is looked for behind a call, so that markers inside its arguments are text.
+    """
+    calls: list[Call] = []
+    gaps, mended, position = False, False, start
+    while match := opening.search(body, position):
+        gaps = gaps or not blank(body[position : match.start()])
+        one = read(match)
+        if one is None:
+            return None
+        calls.append(one.call)
+        mended = mended or one.mended
+        position = one.end
+    if not calls:
+        return None
+    gaps = gaps or not blank(body[position:])
+    flags = [flag for flag, raised in ((MENDED_CALL, mended), (TEXT_AFTER_CALLS, gaps)) if raised]
+    return Several(tuple(calls), tuple(flags))

@@ -1,0 +1,87 @@
+"""A run's trajectories read back from the log, by a proxy that starts again."""
+
+from __future__ import annotations
+
+from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
+from rollbook.store import Store
+from rollbook.store.events import TrajectoryFinished, TrajectoryOpened
+from rollbook.store.trajectory import Trajectory, Turn
+
+
+class RunReader:
+    """Which trajectories of a run there are, and the open ones whole."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.opened: dict[str, tuple[TrajectoryOpened, str]] = {}
+        self._store, self._run = store, run
+        self._finished: set[str] = set()
+        self._cut: dict[str, int] = {}
+        self._open: list[Trajectory] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what became durable since the last time."""
+        head = self._store.head()
+        for event in self._store.events(head, self._cut):
+            record = event.record
+            if event.run != self._run:
+                continue
+            if isinstance(record, TrajectoryOpened):
+                self.opened[record.trajectory_id] = (record, event.lane)
+            elif isinstance(record, TrajectoryFinished):
+                self._finished.add(record.trajectory_id)
+        self._cut = head
+        ids = set(self.opened) - self._finished
+        self._open = list(self._store.trajectories(head, ids).values()) if ids else []
+
+    def open(self) -> list[Trajectory]:
+        """Those that are not finished."""
+        return self._open
+
+
+def restored(trajectory: Trajectory, lane: str) -> LiveTrajectory:
+    """An open trajectory as it was in the memory of the proxy that recorded it."""
+    live = LiveTrajectory(trajectory.opened, lane)
+    arrivals: dict[str, list[Turn]] = {}
+    for turn in trajectory.turns.values():
+        asked = turn.requested
+        if digest := asked.wire.get("digest"):
+            arrivals.setdefault(f"{digest} {asked.request_id}", []).append(turn)
+        if turn.completed is not None:
+            live.tree.add(tree_turn(live.tree, trajectory, turn))
+            live.completed.append(turn.turn_id)
+            items = trajectory.items(turn)
+            if items is not None:
+                live.items[turn.turn_id] = items
+                live.requests[turn.turn_id] = asked.request
+        if turn.delivered:
+            live.delivered.add(turn.turn_id)
+    for key, turns in arrivals.items():
+        done = [t.completed for t in turns if t.completed is not None]
+        if len(done) == len(turns) and all(c.finish_reason != "abort" for c in done):
+            live.arrived(key.split()[0], tuple(t.turn_id for t in turns))
+    return live
+
+
+def tree_turn(tree: TurnTree, trajectory: Trajectory, turn: Turn) -> TreeTurn:
+    """A folded turn as a possible parent of later ones.
+
+    Raises:
+        CorruptionError: its prompt does not fold to the ids that were sent.
+    """
+    assert turn.completed is not None
+    trajectory.prompt_ids(turn)
+    messages, hashes = tree.known_part(trajectory.messages(turn))
+    parent_id = turn.requested.parent_turn_id
+    parent = None if parent_id is None else tree.by_id(parent_id)
+    done = turn.completed
+    return grown(
+        turn.turn_id,
+        turn.requested.context_key,
+        messages,
+        hashes,
+        done.reply,
+        parent,
+        (done.prompt_ids, done.completion_ids),
+    )

@@ -1,0 +1,91 @@
+"""A request that is being answered: its turns as they are sampled, and who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.engines.engine import Sampling
+from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.replies.family import Parsed
+from rollbook.ingest.reply import NOTHING, GrowingReply, Reading
+from rollbook.store.events import TurnRequested
+
+
+class RunningTurn:
+    """One completion of the request. Its ids come in through `hear`."""
+
+    def __init__(
+        self, requested: TurnRequested, sampling: Sampling, reading: Reading, *, grows: bool
+    ) -> None:
+        self.requested, self.sampling = requested, sampling
+        self.ended = False
+        """Whether the log says, or will say, how it came out."""
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.grows = grows
+        self._growing = GrowingReply(reading) if grows else None
+        self._certain = NOTHING
+        self._read = 0
+
+    @property
+    def turn_id(self) -> str:
+        """The turn's id; the engine knows the request by it too."""
+        return self.requested.turn_id
+
+    def hear(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        """Take what was sampled."""
+        self.ids += ids
+        self.logprobs += logprobs or ()
+        if self._growing is not None:
+            self._growing.feed(ids)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._growing is not None and self._growing.stopped
+
+    def certain(self) -> Parsed:
+        """What the reply begins with, whatever is still to come."""
+        if self._growing is not None and self._read != len(self.ids):
+            self._read = len(self.ids)
+            self._certain = self._growing.certain()
+        return self._certain
+
+
+class RunningCall:
+    """A request while it is answered. `done` is its turns, durable, or why there are none.
+
+    Several clients' connections may wait for it: a retry joins the request it repeats.
+    """
+
+    def __init__(self, call: ModelCall, turns: Sequence[RunningTurn], reading: Reading) -> None:
+        self.call, self.turns, self.reading = call, list(turns), reading
+        self.done: asyncio.Future[list[AnsweredTurn]] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(self._finished)
+        self._listeners: set[asyncio.Event] = set()
+        self.abandoned = False
+        """Whether everybody who waited has gone."""
+
+    def listen(self) -> asyncio.Event:
+        """An event that is set whenever there is more to send. Give it back to `leave`."""
+        event = asyncio.Event()
+        self._listeners.add(event)
+        return event
+
+    def leave(self, event: asyncio.Event) -> bool:
+        """Listen no more. Whether nobody listens now to a request that still runs."""
+        self._listeners.discard(event)
+        self.abandoned = not self._listeners and not self.done.done()
+        return self.abandoned
+
+    def changed(self) -> None:
+        """Tell everybody that there is more."""
+        for event in self._listeners:
+            event.set()
+
+    def _finished(self, done: asyncio.Future[list[AnsweredTurn]]) -> None:
+        if not done.cancelled():
+            done.exception()  # taken note of, also where nobody waits any more
+        self.changed()
