@@ -1,14 +1,12 @@
-"""`rollbook tail`: a line per event, for people or as JSON, of a store here or behind a proxy."""
+"""`rollbook tail`: a line per turn or per event, or JSON, of a store here or behind a proxy."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import orjson
 from rich.console import Console
 from rich.text import Text
 
@@ -25,6 +23,8 @@ from rollbook.store.events import (
 )
 from rollbook.store.http_tail import HttpTail
 from rollbook.store.log import open_store
+from rollbook.store.print_turns import KINDS, TurnLines
+from rollbook.store.show.terminal_text import clock, one_line, short_id, visible
 from rollbook.store.tail import Filter
 
 POLL_EVENTS = 256
@@ -50,9 +50,19 @@ class AnyTail(Protocol):
 
 
 def run_tail(
-    store: Path | None, url: str | None, start: str, kinds: str, run: str | None, follow: bool, as_json: bool
+    store: Path | None,
+    url: str | None,
+    start: str,
+    kinds: str,
+    run: str | None,
+    follow: bool,
+    by_event: bool,
+    as_json: bool,
 ) -> None:
-    """Print events from a cut on; with `follow`, until interrupted.
+    """Print turns, or events, from a cut on; with `follow`, until interrupted.
+
+    Args:
+        kinds: of events; a line per event then, since a turn takes several kinds to tell.
 
     Raises:
         ConfigError: not exactly one of store and url is given, or a kind is unknown.
@@ -63,7 +73,9 @@ def run_tail(
     wanted = frozenset(kind.strip() for kind in kinds.split(",")) if kinds else None
     if unknown := sorted((wanted or set()) - set(RECORDS)):
         raise ConfigError(f"--kinds {unknown[0]!r}: use some of {', '.join(sorted(RECORDS))}")
-    show = _print_json if as_json else _Lines()
+    show: Any = _print_json if as_json else _Lines()
+    if not (as_json or by_event or wanted):
+        show, wanted = TurnLines(), KINDS
     try:
         if url is not None:
             with HttpTail(url, start, wanted or {"*"}, run) as remote:
@@ -99,7 +111,7 @@ class _Lines:
         self._console = Console(highlight=False, soft_wrap=True)
 
     def __call__(self, event: Event) -> None:
-        time, place, kind, trajectory, summary = line_of(event)
+        time, place, kind, trajectory, summary = map(visible, line_of(event))
         colour = {"turn": "cyan", "trajectory": "green", "reward": "yellow", "step": "magenta"}
         text = Text.assemble(
             (f"{time} ", "dim"),
@@ -113,13 +125,8 @@ class _Lines:
 
 def line_of(event: Event) -> tuple[str, str, str, str, str]:
     """An event's line: time (UTC), lane=seq, kind, the trajectory's last eight characters, a summary."""
-    try:
-        when = datetime.fromtimestamp(event.time_us / 1e6, UTC)
-        time = f"{when:%m-%d %H:%M:%S}.{when.microsecond // 1000:03d}"
-    except (ValueError, OverflowError, OSError):
-        time = str(event.time_us)  # a clock that was far off
-    trajectory = str(getattr(event.record, "trajectory_id", ""))[-8:]
-    return time, f"{event.lane}={event.seq}", event.kind, trajectory, _summary(event.record)
+    trajectory = short_id(str(getattr(event.record, "trajectory_id", "")))
+    return clock(event.time_us), f"{event.lane}={event.seq}", event.kind, trajectory, _summary(event.record)
 
 
 def _summary(record: Any) -> str:
@@ -132,23 +139,18 @@ def _summary(record: Any) -> str:
                 f"after {record.parent_turn_id[-8:]}" if record.parent_turn_id else record.root_reason or ""
             )
             last = record.messages[-1] if record.messages else {}
-            return f"{link}: {_words(last.get('role'))}: {_words(last.get('content'))}"
+            return f"{link}: {one_line(last.get('role'), WORDS)}: {one_line(last.get('content'), WORDS)}"
         case TurnCompleted():
             version = "" if record.policy_version is None else f" by {record.policy} v{record.policy_version}"
             tokens = f"{record.prompt_length}+{len(record.completion_ids)} tokens"
-            return f"{tokens}{version}, {record.finish_reason}: {_words(record.reply.get('content'))}"
+            return (
+                f"{tokens}{version}, {record.finish_reason}: {one_line(record.reply.get('content'), WORDS)}"
+            )
         case TurnFailed():
-            return _words(record.error)
+            return one_line(record.error, WORDS)
         case RewardAssigned():
             of = f" for turn {record.turn_id[-8:]}" if record.turn_id else ""
             return f"{record.reward:g} from {record.source}{of}"
     shown = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "trajectory_id"}
     small = {k: v for k, v in shown.items() if isinstance(v, (str, int, float)) and v != ""}
-    return _words(" ".join(f"{name}={value}" for name, value in small.items()))
-
-
-def _words(value: object) -> str:
-    """The beginning of a text on one line, without characters that a terminal would act on."""
-    text = value if isinstance(value, str) else "" if value is None else orjson.dumps(value).decode()
-    text = "".join(c if c.isprintable() else " " for c in " ".join(text[: 4 * WORDS].split()))
-    return text if len(text) <= WORDS else text[: WORDS - 3] + "..."
+    return one_line(" ".join(f"{name}={value}" for name, value in small.items()), WORDS)

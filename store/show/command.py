@@ -73,9 +73,10 @@ def find_turn(facts: TrajectoryFacts, wanted: str) -> TurnFacts:
     found = found or [turn for turn in facts.turns if turn.turn_id.endswith(wanted)]
     if len(found) == 1:
         return found[0]
+    name = visible(facts.name)
     what = f"{len(found)} turns" if found else "no turn"
     known = [f"{turn.number} {short_id(turn.turn_id)}" for turn in facts.turns]
     listed = ", ".join(known if len(known) <= 12 else [*known[:6], "...", *known[-6:]])
     raise NotFoundError(
-        f"trajectory {visible(facts.name)!r} has {what} {visible(wanted)!r}: give a number or an id ({listed})"
+        f"trajectory {name!r} has {what} {visible(wanted)!r}: give a number or an id, of {listed}"
     )

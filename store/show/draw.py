@@ -19,7 +19,7 @@ from rollbook.store.show.terminal_text import clock, duration, one_line, short_i
 from rollbook.store.show.token_text import TokenText
 
 IN_DETAIL = 16
-"""Of a trajectory with more turns, only the first and the last are drawn whole; the others get a line each."""
+"""Of a trajectory with more turns only the first and the last are drawn whole; the others get a line each."""
 FIRST, LAST = 2, 6
 LINE = 400
 """Characters of a line that is cut to the terminal's width in the end."""
@@ -96,7 +96,10 @@ def _header_rows(of: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
         yield "labels", _listed([(visible(mark), "") for mark in marks] + _labels(of.added_labels))
     success = {None: "", True: ", success", False: ", no success"}[of.success]
     took = f", {duration((of.finished_us - of.opened_us) / 1000)}" if of.finished_us is not None else ""
-    status: Words = [(of.status, STATUS.get(of.status, "")), (success, "green" if of.success else "red")]
+    status: Words = [
+        (visible(of.status), STATUS.get(of.status, "")),
+        (success, "green" if of.success else "red"),
+    ]
     yield "status", [*status, (f"  opened {clock(of.opened_us, '%Y-%m-%d %H:%M:%S')}{took}", "dim")]
     if of.erased is not None:
         yield "erased", [(one_line(of.erased, 200), "red")]
@@ -132,16 +135,18 @@ def _listed(words: Words) -> Words:
 
 
 def _whole(turn: TurnFacts, names: Mapping[str, str], view: View) -> RenderableType:
+    """A turn with its messages, reply and tokens."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, min_width=9)
     table.add_column(overflow="fold")
-    for label, text in _rows(turn, view):
+    for label, text in _rows(turn, names, view):
         table.add_row(label, text)
-    return Group(Text.assemble(*_head(turn, names)), table)
+    return Group(Text.assemble(*_head(turn, names)), table, Text())
 
 
 def _line(turn: TurnFacts, names: Mapping[str, str]) -> Text:
-    words = _head(turn, names)
+    """A turn in one line, cut where the terminal ends."""
+    words = _head(turn, names, brief=True)
     if turn.answer is not None:
         said = " ".join(part_words(part, LINE) for part in turn.answer.reply.parts)
         words += [("  ", ""), (one_line(said, LINE), "dim")]
@@ -150,8 +155,8 @@ def _line(turn: TurnFacts, names: Mapping[str, str]) -> Text:
     return Text.assemble(*words, no_wrap=True, overflow="ellipsis")
 
 
-def _head(turn: TurnFacts, names: Mapping[str, str]) -> Words:
-    """A turn's first line: which one it is, where it hangs, and how it ended."""
+def _head(turn: TurnFacts, names: Mapping[str, str], *, brief: bool = False) -> Words:
+    """A turn's first line: which one it is, where it hangs, and how it ended; `brief` leaves some out."""
     if turn.parent is not None:
         hangs = (f"extends {names.get(turn.parent) or short_id(turn.parent)}", "")
     else:
@@ -159,17 +164,19 @@ def _head(turn: TurnFacts, names: Mapping[str, str]) -> Words:
     words: Words = [(f"{turn.number}", "bold"), (short_id(turn.turn_id), "dim"), hangs]
     if turn.endpoint != CHAT_COMPLETIONS:
         words.append((visible(turn.endpoint), "blue"))
+    counts = (("choice", turn.choice), ("retry", turn.retry))
+    words += [(f"{name} {count}", "") for name, count in counts if count is not None]
     if turn.answer is None:
         words.append((turn.status, "bold red" if turn.status == FAILED else "bold yellow"))
     else:
-        words += _outcome(turn, turn.answer)
+        words += _outcome(turn, turn.answer, brief=brief)
     if turn.latency_ms is not None:
         words.append((duration(turn.latency_ms), ""))
     words += _rewards(turn.rewards)
     return [piece for word in words for piece in (("  ", ""), word)][1:]
 
 
-def _outcome(turn: TurnFacts, answer: Answer) -> Words:
+def _outcome(turn: TurnFacts, answer: Answer, *, brief: bool) -> Words:
     cut = answer.finish_reason not in ("stop", "tool_calls", "unknown")
     words: Words = [(visible(answer.finish_reason), "yellow" if cut else "green")]
     words += [(visible(flag), "bold yellow") for flag in answer.flags]
@@ -180,21 +187,25 @@ def _outcome(turn: TurnFacts, answer: Answer) -> Words:
     if answer.spans:
         steps = " > ".join(f"v{span.version}" for span in answer.spans)
         words.append((f"{visible(answer.spans[-1].policy)} {steps}", "magenta"))
-    if answer.mean_logprob is not None:
+    if answer.mean_logprob is not None and not brief:
         words.append((f"logprob {answer.mean_logprob:.3f}, min {answer.min_logprob:.3f}", ""))
-    words.append((visible(turn.delivered), "dim") if turn.delivered else ("not delivered", "yellow"))
+    how = {"sent": "delivered", None: "not delivered"}.get(turn.delivered, f"delivered: {turn.delivered}")
+    if turn.delivered is None or not brief:
+        words.append((visible(how), "dim" if turn.delivered else "yellow"))
     return words
 
 
-def _rows(turn: TurnFacts, view: View) -> Iterator[tuple[Text, Text]]:
-    if turn.shared_messages:
-        shared = f"{turn.shared_messages} messages as before"
-        yield Text("  ..."), Text(shared, "dim")
+def _rows(turn: TurnFacts, names: Mapping[str, str], view: View) -> Iterator[tuple[Text, Text]]:
+    # Of a turn that extends another one, its first line says so already.
+    if turn.shared_messages and turn.base and (view.full or turn.parent is None):
+        base = names.get(turn.base) or short_id(turn.base)
+        many = "message" if turn.shared_messages == 1 else "messages"
+        yield Text("  ..."), Text(f"{turn.shared_messages} {many} as in {base}", "dim")
     for message in turn.messages:
-        yield from _message(message, view)
-    if view.words is not None and turn.answer is not None and len(turn.answer.context_ids):
-        yield Text("  sent", "dim"), context_text(turn.answer, view.words, full=view.full)
+        if view.full or not message.echo:
+            yield _message(message, view)
     if turn.answer is not None:
+        yield from _prompt(turn, turn.answer, view)
         yield from _reply(turn, turn.answer, view)
     if turn.error is not None:
         yield Text("  error", "red"), Text(shortened(turn.error, full=view.full), "red")
@@ -207,13 +218,18 @@ def _rows(turn: TurnFacts, view: View) -> Iterator[tuple[Text, Text]]:
         yield Text("  sampling", "dim"), Text(one_line(turn.sampling, LINE), "dim")
 
 
-def _message(message: Message, view: View) -> Iterator[tuple[Text, Text]]:
+def _message(message: Message, view: View) -> tuple[Text, Text]:
     label = Text(f"  {visible(message.role)}", ROLES.get(message.role, "dim"))
-    if message.echo and not view.full:
-        yield label, Text("the reply before", "dim")
-        return
     lead = f"{visible(message.name)}: " if message.name else ""
-    yield label, Text(lead, "dim").append_text(_parts(message, view))
+    return label, Text.assemble((lead, "dim"), _parts(message, view))
+
+
+def _prompt(turn: TurnFacts, answer: Answer, view: View) -> Iterator[tuple[Text, Text]]:
+    count = len(answer.context_ids)
+    if view.words is not None and count:
+        yield Text("  context", "dim"), context_text(answer, view.words, full=view.full)
+    elif count and not turn.messages and not turn.shared_messages:
+        yield Text("  prompt", "blue"), Text(f"{count:,} tokens and no messages: --tokens shows them", "dim")
 
 
 def _reply(turn: TurnFacts, answer: Answer, view: View) -> Iterator[tuple[Text, Text]]:

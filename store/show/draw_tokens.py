@@ -17,7 +17,7 @@ NO_LOGPROB = ""
 MASKED = "dim"
 MARK = "bold magenta"
 CONTEXT_TOKENS, SAMPLED_TOKENS = 60, 240
-"""Of a part's tokens so many are shown unless all are asked for: three quarters of them from its beginning."""
+"""So many of a part's tokens are shown unless all are asked for: three quarters from its beginning."""
 
 
 def legend() -> Text:
@@ -26,7 +26,7 @@ def legend() -> Text:
     for least, style in BANDS:
         text.append(f">= {least:g}", style).append("  ")
     text.append(f"below {BANDS[-1][0]:g}", BELOW_ALL).append("  none", NO_LOGPROB)
-    return text.append("   sent, not sampled", MASKED).append("   [v2] ", MARK).append("a version takes over")
+    return text.append("  context", MASKED).append("  [v2]", MARK).append(" a version takes over")
 
 
 def style_of(logprob: float | None) -> str:
@@ -81,7 +81,10 @@ def _text(
             version = begun[-1]
         runs.append((piece, styles[place]))
         before = place
-    return Text.assemble(*_joined(runs))
+    text = Text.assemble(*_joined(runs))
+    if text.plain.endswith("\n"):
+        text.right_crop(1)
+    return text
 
 
 def _joined(runs: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from rollbook.store.show.json_values import plain
 from rollbook.store.show.messages import Message
 
 EXACT, TEXT_ONLY, ERASED, MIXED = "exact", "text_only", "erased", "mixed"
-"""Of a completed turn: its sampled ids are here; it never had any; they were erased. Of several turns: both."""
+"""Of a turn: its sampled ids are here; it never had any; they were erased. Of several: not all the same."""
 COMPLETED, FAILED, RUNNING = "completed", "failed", "running"
 
 
@@ -63,6 +63,8 @@ class TurnFacts:
     Attributes:
         parent: the turn it extends; null for a root, whose `root_reason` says why it is one.
         messages: those the request does not share with that of `base`.
+        choice: its place among the siblings of a request for several replies.
+        retry: how often the client had sent the request before, where it says so.
         latency_ms: from the request to the answer, or to the failure, by the writer's clock.
         delivered: how the client came to have the reply; null if it is not known to.
     """
@@ -74,6 +76,8 @@ class TurnFacts:
     base: str | None
     shared_messages: int
     endpoint: str
+    choice: int | None
+    retry: int | None
     requested_us: int
     requested_model: str | None
     sampling: Json
@@ -132,9 +136,12 @@ class TrajectoryFacts:
 
 def _turn_json(turn: TurnFacts, tokens: bool) -> Json:
     values: Json = plain(turn, without=("answer",))
+    values["answer"] = None
     if turn.answer is not None:
         arrays = ("context_ids", "completion_ids", "logprobs")
-        values |= plain(turn.answer, without=() if tokens else arrays)
-        values["context_tokens"] = len(turn.answer.context_ids)
-        values["completion_tokens"] = len(turn.answer.completion_ids)
+        counts = {
+            "context_tokens": len(turn.answer.context_ids),
+            "completion_tokens": len(turn.answer.completion_ids),
+        }
+        values["answer"] = plain(turn.answer, without=() if tokens else arrays) | counts
     return values

@@ -16,12 +16,16 @@ from rollbook.store.show.facts import COMPLETED, TurnFacts
 MAX_DEPTH = 8
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """A turn, and what is drawn beneath it."""
 
     turn: TurnFacts
     beneath: list[Node] = field(default_factory=list)
+
+
+_Start = tuple[TurnFacts, list[Node], list[Node] | None, int]
+"""A turn with which a line begins, where it goes, where its line goes (None: beneath it), and the depth."""
 
 
 def arrange(turns: Sequence[TurnFacts]) -> list[Node]:
@@ -31,8 +35,7 @@ def arrange(turns: Sequence[TurnFacts]) -> list[Node]:
     for turn in turns:
         children[turn.parent if turn.parent in there else None].append(turn)
     roots: list[Node] = []
-    # (a turn with which a line begins, where it goes, where its line goes or None for beneath it, depth)
-    waiting = [(turn, roots, None, 1) for turn in reversed(children[None])]
+    waiting: list[_Start] = [(turn, roots, None, 1) for turn in reversed(children[None])]
     while waiting:
         turn, place, line, depth = waiting.pop()
         node = Node(turn)
@@ -44,8 +47,8 @@ def arrange(turns: Sequence[TurnFacts]) -> list[Node]:
 
 def _follow(
     head: Node, line: list[Node], children: dict[str | None, list[TurnFacts]], depth: int
-) -> list[tuple[TurnFacts, list[Node], list[Node] | None, int]]:
-    """Put a line of only children after each other; the turns it forks into, in the form of `arrange`."""
+) -> list[_Start]:
+    """Put a line of only children after each other; the turns it forks into."""
     node = head
     while True:
         after = children.get(node.turn.turn_id, [])

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def plain(value: Any, *, without: Collection[str] = ()) -> Any:
-    """Dataclasses as objects, arrays as lists; numbers that JSON does not have as `NaN`, `Infinity`, `-Infinity`.
+    """Dataclasses as objects, arrays as lists, and numbers that JSON does not have as words, such as `NaN`.
 
     Args:
         without: fields of the outermost dataclass to leave out.

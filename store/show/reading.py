@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from rollbook.store.errors import CutError
-from rollbook.store.events import Event, Logprobs, RewardAssigned, TrajectoryFinished, TrajectoryOpened
-from rollbook.store.events import TurnCompleted, TurnFailed, TurnRequested
+from rollbook.store.events import (
+    Event,
+    Logprobs,
+    RewardAssigned,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnFailed,
+    TurnRequested,
+)
 from rollbook.store.show import facts
 from rollbook.store.show.facts import Answer, Label, Reward, TrajectoryFacts, TurnFacts
 from rollbook.store.show.messages import call_names, read_message
@@ -99,7 +108,9 @@ class _Facts:
             root_reason=asked.root_reason,
             base=asked.base_turn_id,
             shared_messages=asked.shared_messages,
-            endpoint=getattr(asked, "endpoint", None) or CHAT_COMPLETIONS,
+            endpoint=str(asked.wire.get("endpoint") or CHAT_COMPLETIONS),
+            choice=asked.wire.get("choice"),
+            retry=asked.wire.get("retry"),
             requested_us=start,
             requested_model=asked.requested_model,
             sampling=asked.sampling,
@@ -124,7 +135,8 @@ class _Facts:
         if parent is None:
             return None
         place = parent.requested.shared_messages + len(parent.requested.messages) - asked.shared_messages
-        return place if 0 <= place < len(asked.messages) else None
+        message: Any = asked.messages[place] if 0 <= place < len(asked.messages) else None
+        return place if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
 def _in_force(given: Iterable[tuple[str, RewardAssigned]]) -> dict[str | None, tuple[Reward, ...]]:
@@ -144,7 +156,7 @@ def _answer(turn: Turn) -> Answer | None:
     done = turn.completed
     if done is None:
         return None
-    mean, lowest = _logprob_scalars(done.logprobs)
+    mean, lowest = mean_and_lowest(done.logprobs)
     known = facts.EXACT if len(done.completion_ids) else facts.TEXT_ONLY
     return Answer(
         reply=read_message(done.reply, {}),
@@ -163,8 +175,8 @@ def _answer(turn: Turn) -> Answer | None:
     )
 
 
-def _logprob_scalars(logprobs: Logprobs | None) -> tuple[float | None, float | None]:
-    """(mean, lowest) of those that are numbers."""
+def mean_and_lowest(logprobs: Logprobs | None) -> tuple[float | None, float | None]:
+    """(mean, lowest) of the logprobs that are numbers; None where there is none."""
     known = None if logprobs is None else logprobs[~np.isnan(logprobs)]
     if known is None or not len(known):
         return None, None

@@ -17,6 +17,8 @@ ID_CHARACTERS = 8
 """Of an id; its end, since ids that were made together begin alike."""
 SHORT_CHARACTERS, SHORT_LINES = 480, 8
 """What is shown of a long text unless all of it is asked for: so many characters, and lines."""
+LONG_CHARACTERS = 600
+"""A text is long from here on: of one that is hardly longer than what is shown, nothing is left out."""
 
 
 def visible(text: str, *, lines: bool = False) -> str:
@@ -46,7 +48,7 @@ def one_line(value: object, width: int) -> str:
 def shortened(text: str, *, full: bool = False) -> str:
     """The text, or of a long one its beginning and its end, and how much lies between; safe to print."""
     lines = text.count("\n") + 1
-    if full or (len(text) <= SHORT_CHARACTERS and lines <= SHORT_LINES):
+    if full or (len(text) <= LONG_CHARACTERS and lines <= SHORT_LINES):
         return visible(text, lines=True)
     head = "\n".join(text[: SHORT_CHARACTERS * 3 // 4].split("\n")[: SHORT_LINES - 2])
     tail = text[len(head) :][-SHORT_CHARACTERS // 4 :].split("\n")[-1]

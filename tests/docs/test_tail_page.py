@@ -26,6 +26,15 @@ from rollbook.ingest.recorder import Recorder
 from rollbook.store import Store, format_cut
 
 ADDRESS = "http://127.0.0.1:8000"
+LINE = re.compile(
+    r"\d\d:\d\d:\d\d \S+ +"
+    r"(?:(?:opened|finished|reward|v\d+ serves,)  ?\S.*"
+    r"|\d+ (?P<hangs>extends \d+|\w+) +"
+    r"(?:failed after \d+ ms: .*"
+    r"|(?P<tokens>\d+\+\d+) (?P<version>v\d+) +(?P<finish>\w+) +"
+    r"\d+ ms +(?P<logprob>-\d\.\d{3}) (?P<reply>\S.*)))"
+)
+"""A line of `rollbook tail` as the page shows it."""
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +54,9 @@ def here(one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def url(here: Store) -> Iterator[str]:
     """Address of a server with the tail's routes over demo-store."""
-    # The tail needs nothing of a model; everything else of the recorder is real.
-    recorder = Recorder(here, "proxy", "demo", None)  # type: ignore[arg-type]
+    recorder = Recorder(here, "proxy", "demo")
     app = FastAPI()
-    streams = add_event_routes(app, recorder)
+    streams = add_event_routes(app, recorder, lambda request: None)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     streams.stopping = lambda: server.should_exit
     thread = threading.Thread(target=server.run)
@@ -78,12 +86,10 @@ def _rollbook(root: Path, words: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def test_the_rollbook_commands(page: str, url: str, here: Store, root: Path) -> None:
-    """Each prints what the page says of it; the one that follows is stopped after its first lines."""
-    commands = _lines(page, "rollbook")
-    assert len(commands) == 4
-    outputs = []
-    for words in commands:
+def _outputs(page: str, url: str, root: Path) -> list[list[str]]:
+    """What each `rollbook` command prints; of the one that follows, as many lines as of the first."""
+    outputs: list[list[str]] = []
+    for words in _lines(page, "rollbook"):
         process = _rollbook(root, [word.replace(ADDRESS, url) for word in words[1:]])
         if "--no-follow" in words:
             out, err = process.communicate(timeout=60)
@@ -94,13 +100,37 @@ def test_the_rollbook_commands(page: str, url: str, here: Store, root: Path) -> 
         outputs.append([process.stdout.readline().rstrip("\n") for _ in outputs[0]])
         process.kill()
         process.communicate()
+    return outputs
+
+
+def test_the_rollbook_commands(page: str, url: str, here: Store, root: Path) -> None:
+    """Each prints what the page says of it; the one that follows is stopped after its first lines."""
+    whole, each, some, rest, remote = _outputs(page, url, root)
     events = list(here.events())
-    whole, some, rest, remote = outputs
-    assert [line.split()[2] for line in whole] == [f"{e.lane}={e.seq}" for e in events]
+    assert [line.split()[2] for line in each] == [f"{e.lane}={e.seq}" for e in events]
     assert remote == whole
     assert {line.split()[3] for line in some} == {"turn.failed", "reward.assigned"}
     left = [e.event_id for e in events if e.lane != "serve" or e.seq >= 20]
     assert [orjson.loads(line)["event_id"] for line in rest] == left
+
+
+def test_a_line_per_turn(page: str, url: str, here: Store, root: Path) -> None:
+    """Of the events those that tell of turns and outcomes have a line; it has what the page says it has."""
+    whole, *_ = _outputs(page, url, root)
+    kinds = [e.kind for e in here.events()]
+    told = ("turn.completed", "turn.failed", "trajectory.opened", "trajectory.finished", "reward.assigned")
+    assert len(whole) == 1 + sum(kinds.count(kind) for kind in (*told, "policy.activated"))
+    [shown] = _blocks(page, "text")
+    for lines in (shown.splitlines(), whole):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d UTC", lines[0])
+        assert [line for line in lines[1:] if not LINE.fullmatch(line)] == []
+    turns = [match for line in whole if (match := LINE.fullmatch(line)) and match["tokens"]]
+    assert [m["hangs"] for m in turns] == ["first_turn", "extends 1"] * 4
+    assert {(m["tokens"], m["version"], m["finish"], m["reply"]) for m in turns} == {
+        *(("2+2", f"v{v}", "stop", "four") for v in (0, 1)),
+        *(("5+2", f"v{v}", "stop", "4") for v in (0, 1)),
+    }
+    assert {m["logprob"] for m in turns} == {"-6.250", "-0.300"}
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
