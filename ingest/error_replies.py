@@ -9,11 +9,19 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollbook.ingest.endpoints.messages import Messages
+from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.store.errors import EngineError, RequestError, WriteFailedError
 from rollbook.store.events import Json
 
 Form = Callable[[str], Callable[[int, str, str], Json]]
 """Path -> what makes an error's body of (status, code, message)."""
+
+
+def error_form(path: str) -> Callable[[int, str, str], Json]:
+    """Anthropic's clients read errors in a form of their own."""
+    return Messages().error if "/v1/messages" in path else openai_error
+
 
 FINAL = (400, 401, 403, 404, 409, 413, 422)
 """What will not change by itself must not be tried again."""

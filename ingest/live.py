@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.ingest.running import RunningCall
-from rollbook.ingest.tokens.tree import Plan, TurnTree
+from rollbook.ingest.tokens.tree import Plan, TreeTurn, TurnTree
 from rollbook.store.events import Json, TrajectoryOpened, TurnCompleted, TurnRequested
 
 ARRIVALS_KEPT = 64
@@ -77,18 +77,20 @@ class LiveTrajectory:
         """A turn became durable: it may be extended from now on."""
         if self.finished:
             return
-        turn = plan.completed(
-            requested.turn_id, requested.context_key, completed.reply, completed.completion_ids
-        )
-        tip = self.tree.add(turn)
-        if self.tips is not None:
-            self.tips[tip] = self
+        key, ids = requested.context_key, completed.completion_ids
+        self.take(plan.completed(requested.turn_id, key, completed.reply, ids))
         if items is not None:
             self.requests[requested.turn_id] = requested.request
             earlier = self.items.get(requested.base_turn_id or "", [])
             shared = int(requested.wire.get("shared_items", 0))
             self.items[requested.turn_id] = [*earlier[:shared], *items[shared:]]
-        insort(self.completed, requested.turn_id)  # in turn order: ids sort by when they were asked
+
+    def take(self, turn: TreeTurn) -> None:
+        """Index a completed turn."""
+        tip = self.tree.add(turn)
+        if self.tips is not None:
+            self.tips[tip] = self
+        insort(self.completed, turn.turn_id)  # in turn order: ids sort by when they were asked
 
     def sent(self) -> None:
         """A reply's last byte is out, or its client is gone."""

@@ -26,6 +26,7 @@ from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import SamplingFields, json_object
 from rollbook.ingest.respond import Endpoint, TurnResponse
+from rollbook.ingest.retry import retry_count
 from rollbook.ingest.running import RunningCall
 from rollbook.ingest.turns import Arrival, TurnTaker
 from rollbook.store.errors import RequestError
@@ -70,7 +71,7 @@ class ModelRoutes:
             async with self.room.body(request) as raw:
                 body = self.door.options.redactor.body(json_object(raw))
                 live, call = self._read(endpoint, identify(said, request.headers, body, key), body)
-                arrival = Arrival.of(endpoint.path, raw, _retry_count(request))
+                arrival = Arrival.of(endpoint.path, raw, retry_count(request))
                 running = await self._running_call(live, call, arrival)
         except BaseException:
             self._running -= 1
@@ -168,12 +169,6 @@ def _earlier(live: LiveTrajectory | None, turn_id: str) -> EarlierTurn | None:
     if live is None or turn is None:
         return None
     return EarlierTurn(turn.messages, live.requests.get(turn_id, {}), turn.reply)
-
-
-def _retry_count(request: Request) -> int:
-    """How often the client says it has tried before: OpenAI's and Anthropic's SDKs do."""
-    count = request.headers.get("x-stainless-retry-count", "")
-    return int(count) if count.isascii() and count.isdigit() and len(count) < 6 else 0
 
 
 def _headers(live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn] | None) -> dict[str, str]:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 
-from rollbook.ingest.endpoints.messages import Messages
-from rollbook.ingest.endpoints.openai_error import openai_error
-from rollbook.ingest.error_replies import add_error_replies
+from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import BodyRoom, FrontDoor
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_routes import ModelRoutes
 from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turns import TurnTaker
-from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, PolicyActivated
-
-SWEEP_S = 5.0
-"""How often abandoned trajectories are looked for."""
 
 
 def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name: str = "rollbook") -> FastAPI:
@@ -42,7 +34,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(activated)
-        sweeping = asyncio.create_task(_sweep(recorder, options.abandoned_s))
+        sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         yield
         sweeping.cancel()
         await engine.close()
@@ -51,7 +43,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, _error_form)
+    add_error_replies(app, error_form)
     routes = ModelRoutes(recorder, taker, door, room, metrics, model_name)
     add_trajectory_routes(app, recorder, door)
     streams = app.state.streams = add_event_routes(app, recorder, door.check_operator)
@@ -62,11 +54,6 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     if control is not None:
         app.include_router(control, prefix="/engine")
     return app
-
-
-def _error_form(path: str) -> Callable[[int, str, str], Json]:
-    """Anthropic's clients read errors in a form of their own."""
-    return Messages().error if "/v1/messages" in path else openai_error
 
 
 def _add_health(app: FastAPI, taker: TurnTaker) -> None:
@@ -96,14 +83,3 @@ def _add_metrics(app: FastAPI, taker: TurnTaker, metrics: Metrics, door: FrontDo
         if version is not None:
             metrics.version.set(version)
         return await metrics.page(request)
-
-
-async def _sweep(recorder: Recorder, abandoned_s: float) -> None:
-    """Finish trajectories whose agents were not heard of for so long; 0: none."""
-    while abandoned_s:
-        await asyncio.sleep(min(SWEEP_S, abandoned_s))
-        late = time.monotonic() - abandoned_s
-        for live in recorder.open_trajectories():
-            if not live.running and not live.sending and live.active_s < late:
-                with contextlib.suppress(RequestError):
-                    await recorder.abandon(live)

@@ -46,6 +46,8 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
         case "turn.completed":
             flags = [TEXT_ERASED] if keep_tokens else [TEXT_ERASED, TOKENS_ERASED]
             extra["reply"] = MARK
+            if extra.get("upstream"):
+                extra["upstream"] = MARK
             extra["flags"] = [*extra["flags"], *(f for f in flags if f not in extra["flags"])]
             if not keep_tokens:
                 extra["prompt_sha256"] = ""  # a short prompt could be found again by trying

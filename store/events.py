@@ -169,7 +169,8 @@ class TurnCompleted:
     `prompt_ids` is the part of the prompt that the parent's prompt and completion do not hold (the
     whole prompt of a root); `prompt_sha256` is over the little-endian int32 ids really sent.
     `logprobs` is null where the engine gave none (a teacher). `logprob_semantics` says what each
-    number is a logprob of; `flags` names oddities (`malformed_tool_call`).
+    number is a logprob of; `flags` names oddities (`malformed_tool_call`). `upstream` is what an upstream
+    that was only recorded said besides, such as its id and usage.
     """
 
     KIND: ClassVar[str] = "turn.completed"
@@ -188,6 +189,7 @@ class TurnCompleted:
     logprob_semantics: Json
     flags: list[str]
     timings: Json
+    upstream: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ BELOW = {
     "replay": {"store", "ingest", "train"},
 }
 TORCH = {"torch", "transformers", "megatron", "safetensors"}
-TORCH_IN_INGEST = {"embedded.py", "sampling.py", "weights.py"}
+# A model that ships a schema of its replies is read by transformers, which is imported only then.
+TORCH_IN_INGEST = {"embedded.py", "sampling.py", "weights.py", "response_schema.py"}
 
 
 def _imports(source: str) -> set[str]:

@@ -115,7 +115,7 @@ def _chat_form(index: int, message: Any) -> list[Json]:
     if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
         raise _bad(f"{where}.content", "send a text or a list of blocks")
     if message["role"] == "assistant":
-        return [_assistant(where, content)]
+        return [assistant_message(where, content)]
     results = [_tool_result(where, b) for b in content if b.get("type") == "tool_result"]
     rest = [_part(where, b) for b in content if b.get("type") != "tool_result"]
     if rest or not results:
@@ -156,7 +156,7 @@ def _tool_result(where: str, block: Json) -> Json:
     return result | ({"is_error": True} if block.get("is_error") else {})
 
 
-def _assistant(where: str, blocks: list[Json]) -> Json:
+def assistant_message(where: str, blocks: list[Json]) -> Json:
     """An assistant's blocks as one message: reasoning, content and calls."""
     message: Json = {"role": "assistant", "content": None}
     texts, thoughts, calls = [], [], []

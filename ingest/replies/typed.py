@@ -32,7 +32,7 @@ def argument(value: str, key: str, parameters: Json) -> str:
     """A sampled value as JSON text, by what the parameters' schema says of its key."""
     properties = parameters.get("properties")
     types = _types(properties.get(key) if isinstance(properties, dict) else None, parameters)
-    text = None if types == {"string"} else bare_json(value)
+    text = bare_json(value)
     if text is None or ("string" in types and not _is_any(loads(text), types - {"string"})):
         return string_text(value)
     return text

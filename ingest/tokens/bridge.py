@@ -17,7 +17,7 @@ import numpy as np
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.excerpt import excerpt, trial_conversations
-from rollbook.ingest.tokens.normal_form import reasoning_of
+from rollbook.ingest.tokens.normal_form import reasoning_of, reasoning_removed
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
 
@@ -54,11 +54,10 @@ class Parent(Protocol):
     """What a bridge needs of the turn it starts from."""
 
     @property
-    def messages(self) -> list[Json]: ...
-    @property
-    def reply(self) -> Json: ...
-    @property
     def ids(self) -> TokenIds: ...
+
+    def told(self) -> list[Json]:
+        """Its messages and its reply, with all reasoning that was sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +88,7 @@ class Bridges:
     def between(
         self,
         parent: Parent,
-        shown: Json,
+        shown: Sequence[Json],
         new: Sequence[Json],
         tools: Sequence[Json] | None,
         kwargs: Json,
@@ -97,20 +96,21 @@ class Bridges:
         """Ids that lead from a turn to a request's new messages, or why there are none.
 
         Args:
-            shown: the turn's reply as the client shows it.
+            shown: the turn's messages and its reply as the client shows them.
         """
-        removed = reasoning_of(parent.reply) and not reasoning_of(shown)
-        if removed and self.policy.reasoning == "respect":
+        # Rendered with the reasoning that its ids hold: a template may take that away at the new messages.
+        *messages, reply = told = parent.told()
+        if self.policy.reasoning == "respect" and reasoning_removed(told, shown):
             return NoBridge("reasoning_removed")
         last = int(parent.ids[-1])
-        count = len(parent.messages)
+        count = len(messages)
         if not self.by_excerpt:
-            return self._derive(parent.messages, parent.reply, new, tools, kwargs, last)
-        short = excerpt(parent.messages)
-        ids = self._derive(short, parent.reply, new, tools, kwargs, last)
+            return self._derive(messages, reply, new, tools, kwargs, last)
+        short = excerpt(messages)
+        ids = self._derive(short, reply, new, tools, kwargs, last)
         if len(short) == count or not _is_due(count):
             return ids
-        whole = self._derive(parent.messages, parent.reply, new, tools, kwargs, last)
+        whole = self._derive(messages, reply, new, tools, kwargs, last)
         self.by_excerpt = _same(ids, whole)
         return whole
 

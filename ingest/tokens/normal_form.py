@@ -2,7 +2,7 @@
 
 Clients re-serialise what they echo: key order, `10.0` for `10`, null for an empty string, parts for a
 string, extra keys. Two messages with one normal form say the same thing. White space in content counts.
-Reasoning is not part of it: many clients drop it, so it is compared apart, by `same_reasoning`.
+Reasoning is not part of it: many clients drop it, so it is compared apart, by `reasoning_fits`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,21 @@ def reasoning_of(message: Json) -> str:
     """The reasoning a message shows, under either name that clients use; empty where it shows none."""
     said = message.get("reasoning_content") or message.get("reasoning")
     return said.strip() if isinstance(said, str) else ""
+
+
+def reasoning_fits(known: Sequence[Json], shown: Sequence[Json]) -> bool:
+    """Whether messages shown again have the reasoning they are known by, each unchanged or left out."""
+    for one, other in zip(known, shown, strict=False):
+        said = reasoning_of(other)
+        if said and said != reasoning_of(one):
+            return False
+    return True
+
+
+def reasoning_removed(known: Sequence[Json], shown: Sequence[Json]) -> bool:
+    """Whether a message shown again lacks the reasoning it is known by."""
+    pairs = zip(known, shown, strict=False)
+    return any(one is not other and reasoning_of(one) and not reasoning_of(other) for one, other in pairs)
 
 
 def canonical_arguments(arguments: Any) -> str:

@@ -16,7 +16,7 @@ import orjson
 
 from rollbook.ingest.tokens.bridge import Bridges, NoBridge
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.normal_form import chain, chain_all, reasoning_of
+from rollbook.ingest.tokens.normal_form import chain, chain_all, reasoning_fits, reasoning_of
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, TokenIds
 
@@ -53,6 +53,16 @@ class TreeTurn:
             if node.parent is None:
                 return parts[::-1]
             node = node.parent
+
+    def told(self) -> list[Json]:
+        """The messages and the reply, with the reasoning that was sampled where the client dropped it."""
+        told, node = [*self.messages, self.reply], self.parent
+        while node is not None:
+            place, reasoning = len(node.messages), reasoning_of(node.reply)
+            if reasoning and not reasoning_of(told[place]):
+                told[place] = told[place] | {"reasoning_content": reasoning}
+            node = node.parent
+        return told
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,21 +159,21 @@ class TurnTree:
         return messages, chain_all(messages)
 
     def parents(self, messages: list[Json], hashes: list[bytes], context_key: str) -> list[Candidate]:
-        """Every turn these messages go on from in this context, best first."""
-        found: list[Candidate] = []
+        """The turns these messages go on from in this context, best first: those that cover most of them."""
         for covered in range(len(messages) - 1, 0, -1):
             turns = self._by_tip.get(hashes[covered])
             if turns is None:
                 continue
             shown = messages[covered - 1]
             same = [t for t in reversed(turns) if t.context_key == context_key]
-            same = [t for t in same if _reasoning_fits(t.reply, shown)]
+            same = [t for t in same if reasoning_fits(t.told(), messages[:covered])]
             # Twins (equal replies, other tokens) are told apart by the call ids that clients echo.
             echoed = _call_ids(shown)
             same.sort(key=lambda t, echoed=echoed: _call_ids(t.reply) != echoed)  # type: ignore[misc]
             told_apart = len(same) < 2 or (bool(echoed) and _call_ids(same[1].reply) != echoed)
-            found += [Candidate(covered, t, not told_apart and t is same[0]) for t in same]
-        return found
+            if same:  # shallower ones lack what these said, so nothing could be appended to them
+                return [Candidate(covered, t, not told_apart and t is same[0]) for t in same]
+        return []
 
     def base(self, messages: Sequence[Json], parent: TreeTurn | None) -> tuple[TreeTurn | None, int]:
         """The turn whose request to store this one against, and how many messages they share."""
@@ -190,12 +200,6 @@ def _exactly(one: Json, other: Json) -> bool:
     return all(type(v) is str or v is None for v in other.values()) or orjson.dumps(one) == orjson.dumps(
         other
     )
-
-
-def _reasoning_fits(reply: Json, shown: Json) -> bool:
-    """Whether a client that shows a reply again shows its reasoning unchanged, or says nothing of it."""
-    said = reasoning_of(shown)
-    return not said or said == reasoning_of(reply)
 
 
 def _call_ids(message: Json) -> set[str | None]:
@@ -229,9 +233,9 @@ def plan_turn(
     refused: str | None = None
     for candidate in candidates:
         turn, covered = candidate.turn, candidate.covered
-        ids = bridges.between(turn, messages[covered - 1], messages[covered:], tools, kwargs)
+        ids = bridges.between(turn, messages[:covered], messages[covered:], tools, kwargs)
         if isinstance(ids, NoBridge):
-            refused = refused or ids.reason  # the deepest turn's: shallower ones lack what it said
+            refused = refused or ids.reason
             continue
         hasher = turn.hasher.copy()
         hasher.update(_bytes(ids))

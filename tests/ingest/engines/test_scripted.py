@@ -13,7 +13,7 @@ import pytest
 
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
-from rollbook.ingest.serve import ServeOptions, make_engine
+from rollbook.ingest.serve_options import ServeOptions, make_engine
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import TurnFailed, token_ids

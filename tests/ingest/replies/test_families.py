@@ -230,6 +230,34 @@ def test_qwens_dropped_tags_are_mended_and_flagged(tools: Any, text: str) -> Non
     assert _parse("qwen_coder", text, tools) == Parsed(None, "", (Call(*ONE[0]),), ("mended_tool_call",))
 
 
+def test_an_empty_value_may_lack_its_tag(tools: Any) -> None:
+    """The line feed behind its opening tag is the only one before the next tag."""
+    head = "<tool_call>\n<function=f>\n<parameter=s>\n"
+    for tail, arguments in (
+        ("<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>", '{"s": "", "n": 5}'),
+        ("</function>\n</tool_call>", '{"s": ""}'),
+    ):
+        expected = Parsed(None, "", (Call("f", arguments),), ("mended_tool_call",))
+        assert _parse("qwen_coder", head + tail, tools) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameter", "arguments"),
+    [
+        ('name="n" string="true"', '{"n": "5"}'),
+        ('name="s" string="false"', '{"s": 5}'),
+        ('name="n"', '{"n": 5}'),
+        ('name="s"', '{"s": "5"}'),
+    ],
+)
+def test_dsml_says_what_is_a_string(tools: Any, parameter: str, arguments: str) -> None:
+    """The model's word comes before the schema's."""
+    text = (
+        f'<｜DSML｜invoke name="f">\n<｜DSML｜parameter {parameter}>5</｜DSML｜parameter>\n</｜DSML｜invoke>'
+    )
+    assert _parse("deepseek", text, tools) == Parsed(None, "", (Call("f", arguments),))
+
+
 def test_values_may_speak_of_tags(tools: Any) -> None:
     """A value ends at its closing tag only if another tag follows it."""
     value = "a </parameter> b\n<parameter=zzz>\nc </function> d"

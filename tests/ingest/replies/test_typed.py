@@ -98,7 +98,8 @@ def test_where_objects_end(text: str, start: int, end: int | None) -> None:
 
 def test_members_keep_their_spelling() -> None:
     """Values to the letter, keys unescaped, the last of a key."""
-    text = '{ "a" : {"x": [1.0, {}], "a": 1} , "\\u0062": " c, } ", "n":10.0,"n" : -0 }'
-    assert members(text) == {"a": '{"x": [1.0, {}], "a": 1}', "b": '" c, } "', "n": "-0"}
+    text = '{ "a" : {"x": [1.0, {}], "a": 1} , "\\u0062": " c, } ", "n":10.0,"n" : -0, "l": [1, "a"] }'
+    spelled = {"a": '{"x": [1.0, {}], "a": 1}', "b": '" c, } "', "n": "-0", "l": '[1, "a"]'}
+    assert members(text) == spelled
     assert list(members(text)) == list(json.loads(text))
     assert members("{}") == {}

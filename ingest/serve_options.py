@@ -1,0 +1,124 @@
+"""What `rollbook serve` was told, and the engine that it names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from rollbook.ingest.engines.engine import Engine
+from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
+from rollbook.ingest.engines.sglang import SglangEngine
+from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.tokens.bridge import TreePolicy
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.upstream.proxy import Upstream
+from rollbook.store.errors import ConfigError, EngineError
+from rollbook.store.events import Json
+
+ENGINES = ("embedded", "sglang", "upstream", "scripted")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `rollbook serve` was told. See `TreePolicy` and `ProxyOptions` for what is not said here.
+
+    Attributes:
+        reply_format: a family of `ingest.replies`, or auto: by the chat template.
+        engine_ask: fields that an upstream is asked for beyond what agents send.
+        images: the engine's model takes them.
+        hold_s: how long a request waits while weights are being replaced.
+    """
+
+    store: Path
+    model: Path | None = None
+    engine: str = "embedded"
+    script: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    run: str = "default"
+    lane: str = "serve"
+    policy: str = "actor"
+    device: str = "cpu"
+    threads: int | None = None
+    seal: bool = True
+    engine_url: str | None = None
+    engine_key: str | None = None
+    engine_ask: Json | None = None
+    images: bool = False
+    reply_format: str = "auto"
+    tree: TreePolicy = field(default_factory=TreePolicy)
+    hold_s: float = 110.0
+    proxy: ProxyOptions = field(default_factory=ProxyOptions)
+
+    def as_json(self) -> dict[str, object]:
+        """For `run.opened`; keys are left out."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown |= {
+            "engine_key": bool(self.engine_key),
+            "proxy": self.proxy.as_json(),
+            "tree": asdict(self.tree),
+        }
+        return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
+
+
+def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
+    """The engine the options name.
+
+    Raises:
+        EngineError, ModelError, ConfigError: it cannot be made; the message says why.
+    """
+    match options.engine:
+        case "scripted":
+            if options.script is None:
+                raise ConfigError("--engine scripted needs --script file.py:function or file.jsonl")
+            return ScriptedEngine(tokenizer, load_script(options.script))
+        case "sglang":
+            if options.engine_url is None:
+                raise ConfigError("--engine sglang needs --engine-url, such as http://127.0.0.1:30000")
+            return SglangEngine(
+                options.engine_url,
+                policy=options.policy,
+                takes_images=options.images,
+                key=options.engine_key,
+            )
+        case "embedded":
+            return _embedded(options)
+        case "upstream":
+            raise ConfigError("--engine upstream passes requests on and has no engine here")
+    raise ConfigError(f"--engine {options.engine!r}: use one of {', '.join(ENGINES)}")
+
+
+def _embedded(options: ServeOptions) -> Engine:
+    try:
+        from rollbook.ingest.engines.embedded import EmbeddedEngine
+    except ImportError as error:
+        raise EngineError(
+            f"the embedded engine needs torch and transformers ({error}): pip install 'rollbook[engine]'"
+        ) from error
+    return EmbeddedEngine(
+        model_of(options), policy=options.policy, device=options.device, threads=options.threads
+    )
+
+
+def model_of(options: ServeOptions) -> Path:
+    """The model's directory, which all but an upstream need: its tokenizer and chat template make the ids.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if options.model is None:
+        raise ConfigError(
+            f"--engine {options.engine} needs --model DIR: its tokenizer and template make the ids"
+        )
+    return options.model
+
+
+def upstream_of(options: ServeOptions) -> Upstream:
+    """Where `--engine upstream` passes requests to.
+
+    Raises:
+        ConfigError: it is not said.
+    """
+    if options.engine_url is None:
+        raise ConfigError("--engine upstream needs --engine-url, such as https://api.openai.com/v1")
+    return Upstream(options.engine_url, options.engine_key, options.engine_ask)

@@ -1,0 +1,128 @@
+"""`rollbook serve` and its options."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.cli_options import StoreOption
+
+
+class Reasoning(StrEnum):
+    """What a reply's reasoning that a client drops means."""
+
+    restore = "restore"
+    respect = "respect"
+
+
+class Rewrites(StrEnum):
+    """What is done where a chat template rewrites earlier turns."""
+
+    faithful = "faithful"
+    preserve = "preserve"
+
+
+class Unfinished(StrEnum):
+    """What is done after a turn without an end-of-turn token."""
+
+    root = "root"
+    close = "close"
+
+
+def serve(  # size: one option a line
+    store: StoreOption,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory; for sglang its tokenizer and template do.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="embedded, sglang, upstream or scripted.")] = "embedded",
+    engine_url: Annotated[str | None, typer.Option(help="For sglang and upstream: the address.")] = None,
+    engine_key: Annotated[
+        str | None, typer.Option(envvar="ROLLBOOK_ENGINE_KEY", help="The engine's API key.")
+    ] = None,
+    engine_ask: Annotated[
+        str | None,
+        typer.Option(help='For upstream: JSON to ask for besides, such as {"return_token_ids": true}.'),
+    ] = None,
+    script: Annotated[str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    run: Annotated[str, typer.Option(help="Run to record into.")] = "default",
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "serve",
+    policy: Annotated[str, typer.Option(help="Name of the line of weights served.")] = "actor",
+    device: Annotated[str, typer.Option(help="For embedded: cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")] = None,
+    images: Annotated[bool, typer.Option(help="For sglang: its model takes images.")] = False,
+    reply_format: Annotated[
+        str, typer.Option(help="How replies are read: auto (by the chat template), hermes, qwen_coder, ...")
+    ] = "auto",
+    reasoning: Annotated[
+        Reasoning,
+        typer.Option(help="Reasoning that a client drops: restore it, or respect the removal."),
+    ] = Reasoning.restore,
+    history: Annotated[
+        Rewrites, typer.Option(help="Where the template rewrites earlier turns: a root, or preserve them.")
+    ] = Rewrites.faithful,
+    unfinished: Annotated[
+        Unfinished, typer.Option(help="After a turn that was cut off: a root, or close it and go on.")
+    ] = Unfinished.root,
+    hold_s: Annotated[float, typer.Option(help="Longest wait for an engine whose weights change.")] = 110.0,
+    abandon_s: Annotated[
+        float, typer.Option(help="Finish trajectories not heard of for so long, as aborted; 0: never.")
+    ] = 0.0,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="ROLLBOOK_API_KEYS", help="Let in only who has such a key.")
+    ] = None,
+    redact: Annotated[
+        list[str] | None, typer.Option(help="Regular expression of secrets to take out of requests.")
+    ] = None,
+    max_body_mb: Annotated[float, typer.Option(help="Largest request body.")] = 64.0,
+    max_running: Annotated[int, typer.Option(help="Most requests answered at once; more get a 429.")] = 4096,
+    seal: Annotated[
+        bool, typer.Option(help="Seal closed segments beside it, in a process of low priority.")
+    ] = True,
+) -> None:
+    """Record agents: OpenAI's and Anthropic's APIs, and all that passes becomes durable events.
+
+    An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
+    """
+    from rollbook.ingest.options import ProxyOptions
+    from rollbook.ingest.redact import Redactor
+    from rollbook.ingest.requests import json_object
+    from rollbook.ingest.serve import serve as run_server
+    from rollbook.ingest.serve_options import ServeOptions
+    from rollbook.ingest.tokens.bridge import TreePolicy
+
+    proxy = ProxyOptions(
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=int(max_body_mb * 2**20),
+        max_running=max_running,
+        abandoned_s=abandon_s,
+        redactor=Redactor(redact or ()),
+    )
+    run_server(
+        ServeOptions(
+            store=store,
+            model=model,
+            engine=engine,
+            script=script,
+            host=host,
+            port=port,
+            run=run,
+            lane=lane,
+            policy=policy,
+            device=device,
+            threads=threads,
+            seal=seal,
+            engine_url=engine_url,
+            engine_key=engine_key,
+            engine_ask=json_object(engine_ask.encode()) if engine_ask else None,
+            images=images,
+            reply_format=reply_format,
+            tree=TreePolicy(reasoning.value, history.value, unfinished.value),
+            hold_s=hold_s,
+            proxy=proxy,
+        )
+    )
