@@ -81,9 +81,7 @@ class LiveTrajectory:
         self.take(plan.completed(requested.turn_id, key, completed.reply, ids))
         if items is not None:
             self.requests[requested.turn_id] = requested.request
-            earlier = self.items.get(requested.base_turn_id or "", [])
-            shared = int(requested.wire.get("shared_items", 0))
-            self.items[requested.turn_id] = [*earlier[:shared], *items[shared:]]
+            self.items[requested.turn_id] = items
 
     def take(self, turn: TreeTurn) -> None:
         """Index a completed turn."""

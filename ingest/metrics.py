@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from rollbook.ingest.answered import AnsweredTurn
 
-disable_created_metrics()  # a series of its own for each, saying when it began: nobody asks
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 

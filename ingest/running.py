@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.engines.engine import Sampling
@@ -60,8 +61,14 @@ class RunningCall:
     Several clients' connections may wait for it: a retry joins the request it repeats.
     """
 
-    def __init__(self, call: ModelCall, turns: Sequence[RunningTurn], reading: Reading) -> None:
-        self.call, self.turns, self.reading = call, list(turns), reading
+    def __init__(
+        self,
+        call: ModelCall,
+        turns: Sequence[RunningTurn],
+        reading: Reading,
+        items: list[Any] | None = None,
+    ) -> None:
+        self.call, self.turns, self.reading, self.items = call, list(turns), reading, items
         self.done: asyncio.Future[list[AnsweredTurn]] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(self._finished)
         self._listeners: set[asyncio.Event] = set()

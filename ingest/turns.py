@@ -21,7 +21,7 @@ from rollbook.ingest.reply import Reading
 from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.running import RunningCall, RunningTurn
 from rollbook.ingest.tokens.bridge import Bridges
-from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_prompt, plan_turn
+from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, exactly, plan_prompt, plan_turn
 from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import Json, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
@@ -71,14 +71,18 @@ class TurnTaker:
             sampling_of(call, seed, len(plan.prompt_ids), tokenizer.context_length) for seed in draws
         ]
         reading = self._reading(call, plan)
-        base, shared_items = _shared_items(live, plan, call)
+        base = None if plan.base is None else plan.base.turn_id
+        items, shared_items = _known_items(live, base, call)
         check_recordable([call.rest, plan.messages[plan.shared_messages :], call.items])
         honoured = unhonoured(call, self.engine.honoured)
         request_id = new_id()
         grows = call.stream or bool(call.stops)
-        turns = []
+        turns: list[RunningTurn] = []
+        shared = plan.shared_messages
         for choice, sampling in enumerate(samplings):
-            wire = _wire(call, arrival, choice, shared_items)
+            if choice:  # a sibling asks what the first one asks: nothing of it is stored again
+                base, shared, shared_items = turns[0].turn_id, len(plan.messages), len(items or ())
+            wire = _wire(arrival, choice, call, items, shared_items)
             requested = TurnRequested(
                 trajectory_id=live.opened.trajectory_id,
                 turn_id=new_id(),
@@ -86,8 +90,8 @@ class TurnTaker:
                 parent_turn_id=plan.parent.turn_id if plan.parent else None,
                 root_reason=plan.root_reason,
                 base_turn_id=base,
-                shared_messages=plan.shared_messages,
-                messages=plan.messages[plan.shared_messages :],
+                shared_messages=shared,
+                messages=plan.messages[shared:],
                 request=call.rest,
                 requested_model=call.fields.model,
                 sampling=sampling.as_json(),
@@ -100,7 +104,7 @@ class TurnTaker:
         if plan.echoed is not None:
             self.recorder.mark_delivered(live, plan.echoed.turn_id, "echoed")
         self.recorder.note(*(turn.requested for turn in turns))
-        running = RunningCall(call, turns, reading)
+        running = RunningCall(call, turns, reading, items)
         live.begun(running, arrival.digest)
         task = asyncio.create_task(self._answer(live, running, plan))
         self._tasks.add(task)
@@ -207,7 +211,7 @@ class TurnTaker:
         completed = _completed(live, turn, plan, generation, running.reading)
         turn.ended = True
         await self.recorder.write(completed)
-        live.completed_turn(plan, turn.requested, completed, running.call.items)
+        live.completed_turn(plan, turn.requested, completed, running.items)
         return AnsweredTurn(turn.requested, completed)
 
 
@@ -267,30 +271,28 @@ def _seeds(call: ModelCall) -> list[int]:
     asked = call.fields
     if asked.seed is None:
         return [secrets.randbits(63) for _ in range(asked.n or 1)]
-    return [asked.seed + choice for choice in range(asked.n or 1)]
+    return [(asked.seed + choice + 2**63) % 2**64 - 2**63 for choice in range(asked.n or 1)]
 
 
-def _shared_items(live: LiveTrajectory, plan: Plan, call: ModelCall) -> tuple[str | None, int]:
-    """(id of the turn whose request this one is stored against, how many items as sent they share)."""
-    if plan.base is None:
+def _known_items(live: LiveTrajectory, base: str | None, call: ModelCall) -> tuple[list[Any] | None, int]:
+    """(the items as sent, those that the base turn had replaced by its own; how many they are)"""
+    if call.items is None:
         return None, 0
-    earlier = live.items.get(plan.base.turn_id)
-    if call.items is None or earlier is None:
-        return plan.base.turn_id, 0
+    earlier = live.items.get(base or "", [])
     shared = 0
     for one, other in zip(earlier, call.items, strict=False):
-        if one != other:
+        if not exactly(one, other):
             break
         shared += 1
-    return plan.base.turn_id, shared
+    return [*earlier[:shared], *call.items[shared:]], shared
 
 
-def _wire(call: ModelCall, arrival: Arrival, choice: int, shared_items: int) -> Json:
+def _wire(arrival: Arrival, choice: int, call: ModelCall, items: list[Any] | None, shared_items: int) -> Json:
     wire: dict[str, Any] = {"endpoint": call.endpoint, "digest": arrival.digest}
     if choice:
         wire["choice"] = choice
     if arrival.retry:
         wire["retry"] = arrival.retry
-    if call.items is not None:
-        wire |= {"shared_items": shared_items, "items": call.items[shared_items:]}
+    if items is not None:
+        wire |= {"shared_items": shared_items, "items": items[shared_items:]}
     return wire

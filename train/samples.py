@@ -91,7 +91,8 @@ class Sample:
 def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample]:
     """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
 
-    Turns that were not delivered, or failed, are context without loss; a path with erased tokens has no
+    Turns that were not delivered, or failed, are context without loss, and so are those whose logprobs are of
+    altered logits (a constraint, a penalty); a path with erased tokens has no
     loss at all. Rewards are those of `source`.
     """
     for path in path_tokens(trajectory):
@@ -103,6 +104,9 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
     temperatures = np.ones(len(path.tokens), np.float32)
     for turn, place in path.sampled:
         assert turn.completed is not None
+        if turn.completed.logprob_semantics.get("altered"):
+            # Of logits that were masked or penalized: no trainer can compute the same quantity.
+            loss_mask[place], logprobs[place] = False, 0.0
         temperature = float(turn.completed.logprob_semantics.get("temperature", 1.0))
         temperatures[place] = temperature or 1.0  # greedy turns report the T=1 distribution
     # Where nothing could be trained before either, the erasure took nothing from training.

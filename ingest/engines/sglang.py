@@ -23,6 +23,15 @@ SEMANTICS = {"kind": "sampled", "of": "softmax(logits / temperature)", "filters"
 FIRST_VERSION = "default"
 """What SGLang calls the weights it was started with, unless it was told a name."""
 CONNECT_S = 10.0
+ALTERING = (
+    "constraint",
+    "frequency_penalty",
+    "logit_bias",
+    "min_new_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""Sampling parameters that change the logits before the softmax that logprobs are of."""
 _HONOURED = frozenset(
     {
         "temperature",
@@ -239,8 +248,9 @@ def generation(answer: Json, sampling: Sampling, policy: str, timings: Json) -> 
     if not ids:
         raise EngineError(f"the server answered without a token: {meta['finish_reason']}")
     semantics: Json = SEMANTICS | {"temperature": sampling.temperature}
-    if sampling.constraint:
-        semantics["constraint"] = next(iter(sampling.constraint))
+    altered = [name for name in ALTERING if name in sampling.as_json()]
+    if altered:
+        semantics["altered"] = altered
     for name in ("cached_tokens", "num_retractions"):
         if meta.get(name):
             timings = timings | {name: meta[name]}

@@ -186,17 +186,19 @@ def _shared(old: Sequence[Json], new: Sequence[Json]) -> int:
     """How many messages two lists begin with alike."""
     shared = 0
     for one, other in zip(old, new, strict=False):
-        if one is not other and not _exactly(one, other):
+        if one is not other and not exactly(one, other):
             break
         shared += 1
     return shared
 
 
-def _exactly(one: Json, other: Json) -> bool:
+def exactly(one: Any, other: Any) -> bool:
     """Whether two messages are the same JSON. To Python true, 1 and 1.0 are equal, so equality says too much
     of a message that holds more than text."""
     if one != other:
         return False
+    if not isinstance(other, dict):
+        return orjson.dumps(one) == orjson.dumps(other)
     return all(type(v) is str or v is None for v in other.values()) or orjson.dumps(one) == orjson.dumps(
         other
     )

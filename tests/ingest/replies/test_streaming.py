@@ -106,7 +106,8 @@ REAL = {
     "mistral": '[THINK]Hm[/THINK]So: [TOOL_CALLS]f[CALL_ID]abc[ARGS]{"s": "x"}[TOOL_CALLS]f[ARGS]{}',
     "deepseek": "So:<｜tool▁calls▁begin｜>"
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "gpt_oss": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary<|message|>So: \n"
+    "gpt_oss": "<|channel|>analysis<|message|>Hm<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>So: \n"
     '<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"s": "x"}',
     "plain": "<think>Hm</think>So <think>",
 }
