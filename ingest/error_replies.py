@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import orjson
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +24,7 @@ def error_form(path: str) -> Callable[[int, str, str], Json]:
     return Messages().error if "/v1/messages" in path else openai_error
 
 
-FINAL = (400, 401, 403, 404, 409, 413, 422)
+FINAL = (400, 401, 403, 404, 405, 409, 413, 422)
 """What will not change by itself must not be tried again."""
 RETRY_AFTER_S = {503: 10, 429: 1}
 """Some clients give up where they are told to wait for a minute or more."""
@@ -38,16 +39,18 @@ def told(error: Exception) -> tuple[int, str, str]:
             return 503, "store_failed", str(error)
         case EngineError():
             return 502, "engine_failed", str(error)
+        case HTTPException():
+            return error.status_code, "not_served", f"{error.detail}: the README lists the routes"
         case _:
             return 500, "internal_error", f"{type(error).__name__} in the proxy; its log says more"
 
 
 def add_error_replies(app: FastAPI, form: Form) -> None:
-    """Answer what Rollbook foresaw with a status, a code and a remedy."""
+    """Answer every error with a status, a code and a remedy; what nobody foresaw is logged by the server too."""
 
     async def reply(request: Request, error: Exception) -> Response:
         status, code, message = told(error)
-        headers = {}
+        headers = dict(getattr(error, "headers", None) or {})
         if status in FINAL and code != "trajectory_busy":
             headers["x-should-retry"] = "false"
         if status in RETRY_AFTER_S:
@@ -55,5 +58,5 @@ def add_error_replies(app: FastAPI, form: Form) -> None:
         body = form(request.url.path)(status, code, message)
         return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
-    for kind in (RequestError, EngineError, WriteFailedError):
+    for kind in (RequestError, EngineError, WriteFailedError, HTTPException, Exception):
         app.add_exception_handler(kind, reply)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from rollbook.ingest.endpoints.responses_wire import turn_of
 from rollbook.ingest.error_replies import told
 from rollbook.ingest.front_door import BodyRoom, FrontDoor
 from rollbook.ingest.identity import Identity, identify
+from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
@@ -46,6 +47,7 @@ class ModelRoutes:
     door: FrontDoor
     room: BodyRoom
     metrics: Metrics
+    images: ImageLinks
     model_name: str = "rollbook"
     _running: int = field(default=0)
 
@@ -70,7 +72,7 @@ class ModelRoutes:
         try:
             async with self.room.body(request) as raw:
                 body = self.door.options.redactor.body(json_object(raw))
-                live, call = self._read(endpoint, identify(said, request.headers, body, key), body)
+                live, call = await self._read(endpoint, identify(said, request.headers, body, key), body)
                 arrival = Arrival.of(endpoint.path, raw, retry_count(request))
                 running = await self._running_call(live, call, arrival)
         except BaseException:
@@ -100,13 +102,17 @@ class ModelRoutes:
             return self.taker.stored(call, turns)
         return self.taker.begin(live, call, arrival)
 
-    def _read(self, endpoint: Endpoint, identity: Identity, body: Json) -> tuple[LiveTrajectory, ModelCall]:
+    async def _read(
+        self, endpoint: Endpoint, identity: Identity, body: Json
+    ) -> tuple[LiveTrajectory, ModelCall]:
         """The trajectory and what is asked. Who names none is told apart by what it goes on from."""
         known = self.recorder.find(identity.name) if identity.name is not None else None
         previous = turn_of(body.get("previous_response_id"))
         if identity.name is None and previous is not None:
             known = self.recorder.of_turn(previous)
         call = endpoint.read(body, lambda turn_id: _earlier(known, turn_id))
+        call = replace(call, messages=await self.images.resolved(call.messages))
+        # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
         if identity.name is None and known is not None:
             return known, call
         return self.door.trajectory(identity, call.messages), call

@@ -19,6 +19,7 @@ class ProxyOptions:
         max_bodies_bytes: of all bodies that are read and answered at once; others wait their turn.
         max_running: requests answered at once; more are a 429.
         redactor: takes secrets out of what comes in.
+        image_hosts: hosts that links to images are fetched from.
         abandoned_s: a trajectory not heard of for so long is finished as aborted; 0: never.
     """
 
@@ -27,6 +28,7 @@ class ProxyOptions:
     max_bodies_bytes: int = 512 * 2**20
     max_running: int = 4096
     abandoned_s: float = 0.0
+    image_hosts: tuple[str, ...] = ()
     redactor: Redactor = field(default_factory=Redactor)
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
 
@@ -37,4 +39,5 @@ class ProxyOptions:
             "max_body_bytes": self.max_body_bytes,
             "max_running": self.max_running,
             "abandoned_s": self.abandoned_s,
+            "image_hosts": list(self.image_hosts),
         }

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import BodyRoom, FrontDoor
+from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_routes import ModelRoutes
 from rollbook.ingest.options import ProxyOptions
@@ -44,7 +45,8 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     add_error_replies(app, error_form)
-    routes = ModelRoutes(recorder, taker, door, room, metrics, model_name)
+    links = ImageLinks(options.image_hosts)
+    routes = ModelRoutes(recorder, taker, door, room, metrics, links, model_name)
     add_trajectory_routes(app, recorder, door)
     streams = app.state.streams = add_event_routes(app, recorder, door.check_operator)
     routes.add(app)

@@ -135,30 +135,30 @@ class TurnResponse(Response):
         writer = self._endpoint.writer(running.call, turn_ids, running.reading.tokenizer)
         head = self._head(None, "text/event-stream; charset=utf-8")
         shown = [_Shown() for _ in turn_ids]
-        begun = False
+        opening = writer.begin()  # made before all else, as events are numbered; sent with the first of them
         while not client.gone:
             woken.clear()
             data = b"".join(self._pieces(writer, shown))
             if data:
-                await client.body(data if begun else writer.begin() + data, head)
-                begun = True
+                await client.body(opening + data, head)
+                opening = b""
             if done.done():
                 break
             if not await _wait(woken, self._keep_alive.stream_s):
-                await client.body(writer.keep_alive if begun else writer.begin() + writer.keep_alive, head)
-                begun = True
+                await client.body(opening + writer.keep_alive, head)
+                opening = b""
         if not done.done():
             return
         error = done.exception()
         if error is not None:
-            if not begun:
+            if not client.begun:
                 raise error
             assert isinstance(error, Exception)
             await client.body(writer.failed(self._failure(error)), head, more=False)
             return
         turns = done.result()
         rest = b"".join(self._rest(writer, shown, turns)) + writer.end(turns)
-        await self._last(client, turns, rest if begun else writer.begin() + rest, head)
+        await self._last(client, turns, opening + rest, head)
 
     def _pieces(self, writer: Writer, shown: list[_Shown]) -> list[bytes]:
         """What was sampled since the last time and is certain."""
@@ -225,7 +225,7 @@ class _Client:
 
     def __init__(self, receive: Any, send: Any) -> None:
         self._receive, self._send = receive, send
-        self._begun = False
+        self.begun = False
         self.gone = False
         self.on_gone: Callable[[], None] = lambda: None
         self._watch = asyncio.create_task(self._until_gone())
@@ -240,8 +240,8 @@ class _Client:
         """Send bytes, the headers first."""
         if not more:
             self.close()  # with the last byte out, "disconnect" no longer means that the client left
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             if not more:
                 head = [*head, (b"content-length", str(len(data)).encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": head})

@@ -70,6 +70,7 @@ class HttpTail:
         kinds: these kinds only; `*` for all. Default: all but `cursor.moved`.
         run: events of this run only.
         patience_s: how long the server may be away before `poll` and `wait` raise. They go on trying.
+        key: API key, for a proxy that lets in only who has one.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class HttpTail:
         kinds: Collection[str] | None = None,
         run: str | None = None,
         patience_s: float = 60.0,
+        key: str | None = None,
     ) -> None:
         self._url = f"{url.rstrip('/')}/v1/events"
         text = start if isinstance(start, str) else format_cut(start or {})
         # Names of cuts that move with the log are looked up once, by the first answer.
         self._cut = {} if text == "head" or text.startswith("step:") else parse_cut(text)
         self._last_id = text
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._query = {"follow": "true"}
         self._query |= {"kinds": ",".join(kinds)} if kinds else {}
         self._query |= {"run": run} if run is not None else {}
@@ -187,7 +190,7 @@ class HttpTail:
     def _read(self) -> None:
         pause, alive = 0.05, time.monotonic()
         timeout = httpx.Timeout(10.0, read=SILENCE_S)
-        with httpx.Client(timeout=timeout) as client:
+        with httpx.Client(timeout=timeout, headers=self._headers) as client:
             while not self._closed.is_set():
                 reason: object = "the stream ended"
                 try:

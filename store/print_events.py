@@ -58,6 +58,7 @@ def run_tail(
     follow: bool,
     by_event: bool,
     as_json: bool,
+    key: str | None = None,
 ) -> None:
     """Print turns, or events, from a cut on; with `follow`, until interrupted.
 
@@ -78,7 +79,7 @@ def run_tail(
         show, wanted = TurnLines(), KINDS
     try:
         if url is not None:
-            with HttpTail(url, start, wanted or {"*"}, run) as remote:
+            with HttpTail(url, start, wanted or {"*"}, run, key=key) as remote:
                 _pump(remote, show, follow)
         else:
             assert store is not None

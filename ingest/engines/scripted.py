@@ -3,14 +3,18 @@
 Its turns have token ids but no logprobs and no policy version: it has no weights. A script is either
 `module_or_file.py:function`, called with (messages, tools) and giving the assistant message (or its
 text), or a `.jsonl` file of `{"messages": [...], "reply": {...}}`, looked up by the messages.
+
+A function that is an async generator gives the completion itself, piece by piece as a model samples it: no
+template shapes it, each piece is tokenized alone, and the end-of-turn token follows the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt,
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store.errors import EngineError, RequestError
-from rollbook.store.events import Json
+from rollbook.store.events import Json, token_ids
 
 Script = Callable[[Sequence[Json], Sequence[Json] | None], Any]
 
@@ -36,6 +40,8 @@ class ScriptedEngine:
     def __init__(self, tokenizer: ChatTokenizer, script: Script) -> None:
         self._tokenizer = tokenizer
         self._script = script
+        self._aborted: dict[str, bool] = {}
+        """Requests that are answered piece by piece now, and whether each is to end."""
 
     async def start(self, activated: Activated) -> None:
         """Nothing to get ready."""
@@ -47,7 +53,9 @@ class ScriptedEngine:
         """It always is."""
 
     async def abort(self, request_id: str) -> None:
-        """A script runs to its end."""
+        """End an answer that is given piece by piece; any other runs to its end."""
+        if request_id in self._aborted:
+            self._aborted[request_id] = True
 
     async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
         """The script's answer as ids, its end-of-turn token included.
@@ -57,6 +65,8 @@ class ScriptedEngine:
         """
         try:
             answer = self._script(prompt.messages, prompt.tools)
+            if inspect.isasyncgen(answer):
+                return await self._piecewise(answer, prompt.request_id, heard)
             if inspect.isawaitable(answer):
                 answer = await answer
             reply = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
@@ -67,7 +77,24 @@ class ScriptedEngine:
         except RequestError as error:
             raise EngineError(f"the script's answer {reply!r} cannot be rendered: {error}") from error
         heard(ids.tolist(), None)
-        return Generation(ids, None, (), "stop", {"kind": "none", "why": "scripted"})
+        return _generation(ids.tolist(), "stop")
+
+    async def _piecewise(self, pieces: AsyncGenerator[Any, Any], request_id: str, heard: Heard) -> Generation:
+        self._aborted[request_id] = False
+        made: list[int] = []
+        try:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    ids = self._tokenizer.encode(piece).tolist()
+                    made += ids
+                    heard(ids, None)
+                    if self._aborted[request_id]:
+                        return _generation(made, "abort")
+        finally:
+            del self._aborted[request_id]
+        stop = self._tokenizer.stop_ids[0]
+        heard([stop], None)
+        return _generation([*made, stop], "stop")
 
     def _completion_text(self, prompt: Prompt, reply: Json) -> str:
         asked = self._tokenizer.render(prompt.messages, prompt.tools, generate=True)
@@ -91,6 +118,10 @@ class ScriptedEngine:
     def control(self) -> APIRouter | None:
         """None: there is nothing to control."""
         return None
+
+
+def _generation(ids: list[int], finish: str) -> Generation:
+    return Generation(token_ids(ids), None, (), finish, {"kind": "none", "why": "scripted"})
 
 
 def load_script(spec: str) -> Script:

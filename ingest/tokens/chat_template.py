@@ -81,6 +81,8 @@ class ChatTokenizer:
     template_source: str = ""
     special: Mapping[int, str] = field(default_factory=dict)
     """Control tokens by id."""
+    text_as_parts: bool = False
+    """The template leaves out text that does not come as a list of parts."""
 
     def render(
         self,
@@ -99,7 +101,7 @@ class ChatTokenizer:
         roles = _ROLES if "developer" in self.template_source else _ROLES | {"developer": "system"}
         try:
             return self.template.render(
-                messages=[_for_template(m, self.dict_arguments, roles) for m in messages],
+                messages=[_for_template(m, self, roles) for m in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=generate,
                 **self.special_tokens,
@@ -141,8 +143,8 @@ class ChatTokenizer:
 _ROLES: dict[Any, str] = {"function": "tool"}
 
 
-def _for_template(message: Json, dict_arguments: bool, roles: Mapping[Any, str]) -> Json:
-    """The message in the form that templates read: text content, call arguments as they want them."""
+def _for_template(message: Json, chat: ChatTokenizer, roles: Mapping[Any, str]) -> Json:
+    """The message in the form that templates read: text and call arguments as they want them."""
     shaped = dict(message)
     role = shaped.get("role")
     shaped["role"] = roles.get(role, role)
@@ -151,9 +153,11 @@ def _for_template(message: Json, dict_arguments: bool, roles: Mapping[Any, str])
         shaped["content"] = ""
     elif isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
         shaped["content"] = "".join(str(p.get("text", "")) for p in content)
+    if chat.text_as_parts and isinstance(shaped["content"], str):
+        shaped["content"] = [{"type": "text", "text": shaped["content"]}]
     if shaped.get("reasoning") and not shaped.get("reasoning_content"):
         shaped["reasoning_content"] = shaped["reasoning"]
-    if dict_arguments and shaped.get("tool_calls"):
+    if chat.dict_arguments and shaped.get("tool_calls"):
         shaped["tool_calls"] = [_with_dict_arguments(call) for call in shaped["tool_calls"]]
     return shaped
 
@@ -181,6 +185,19 @@ def _takes_dict_arguments(template: jinja2.Template, special: Json) -> bool:
     except jinja2.TemplateError:
         return True
     return True
+
+
+def _takes_text_as_parts(template: jinja2.Template, special: Json) -> bool:
+    """Whether text reaches the prompt as a list of parts only (Idefics, SmolVLM, LLaVA)."""
+
+    def shows(content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            return "probe" in template.render(messages=messages, add_generation_prompt=True, **special)
+        except (jinja2.TemplateError, TypeError):
+            return False
+
+    return not shows("probe") and shows([{"type": "text", "text": "probe"}])
 
 
 def _read_json(path: Path) -> Json:
@@ -232,6 +249,7 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
         template_digest=hashlib.sha256(source.encode()).hexdigest(),
         template_source=source,
         special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
+        text_as_parts=_takes_text_as_parts(template, special),
     )
 
 

@@ -99,6 +99,9 @@ def tail(
     events: Annotated[
         bool, typer.Option("--events", help="A line per event instead of one per turn.")
     ] = False,
+    key: Annotated[
+        str | None, typer.Option(envvar="ROLLBOOK_API_KEY", help="For --url: the proxy's API key.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="JSON for machines: an event per line.")] = False,
 ) -> None:
     """Watch agents: a line per turn as it becomes durable, and per outcome, reward and new version.
@@ -109,7 +112,7 @@ def tail(
     """
     from rollbook.store.print_events import run_tail
 
-    run_tail(store, url, start, kinds, run, follow, events, json)
+    run_tail(store, url, start, kinds, run, follow, events, json, key)
 
 
 @app.command()

@@ -55,6 +55,10 @@ def serve(  # size: one option a line
     device: Annotated[str, typer.Option(help="For embedded: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")] = None,
     images: Annotated[bool, typer.Option(help="For sglang: its model takes images.")] = False,
+    image_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Fetch linked images from this host; other links pass on."),
+    ] = None,
     reply_format: Annotated[
         str, typer.Option(help="How replies are read: auto (by the chat template), hermes, qwen_coder, ...")
     ] = "auto",
@@ -100,6 +104,7 @@ def serve(  # size: one option a line
         max_body_bytes=int(max_body_mb * 2**20),
         max_running=max_running,
         abandoned_s=abandon_s,
+        image_hosts=tuple(image_host or ()),
         redactor=Redactor(redact or ()),
     )
     run_server(
