@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
@@ -45,7 +45,7 @@ class BodyRoom:
 
     def _declared(self, request: Request) -> int:
         length = request.headers.get("content-length", "")
-        size = int(length) if length.isdigit() else self._most
+        size = int(length) if length.isascii() and length.isdigit() else self._most
         if size > self._most and length:
             raise self._too_large()
         return min(size, self._whole)
@@ -110,7 +110,7 @@ class FrontDoor:
         """
         if identity.name is None:
             return self.recorder.unnamed(messages)
-        wanted = identity.wanted()
+        wanted = self._clean(identity).wanted()
         live = self.recorder.find(identity.name)
         if live is None:
             return self.recorder.draft(wanted)
@@ -122,5 +122,12 @@ class FrontDoor:
         if live.finished:
             text = f"trajectory {identity.name!r} is finished: open another for more turns"
             raise RequestError(409, "trajectory_finished", text)
-        self.recorder.relabelled(live, identity.labels)
         return live
+
+    def label(self, live: LiveTrajectory, identity: Identity) -> None:
+        """Note the labels of a request, which is recorded by now."""
+        self.recorder.relabelled(live, self._clean(identity).labels)
+
+    def _clean(self, identity: Identity) -> Identity:
+        redacted = self.options.redactor.body
+        return replace(identity, said=redacted(identity.said), labels=redacted(identity.labels))

@@ -28,7 +28,7 @@ HINT_HEADERS = ("x-session-id", "x-litellm-session-id")
 """Headers that verifiers, Harbor's agents, mini-swe-agent and litellm send by themselves."""
 
 _WORDS = ("group", "task", "split", "label")
-_PATH = re.compile(r"/t/(?P<said>.+?)/(?P<rest>v1/.*)")
+_PATH = re.compile(r"/t/(?P<said>.+)/(?P<rest>v1/.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Identity:
 
 
 def split_path(path: str) -> tuple[Json, str]:
-    """(what the path says: id, group, task, split, labels; the endpoint's path).
+    """(what the path says: id, group, task, split, labels; the endpoint's path, raw).
 
     `/t/ID/group/G/task/T/split/S/label/NAME/VALUE/v1/...`, the parts behind ID in any order or absent. An id
-    may hold slashes; one of the words as a part of it is written with %2F around it.
+    may hold slashes, and `v1`; one of the words as a part of it is written with %2F around it.
 
     Args:
         path: raw, with its percent signs.

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.error_replies import told
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
@@ -67,6 +68,11 @@ class Metrics:
         self.tokens.labels("completion").inc(len(done.completion_ids))
         if "engine_us" in done.timings:
             self.engine_s.observe(done.timings["engine_us"] / 1e6)
+
+    def failed(self, error: BaseException) -> None:
+        """Count a request that was refused, or that failed on the way."""
+        if isinstance(error, Exception):
+            self.failures.labels(told(error)[1]).inc()
 
     async def page(self, _: Request) -> Response:
         """The text that Prometheus reads."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -64,7 +65,9 @@ class ModelRoutes:
     async def answer(self, request: Request) -> Response:
         """A completion."""
         said, path, key = self.door.enter(request)
-        endpoint = ENDPOINTS[path]
+        endpoint = ENDPOINTS.get(unquote(path))
+        if endpoint is None:
+            raise RequestError(404, "not_found", f"{path}: write /t/ID/v1/..., with the path as it is")
         if self._running >= self.door.options.max_running:
             text = f"{self._running} requests are running, as many as --max-running allows: try again"
             raise RequestError(429, "too_many_requests", text)
@@ -72,11 +75,14 @@ class ModelRoutes:
         try:
             async with self.room.body(request) as raw:
                 body = self.door.options.redactor.body(json_object(raw))
-                live, call = await self._read(endpoint, identify(said, request.headers, body, key), body)
+                identity = identify(said, request.headers, body, key)
+                live, call = await self._read(endpoint, identity, body)
                 arrival = Arrival.of(endpoint.path, raw, retry_count(request))
                 running = await self._running_call(live, call, arrival)
-        except BaseException:
+                self.door.label(live, identity)
+        except BaseException as error:
             self._running -= 1
+            self.metrics.failed(error)
             raise
         live.sending += 1
         return TurnResponse(
@@ -84,7 +90,7 @@ class ModelRoutes:
             endpoint,
             self.door.options.keep_alive,
             lambda turns: _headers(live, running, turns),
-            lambda turns, delivered: self._sent(live, turns, delivered),
+            lambda turns, delivered: self._sent(live, running, turns, delivered),
             self.taker.abort,
             lambda error: endpoint.error(*told(error)[:3]),
             lambda: self._left(live),
@@ -93,14 +99,33 @@ class ModelRoutes:
     async def _running_call(self, live: LiveTrajectory, call: ModelCall, arrival: Arrival) -> RunningCall:
         """What answers the request: the one it repeats, whether that still runs or is stored, or its own."""
         earlier = live.arrivals.get(arrival.digest) if arrival.retry else None
-        if isinstance(earlier, RunningCall):
+        if isinstance(earlier, RunningCall) and not earlier.abandoned:
             self.metrics.retries.labels("joined").inc()
             return earlier
-        if earlier is not None:
+        if isinstance(earlier, tuple):
             self.metrics.retries.labels("replayed").inc()
-            turns = await self.recorder.answered(live, earlier)
-            return self.taker.stored(call, turns)
-        return self.taker.begin(live, call, arrival)
+            running = self.taker.stored(call, await self.recorder.answered(live, earlier))
+            running.counted = True
+            return running
+        # Also where the repeated one is being aborted because nobody waited: half a reply is none.
+        running = self.taker.begin(live, call, arrival)
+        running.done.add_done_callback(lambda done: self._ended(running, done))
+        return running
+
+    def _ended(self, running: RunningCall, done: asyncio.Future[list[AnsweredTurn]]) -> None:
+        """Count what nobody is sent."""
+        error = done.exception()
+        if error is not None:
+            self.metrics.failed(error)
+        elif running.abandoned:
+            self._count(running, done.result(), delivered=False)
+
+    def _count(self, running: RunningCall, turns: list[AnsweredTurn], *, delivered: bool) -> None:
+        """Count a request's turns, once however many clients wait for them."""
+        if not running.counted:
+            running.counted = True
+            for turn in turns:
+                self.metrics.answered(turn, delivered=delivered)
 
     async def _read(
         self, endpoint: Endpoint, identity: Identity, body: Json
@@ -109,7 +134,7 @@ class ModelRoutes:
         known = self.recorder.find(identity.name) if identity.name is not None else None
         previous = turn_of(body.get("previous_response_id"))
         if identity.name is None and previous is not None:
-            known = self.recorder.of_turn(previous)
+            known = self._writable(self.recorder.of_turn(previous))
         call = endpoint.read(body, lambda turn_id: _earlier(known, turn_id))
         call = replace(call, messages=await self.images.resolved(call.messages))
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
@@ -117,11 +142,12 @@ class ModelRoutes:
             return known, call
         return self.door.trajectory(identity, call.messages), call
 
-    def _sent(self, live: LiveTrajectory, turns: list[AnsweredTurn], delivered: bool) -> None:
-        for turn in turns:
-            if delivered:
-                self.recorder.mark_delivered(live, turn.turn_id, "sent")
-            self.metrics.answered(turn, delivered=delivered)
+    def _sent(
+        self, live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn], delivered: bool
+    ) -> None:
+        for turn in turns if delivered else ():
+            self.recorder.mark_delivered(live, turn.turn_id, "sent")
+        self._count(running, turns, delivered=delivered)
 
     def _left(self, live: LiveTrajectory) -> None:
         self._running -= 1

@@ -50,5 +50,5 @@ class Redactor:
         if isinstance(value, list):
             return [self._clean(v) for v in value]
         if isinstance(value, dict):
-            return {k: self._clean(v) for k, v in value.items()}
+            return {self._secret.sub(GONE, k): self._clean(v) for k, v in value.items()}
         return value

@@ -74,6 +74,8 @@ class RunningCall:
         self._listeners: set[asyncio.Event] = set()
         self.abandoned = False
         """Whether everybody who waited has gone."""
+        self.counted = False
+        """Whether the metrics know how it came out."""
 
     def listen(self) -> asyncio.Event:
         """An event that is set whenever there is more to send. Give it back to `leave`."""

@@ -134,8 +134,10 @@ class UpstreamRoutes:
         body = self.door.options.redactor.body(sent)
         endpoint = ENDPOINTS[path]
         call = self.passages.read(endpoint, body)
-        live = self.door.trajectory(identify(said, request.headers, body, key), call.messages)
+        identity = identify(said, request.headers, body, key)
+        live = self.door.trajectory(identity, call.messages)
         passing = self.passages.asked(live, call, Arrival.of(path, raw, retry_count(request)))
+        self.door.label(live, identity)
         if passing is not None:
             live.running += 1
         if self.upstream.ask and path in ("/v1/chat/completions", "/v1/completions"):
