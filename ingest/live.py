@@ -36,6 +36,7 @@ class LiveTrajectory:
     completed: list[str] = field(default_factory=list)
     delivered: set[str] = field(default_factory=set)
     running: int = 0
+    calls: list[RunningCall] = field(default_factory=list)
     sending: int = 0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
@@ -48,6 +49,7 @@ class LiveTrajectory:
     def begun(self, running: RunningCall, digest: str) -> None:
         """A request is being answered."""
         self.running += 1
+        self.calls.append(running)
         self.active_s = time.monotonic()
         self.arrived(digest, running)
 
@@ -61,6 +63,7 @@ class LiveTrajectory:
     def ended(self, running: RunningCall) -> None:
         """A request was answered, or failed."""
         self.running -= 1
+        self.calls.remove(running)
         self.active_s = time.monotonic()
         digest = next((d for d, what in self.arrivals.items() if what is running), None)
         if digest is None:

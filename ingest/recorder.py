@@ -221,6 +221,9 @@ class Recorder:
             RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
         """
         live = self._ours(self.known(name))
+        while live.calls and all(call.abandoned for call in live.calls):
+            # Their clients have gone, and the engine was told to stop: it takes a moment.
+            await asyncio.wait([call.done for call in live.calls])
         if live.finished:
             raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
         if live.running:
