@@ -19,7 +19,7 @@ from rollbook.store.errors import ConfigError
 __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
-BENCHES = ("append", "recover", "seal", "sql", "stream", "tail")
+BENCHES = ("append", "proxy", "recover", "seal", "sql", "stream", "tail")
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
 

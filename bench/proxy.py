@@ -1,0 +1,270 @@
+"""`proxy.*`: the recording proxy between agents and an engine that costs next to nothing.
+
+The proxy is the real `rollbook serve --engine sglang`, durable; the engine a scripted server of SGLang's
+protocol; the agents a process that checks every reply. They share two cores. In each round the same
+conversations go through the proxy, whole and streamed, to a bare echo, and through LiteLLM's proxy. Then,
+with one request in flight, each is asked again of the engine itself, with the same ids: the difference is the
+proxy's. At the end everything recorded is compared with what the engine must have said.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollbook.bench import litellm_peer
+from rollbook.bench.dialogues import Material, make_material, write_model, write_replies
+from rollbook.bench.figure import Outcome
+from rollbook.bench.load_generator import ECHO
+from rollbook.bench.processes import Process, free_port, module, some_cores
+from rollbook.bench.proxy_outcome import LITELLM, PROXY, STREAM, Big, Lap, Measured, Pair, figures, spreads
+from rollbook.bench.recorded import Commits, check
+from rollbook.bench.rounds import Limit, order
+
+CHAT, ECHO_PATH = "/t/NAME/v1/chat/completions", "/echo"
+SEED = 1000
+"""Conversations of a round begin at its number times this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to measure."""
+
+    limit: Limit = field(default_factory=lambda: Limit(5, 100.0))
+    cores: int = 2
+    concurrency: int = 64
+    trajectories: int = 128
+    """Conversations of a side in a round, `concurrency` of them at a time."""
+    echo_trajectories: int = 512
+    litellm_trajectories: int = 64
+    turns: int = 8
+    pairs: int = 12
+    """Conversations a round with one request in flight, each request asked of the engine too."""
+    long_turns: int = 129
+    looked_at: tuple[int, ...] = (5, 32, 64, 128)
+    """Turns of the long conversation, counted from 1, that are looked at, with the one before and after."""
+    big: int = 512
+    big_bytes: int = 3_000_000
+    big_timeout_s: float = 120.0
+    commits: int = 60
+    """Commits of a turn a round, by the store alone."""
+    litellm: bool = True
+
+    @property
+    def steps(self) -> int:
+        """How often `on_round` will be called, unless time runs out."""
+        return self.limit.rounds + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is needed to start processes: where their files go, their cores, and what they talk about."""
+
+    folder: Path
+    cores: str
+    material: Material
+
+    @classmethod
+    def set(cls, folder: Path, plan: Plan) -> Stage:
+        """Write the model directory and the conversations."""
+        material = make_material()
+        tokenizer = write_model(folder / "model")
+        write_replies(folder / "replies.json", material, tokenizer)
+        material.write(folder / "material.json")
+        return cls(folder, some_cores(plan.cores), material)
+
+    def engine(self) -> Process:
+        """The scripted engine. It remembers one request, to be asked again."""
+        words = ["--script", "rollbook.bench.dialogues:by_mark", "--given", self.folder / "replies.json"]
+        words += ["--log", 1, "--images", "--stream-interval", 8, "--weight-version", 1]
+        name = "rollbook.bench.scripted_sglang"
+        return Process("engine", module(name, *words), self.folder, self.cores)
+
+    def proxy(self, engine: str, name: str) -> tuple[Process, str]:
+        """The proxy over a store of that name, ready; and its address."""
+        port = free_port()
+        words = ["serve", "--engine", "sglang", "--engine-url", engine, "--model", self.folder / "model"]
+        words += ["--store", self.folder / name, "--port", port, "--run", "bench", "--images"]
+        process = Process(name, module("rollbook.cli", *words), self.folder, self.cores, talks=False)
+        url = f"http://127.0.0.1:{port}"
+        process.await_http(f"{url}/healthz")
+        return process, url
+
+    def litellm(self, program: Path, upstream: str) -> tuple[Process, str]:
+        """LiteLLM's proxy, ready; and its address."""
+        port = free_port()
+        words = litellm_peer.command(program, self.folder, upstream, port)
+        process = Process(
+            "litellm",
+            words,
+            self.folder,
+            self.cores,
+            litellm_peer.ENVIRONMENT | {"PYTHONPATH": ""},
+            talks=False,
+        )
+        url = f"http://127.0.0.1:{port}"
+        process.await_http(f"{url}/health/liveliness")
+        return process, url
+
+    def python(self, name: str, part: str, *words: object) -> Process:
+        """A part of the benchmark as a process."""
+        return Process(name, module(f"rollbook.bench.{part}", *words), self.folder, self.cores)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way for the same conversations to go: the load's command, and the processes that answer it."""
+
+    command: Mapping[str, Any]
+    processes: Mapping[str, Process]
+
+
+def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
+    """Start everything, take turns, end everything. Calls `on_round` after each round.
+
+    Raises:
+        BenchError: a process failed, or an agent got another reply than the engine gave.
+    """
+    stage = Stage.set(folder, plan)
+    with ExitStack() as stack:
+        load = stack.enter_context(stage.python("load", "load_generator", folder / "material.json"))
+        engine = stack.enter_context(stage.engine())
+        engine_url = engine.url()
+        proxy, url = stage.proxy(engine_url, "store")
+        stack.enter_context(proxy)
+        sides = _sides(stage, plan, stack, proxy, url, engine)
+        bench = _Bench(plan, load, sides, url, engine_url)
+        bench.warm_up()
+        commits = stack.enter_context(closing(Commits(folder / "store", folder / "commits")))
+        bench.run(commits, on_round)
+        recorded = check(folder / "store", folder / "replies.json", bench.turns)
+        peak = {name: p.peak_rss() for side in sides.values() for name, p in side.processes.items()}
+    big = _big(stage, plan) if plan.big else None
+    on_round()
+    return Measured(bench.laps, bench.pairs, bench.long, bench.commit_ms, recorded, peak, big)
+
+
+def _sides(
+    stage: Stage, plan: Plan, stack: ExitStack, proxy: Process, url: str, engine: Process
+) -> dict[str, Side]:
+    size = {"do": "turns", "concurrency": plan.concurrency, "trajectories": plan.trajectories}
+    size |= {"turns": plan.turns}
+    ours = size | {"url": url, "path": CHAT, "kind": PROXY, "finish": True}
+    both = {"proxy": proxy, "engine": engine}
+    echo = stack.enter_context(stage.python("echo", "echo"))
+    sides = {
+        PROXY: Side(ours, both),
+        STREAM: Side(ours | {"stream": True}, both),
+    }
+    bare = {"url": echo.url(), "path": ECHO_PATH, "kind": ECHO, "trajectories": plan.echo_trajectories}
+    sides[ECHO] = Side(size | bare, {"echo": echo})
+    program = litellm_peer.find() if plan.litellm else None
+    if program is None:
+        print(f"proxy.vs_litellm is left out: {litellm_peer.REMEDY}", file=sys.stderr)
+        return sides
+    upstream = stack.enter_context(
+        stage.python("upstream", "scripted_openai", stage.folder / "material.json")
+    )
+    peer, peer_url = stage.litellm(program, upstream.url())
+    stack.enter_context(peer)
+    command = size | {"url": peer_url, "path": "/v1/chat/completions", "kind": LITELLM}
+    command |= {"trajectories": plan.litellm_trajectories}
+    return sides | {LITELLM: Side(command, {"litellm": peer, "upstream": upstream})}
+
+
+class _Bench:
+    """The rounds, and what they found."""
+
+    def __init__(self, plan: Plan, load: Process, sides: Mapping[str, Side], url: str, engine: str) -> None:
+        self._plan, self._load, self._sides = plan, load, sides
+        self._one = {"do": "pairs", "url": url, "engine": engine, "path": CHAT}
+        self.laps: dict[str, list[Lap]] = {name: [] for name in sides}
+        self.pairs: list[Pair] = []
+        self.long: list[Mapping[int, list[Pair]]] = []
+        self.commit_ms: list[float] = []
+        self.turns = 0
+        """Answered by the proxy."""
+
+    def warm_up(self) -> None:
+        """A round that is not counted."""
+        for name in self._sides:
+            self._lap(name, -1)
+        self._pairs(-1)
+
+    def run(self, commits: Commits, on_round: Callable[[], None]) -> None:
+        """The rounds."""
+        names = list(self._sides)
+        deadline = time.monotonic() + self._plan.limit.seconds
+        for number in range(self._plan.limit.rounds):
+            for name in order(names, number):
+                self.laps[name].append(self._lap(name, number))
+            self.pairs += self._pairs(number)
+            self.commit_ms += commits.take(self._plan.commits)
+            self.long.append(self._long(number))
+            on_round()
+            if time.monotonic() >= deadline:
+                break
+
+    def _ask(self, command: Mapping[str, Any]) -> Any:
+        found = self._load.ask(**command)
+        if found["wrong"]:
+            raise self._load.failed(f"got {found['wrong']} wrong replies: {found['reasons']}")
+        return found
+
+    def _lap(self, name: str, number: int) -> Lap:
+        side = self._sides[name]
+        before = {key: process.cpu_s() for key, process in side.processes.items()}
+        seed = SEED * (number + 1)
+        found = self._ask({**side.command, "name": f"{name}-{number}", "seed": seed})
+        cpu = {key: process.cpu_s() - before[key] for key, process in side.processes.items()}
+        turns = found["turns"]
+        if name in (PROXY, STREAM):
+            self.turns += turns
+        cpu_ms = {key: 1e3 * s / turns for key, s in (cpu | {"load": found["cpu_s"]}).items()}
+        return Lap(turns / found["wall_s"], cpu_ms, found["whole_ms"], found["first_ms"])
+
+    def _converse(self, name: str, seed: int, turns: int, at: Iterable[int]) -> list[tuple[int, Pair]]:
+        found = self._ask({**self._one, "name": name, "seed": seed, "turns": turns, "at": list(at)})
+        self.turns += found["turns"]
+        return [(turn, Pair(through, direct)) for turn, through, direct in found["added"]]
+
+    def _pairs(self, number: int) -> list[Pair]:
+        turns = self._plan.turns
+        seeds = range(SEED * (number + 1), SEED * (number + 1) + self._plan.pairs)
+        every = [self._converse(f"one-{number}-{seed}", seed, turns, range(turns)) for seed in seeds]
+        return [pair for found in every for _, pair in found]
+
+    def _long(self, number: int) -> dict[int, list[Pair]]:
+        """By the turn looked at: it and its neighbours."""
+        near = {turn: range(turn - 2, turn + 1) for turn in self._plan.looked_at}
+        at = sorted({turn for turns in near.values() for turn in turns})
+        found = dict(self._converse(f"long-{number}", SEED * number, self._plan.long_turns, at))
+        return {turn: [found[one] for one in turns] for turn, turns in near.items()}
+
+
+def _big(stage: Stage, plan: Plan) -> Big:
+    """The big bodies, all at once, against a proxy and an engine of their own."""
+    with ExitStack() as stack:
+        load = stack.enter_context(stage.python("load", "load_generator", stage.folder / "material.json"))
+        engine = stack.enter_context(stage.engine())
+        proxy, url = stage.proxy(engine.url(), "big-store")
+        stack.enter_context(proxy)
+        found = load.ask(
+            **{"do": "big", "url": url, "path": CHAT, "name": "big", "timeout_s": plan.big_timeout_s},
+            **{"count": plan.big, "size": plan.big_bytes},
+        )
+        disk = sum(f.stat().st_size for f in (stage.folder / "big-store").rglob("*") if f.is_file())
+        return Big(
+            *(plan.big, plan.big_bytes, found["wrong"], found["reasons"], found["wall_s"]),
+            *(proxy.peak_rss(), disk, engine.peak_rss()),
+        )
+
+
+def outcome(measured: Measured) -> Outcome:
+    """The figures and spreads of a measurement."""
+    return Outcome(tuple(figures(measured)), tuple(spreads(measured)))
