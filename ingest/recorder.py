@@ -18,7 +18,7 @@ from rollbook.ingest.restore import RunReader, restored
 from rollbook.ingest.rewards import turn_rewards
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store import Event, Store
-from rollbook.store.errors import LaneLockedError, RequestError
+from rollbook.store.errors import LaneLockedError, RequestError, WriteFailedError
 from rollbook.store.events import (
     QUARANTINE,
     Json,
@@ -33,6 +33,8 @@ from rollbook.store.ids import new_id
 from rollbook.store.trajectory import Trajectory
 from rollbook.store.upkeep_events import TrajectoryAdopted
 
+NOTE_S = 0.004
+"""How long what was noted may wait for a write to go with."""
 TIPS_KEPT = 65536
 """Ends of quarantined conversations that are remembered."""
 
@@ -48,6 +50,8 @@ class Recorder:
         self.writer = store.writer(lane)
         self._by_name: dict[str, LiveTrajectory] = {}
         self._noted: Future[int] | None = None
+        self._waiting: list[Event] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._tips: dict[bytes, LiveTrajectory] = {}
         self.adopted: dict[str, int] = {}
         """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
@@ -97,12 +101,32 @@ class Recorder:
             WriteFailedError: they are not.
         """
         events = [Event(record, self.run) for record in records]
-        await asyncio.wrap_future(self.writer.append(events))
+        noted, self._waiting = self._waiting, []
+        await asyncio.wrap_future(self.writer.append([*noted, *events]))
         return events
 
     def note(self, *records: Record) -> None:
-        """Append records without waiting; a failure shows at the next `write` or `settle`."""
-        self._noted = self.writer.append([Event(record, self.run) for record in records])
+        """Append records without waiting; a failure shows at the next `write` or `settle`.
+
+        They go with the next `write`, or by themselves a moment later: one commit instead of two.
+        """
+        self._waiting += [Event(record, self.run) for record in records]
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._flush()
+            return
+        if self._timer is None:
+            self._timer = loop.call_later(NOTE_S, self._flush)
+
+    def _flush(self) -> None:
+        """Append what was noted."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting:
+            noted, self._waiting = self._waiting, []
+            self._noted = self.writer.append(noted)
 
     async def settle(self) -> None:
         """Wait until what was noted so far is durable (a lane commits in order).
@@ -110,6 +134,7 @@ class Recorder:
         Raises:
             WriteFailedError: it is not.
         """
+        self._flush()
         if self._noted is not None:
             await asyncio.wrap_future(self._noted)
 
@@ -255,4 +280,6 @@ class Recorder:
 
     def close(self) -> None:
         """Commit what is pending and give the lane back."""
+        with contextlib.suppress(WriteFailedError):
+            self._flush()
         self.writer.close()

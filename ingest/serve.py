@@ -89,6 +89,7 @@ def _run(options: ServeOptions, recorder: Recorder, app: FastAPI, listener: sock
     # it, and every reply waits for 90 to 350 ms.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
         server.run(sockets=[listener])
 

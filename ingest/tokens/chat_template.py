@@ -119,10 +119,11 @@ class ChatTokenizer:
             RequestError: 400, the text holds half of a surrogate pair (JSON escapes can spell one).
         """
         try:
-            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            # The "fast" one leaves out offsets, which nobody asks for: a fifth less time, the same ids.
+            [encoded] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(400, "not_unicode", f"the messages are not Unicode text: {error}") from error
-        return np.asarray(ids, dtype=np.int32)
+        return np.asarray(encoded.ids, dtype=np.int32)
 
     def reply_text(self, ids: Sequence[int] | TokenIds, markers: Collection[str]) -> str:
         """Text of a completion; of the control tokens only those named by `markers` are kept."""

@@ -193,3 +193,22 @@ def test_samples_come_in_the_order_of_trajectories(fabric: Any) -> None:
     assert [s.leaf_turn_id for s in samples] == ["b.0", "b.1", "a.0"]
     assert samples[0].reference["turn_id"] == "b.0"
     assert samples[0].reference["trajectory_id"] == "b"
+
+
+@pytest.mark.parametrize("altered", [[], ["constraint"], ["frequency_penalty", "logit_bias"]])
+def test_logprobs_of_altered_logits_are_not_trained(fabric: Any, altered: list[str]) -> None:
+    """Under a constraint or a penalty nobody can compute the same logprob again: such a turn is context."""
+    turns = [fabric.T([1], [2, 3], None, np.array([-1, -2], np.float32), 0, 0.5, True, False)]
+    turns.append(fabric.T([4], [5], 0, np.array([-3], np.float32), 0, 0.5, True, False))
+    records = fabric.records("t", turns)
+    changed = [
+        replace(r, logprob_semantics=r.logprob_semantics | {"altered": altered})
+        if getattr(r, "completion_ids", None) is not None and len(r.completion_ids) == 2
+        else r
+        for r in records
+    ]
+    (sample,) = samples_of(_fold(fabric, changed))
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
+    first = not altered
+    assert sample.loss_mask.tolist() == [False, first, first, False, True]
+    assert sample.logprobs.tolist() == [0, -1, -2, 0, -3] if first else [0, 0, 0, 0, -3]

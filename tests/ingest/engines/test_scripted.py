@@ -169,7 +169,7 @@ def test_options_that_name_no_engine_are_refused(tmp_path: Path, chat: Chat) -> 
     options = ServeOptions(tmp_path, tmp_path, engine="scripted")
     with pytest.raises(ConfigError, match="needs --script"):
         make_engine(options, chat())
-    with pytest.raises(ConfigError, match="embedded, sglang, scripted"):
+    with pytest.raises(ConfigError, match="embedded, sglang, upstream, scripted"):
         make_engine(replace(options, engine="quantum"), chat())
 
 
