@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
@@ -12,7 +13,7 @@ from rollbook.store import Event
 from rollbook.store import upcast as module
 from rollbook.store.codec import ROW_NAMES, conform, decode, row_of, to_batch
 from rollbook.store.errors import FormatError
-from rollbook.store.events import RECORDS, SampleDropped
+from rollbook.store.events import RECORDS, SampleDropped, TurnCompleted, TurnRequested
 from rollbook.store.schema import LOG_SCHEMA
 from rollbook.store.upcast import UPCASTERS, VERSIONS, upcast, version_of
 
@@ -35,6 +36,19 @@ def test_a_dropped_sample_of_version_1() -> None:
     assert event.record == SampleDropped("t", "u", "split", "rd", 3, {"split": "eval"}, 1)
     [event] = decode(_batch(DROPPED), "a")
     assert event.record == DROPPED
+
+
+def test_turns_of_version_1() -> None:
+    """Before version 2 every request was a chat completion, and every engine Rollbook's own."""
+    asked = TurnRequested("t", "u", "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "key")
+    [event] = decode(_batch(asked, "wire", schema_version=1), "a")
+    assert event.record == asked
+    assert event.record.wire == {}
+    ids = np.array([1], np.int32)
+    done = TurnCompleted("t", "u", None, None, ids, ids, None, (), 1, "sha", "stop", {}, {}, [], {})
+    [event] = decode(_batch(done, "upstream", schema_version=1), "a")
+    assert event.record.upstream == {}
+    assert event.record.prompt_sha256 == "sha"
 
 
 def test_every_step_has_an_upcaster() -> None:
