@@ -7,7 +7,7 @@ from collections.abc import Callable
 import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rollbook.ingest.endpoints.messages import Messages
@@ -39,6 +39,8 @@ def told(error: Exception) -> tuple[int, str, str]:
             return 503, "store_failed", str(error)
         case EngineError():
             return 502, "engine_failed", str(error)
+        case ClientDisconnect():
+            return 400, "client_gone", "the connection ended in the middle of the body"
         case HTTPException():
             return error.status_code, "not_served", f"{error.detail}: the README lists the routes"
         case _:
@@ -58,5 +60,5 @@ def add_error_replies(app: FastAPI, form: Form) -> None:
         body = form(request.url.path)(status, code, message)
         return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
-    for kind in (RequestError, EngineError, WriteFailedError, HTTPException, Exception):
+    for kind in (RequestError, EngineError, WriteFailedError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, reply)

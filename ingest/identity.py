@@ -47,6 +47,11 @@ class Identity:
     labels: Json
     by: str
 
+    @property
+    def explicit(self) -> bool:
+        """Whether somebody meant to name it: a hint may be anything."""
+        return self.by in ("path", "header", "key")
+
     def wanted(self) -> OpenTrajectory:
         """The trajectory to open, if there is none of that name."""
         return validated(OpenTrajectory, {"id": self.name, "labels": self.labels} | self.said)

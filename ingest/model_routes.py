@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
@@ -30,7 +31,9 @@ from rollbook.ingest.requests import SamplingFields, json_object
 from rollbook.ingest.respond import Endpoint, TurnResponse
 from rollbook.ingest.retry import retry_count
 from rollbook.ingest.running import RunningCall
-from rollbook.ingest.turns import Arrival, TurnTaker
+from rollbook.ingest.tokens.tree import TurnTree
+from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.turns import Planned, TurnTaker
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, Json
 
@@ -76,9 +79,9 @@ class ModelRoutes:
             async with self.room.body(request) as raw:
                 body = self.door.options.redactor.body(json_object(raw))
                 identity = identify(said, request.headers, body, key)
-                live, call = await self._read(endpoint, identity, body)
+                live, call, planned = await self._read(endpoint, identity, body, len(raw))
                 arrival = Arrival.of(endpoint.path, raw, retry_count(request))
-                running = await self._running_call(live, call, arrival)
+                running = await self._running_call(live, call, arrival, planned)
                 self.door.label(live, identity)
         except BaseException as error:
             self._running -= 1
@@ -96,7 +99,9 @@ class ModelRoutes:
             lambda: self._left(live),
         )
 
-    async def _running_call(self, live: LiveTrajectory, call: ModelCall, arrival: Arrival) -> RunningCall:
+    async def _running_call(
+        self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None
+    ) -> RunningCall:
         """What answers the request: the one it repeats, whether that still runs or is stored, or its own."""
         earlier = live.arrivals.get(arrival.digest) if arrival.retry else None
         if isinstance(earlier, RunningCall) and not earlier.abandoned:
@@ -108,7 +113,7 @@ class ModelRoutes:
             running.counted = True
             return running
         # Also where the repeated one is being aborted because nobody waited: half a reply is none.
-        running = self.taker.begin(live, call, arrival)
+        running = self.taker.begin(live, call, arrival, planned)
         running.done.add_done_callback(lambda done: self._ended(running, done))
         return running
 
@@ -128,19 +133,19 @@ class ModelRoutes:
                 self.metrics.answered(turn, delivered=delivered)
 
     async def _read(
-        self, endpoint: Endpoint, identity: Identity, body: Json
-    ) -> tuple[LiveTrajectory, ModelCall]:
+        self, endpoint: Endpoint, identity: Identity, body: Json, size: int
+    ) -> tuple[LiveTrajectory, ModelCall, Planned | None]:
         """The trajectory and what is asked. Who names none is told apart by what it goes on from."""
+        named = _named_turn(body) if identity.name is None else None
+        if named is not None and (found := self.recorder.of_turn(named)) is not None:
+            identity = replace(identity, name=found.opened.name)
         known = self.recorder.find(identity.name) if identity.name is not None else None
-        previous = turn_of(body.get("previous_response_id"))
-        if identity.name is None and previous is not None:
-            known = self._writable(self.recorder.of_turn(previous))
         call = endpoint.read(body, lambda turn_id: _earlier(known, turn_id))
         call = replace(call, messages=await self.images.resolved(call.messages))
+        tree = TurnTree() if known is None else known.tree
+        planned = await self.taker.planned(tree, call, size) if identity.name is not None else None
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
-        if identity.name is None and known is not None:
-            return known, call
-        return self.door.trajectory(identity, call.messages), call
+        return self.door.trajectory(identity, call.messages), call, planned
 
     def _sent(
         self, live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn], delivered: bool
@@ -164,11 +169,13 @@ class ModelRoutes:
 
     async def response(self, request: Request) -> Response:
         """An earlier response, from the log."""
-        self.door.enter(request)
+        said, _, key = self.door.enter(request)
+        identity = identify(said, request.headers, {}, key)
         response_id = request.path_params["response_id"]
         turn_id = turn_of(response_id)
         live = None if turn_id is None else self.recorder.of_turn(turn_id)
-        if live is None or turn_id is None:
+        other = live is not None and identity.explicit and identity.name != live.opened.name
+        if live is None or turn_id is None or other:
             text = f"no response {response_id!r} in an open trajectory"
             raise RequestError(404, "unknown_response", text)
         turns = await self.recorder.answered(live, (turn_id,))
@@ -194,6 +201,18 @@ def _recorded_call(turn: AnsweredTurn) -> ModelCall:
         SamplingFields.model_validate({"model": asked.requested_model}),
         asked.request,
     )
+
+
+def _named_turn(body: Json) -> str | None:
+    """A turn that a Responses request refers to instead of repeating it."""
+    items = body.get("input")
+    refers = [i.get("id") for i in items if _is_reference(i)] if isinstance(items, list) else []
+    named = (turn_of(item_id) for item_id in (body.get("previous_response_id"), *refers))
+    return next((turn_id for turn_id in named if turn_id is not None), None)
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference"
 
 
 def _earlier(live: LiveTrajectory | None, turn_id: str) -> EarlierTurn | None:

@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import FastAPI, Request
 
-from rollbook.ingest.front_door import FrontDoor
+from rollbook.ingest.front_door import BodyRoom, FrontDoor
 from rollbook.ingest.identity import key_name, trajectory_key
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import (
@@ -27,6 +27,15 @@ from rollbook.store.trajectory import Trajectory
 
 def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> None:
     """Add the routes under /v1/trajectories."""
+    room = BodyRoom(door.options)
+
+    async def read(request: Request, model: type[Model]) -> Model:
+        door.check(request)
+        async with room.body(request) as raw:
+            body = json_object(raw)
+        check_recordable(body)
+        names = {k: v for k, v in body.items() if k == "id"}
+        return validated(model, door.options.redactor.body(body) | names)
 
     def enter(request: Request, name: str | None) -> None:
         owner = key_name(door.check(request))
@@ -36,7 +45,7 @@ def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> 
 
     @app.post("/v1/trajectories", status_code=201)
     async def open_trajectory(request: Request) -> Json:
-        body = await _read(request, OpenTrajectory)
+        body = await read(request, OpenTrajectory)
         enter(request, body.id)
         live = recorder.draft(body)
         recorder.record_opening(live)
@@ -49,13 +58,13 @@ def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> 
     @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
         enter(request, name)
-        turns = await recorder.finish(name, await _read(request, FinishTrajectory))
+        turns = await recorder.finish(name, await read(request, FinishTrajectory))
         return {"id": name, "status": "finished", "turns": turns}
 
     @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
     async def reward(name: str, request: Request) -> Json:
         enter(request, name)
-        body = await _read(request, AssignReward)
+        body = await read(request, AssignReward)
         trajectory = await _recorded(recorder, name)
         [event] = await recorder.write(assigned_reward(trajectory, body))
         return {"id": name, "trajectory_id": trajectory.opened.trajectory_id, "event_id": event.event_id}
@@ -63,7 +72,7 @@ def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> 
     @app.post("/v1/trajectories/{name:path}/labels", status_code=201)
     async def label(name: str, request: Request) -> Json:
         enter(request, name)
-        body = await _read(request, AddLabel)
+        body = await read(request, AddLabel)
         check_recordable(body.value)
         trajectory = await _recorded(recorder, name)
         trajectory_id = trajectory.opened.trajectory_id
@@ -85,9 +94,3 @@ async def _recorded(recorder: Recorder, name: str) -> Trajectory:
         text = f"trajectory {name!r} is no longer in the store: its events were dropped by retention"
         raise RequestError(404, "trajectory_dropped", text)
     return trajectory
-
-
-async def _read(request: Request, model: type[Model]) -> Model:
-    body = json_object(await request.body())
-    check_recordable(body)
-    return validated(model, body)

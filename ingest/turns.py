@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import xxhash
 
 from rollbook.ingest.answered import AnsweredTurn
-from rollbook.ingest.engines.engine import Engine, Generation, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Engine, Prompt, Sampling, unheard
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.replies.detect import opens_reasoning
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.reply import Reading
-from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.running import RunningCall, RunningTurn
 from rollbook.ingest.tokens.bridge import Bridges
-from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, exactly, plan_prompt, plan_turn
+from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_prompt, plan_turn
+from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
 from rollbook.store.errors import EngineError, RequestError
-from rollbook.store.events import Json, TurnCompleted, TurnFailed, TurnRequested
-from rollbook.store.ids import new_id
+from rollbook.store.events import TurnFailed
 
 RAW = "raw prompts"
+LARGE_BYTES = 256 * 2**10
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """How a request came in: the digest of its endpoint and body, and which retry the client calls it."""
-
-    digest: str
-    retry: int = 0
-
-    @classmethod
-    def of(cls, endpoint: str, body: bytes, retry: int) -> Arrival:
-        """The arrival of a body at an endpoint."""
-        return cls(xxhash.xxh3_128_hexdigest(endpoint.encode() + b"\n" + body), retry)
+Planned = tuple[Plan, str]
+"""How a request is sent, and its context key."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,53 +43,40 @@ class TurnTaker:
     hold_s: float = 110.0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def begin(self, live: LiveTrajectory, call: ModelCall, arrival: Arrival) -> RunningCall:
+    async def planned(self, tree: TurnTree, call: ModelCall, size: int) -> Planned | None:
+        """The plan of a request of so many bytes, if it is so large that making it would hold others up.
+
+        A thread makes it then: tokenizing a megabyte takes a third of a second, and needs no interpreter.
+
+        Raises:
+            RequestError: 400, the chat template refuses the messages.
+        """
+        return await asyncio.to_thread(self._plan, tree, call) if size > LARGE_BYTES else None
+
+    def begin(
+        self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None = None
+    ) -> RunningCall:
         """Record a request and begin to answer it.
+
+        Args:
+            planned: its plan, where it has been made.
 
         Raises:
             RequestError: it cannot be answered; nothing was recorded.
         """
         check_images(call, self.engine.name, takes_images=self.engine.takes_images)
-        tokenizer = self.bridges.tokenizer
-        plan, key = self._plan(live.tree, call)
-        draws = _seeds(call)
-        samplings = [
-            sampling_of(call, seed, len(plan.prompt_ids), tokenizer.context_length) for seed in draws
-        ]
+        plan, key = planned or self._plan(live.tree, call)
+        room = (len(plan.prompt_ids), self.bridges.tokenizer.context_length)
+        samplings = [sampling_of(call, seed, *room) for seed in seeds(call)]
         reading = self._reading(call, plan)
-        base = None if plan.base is None else plan.base.turn_id
-        items, shared_items = _known_items(live, base, call)
-        check_recordable([call.rest, plan.messages[plan.shared_messages :], call.items])
         honoured = unhonoured(call, self.engine.honoured)
-        request_id = new_id()
+        records, items = requested_records(live, call, plan, key, honoured, arrival, samplings)
         grows = call.stream or bool(call.stops)
-        turns: list[RunningTurn] = []
-        shared = plan.shared_messages
-        for choice, sampling in enumerate(samplings):
-            if choice:  # a sibling asks what the first one asks: nothing of it is stored again
-                base, shared, shared_items = turns[0].turn_id, len(plan.messages), len(items or ())
-            wire = _wire(arrival, choice, call, items, shared_items)
-            requested = TurnRequested(
-                trajectory_id=live.opened.trajectory_id,
-                turn_id=new_id(),
-                request_id=request_id,
-                parent_turn_id=plan.parent.turn_id if plan.parent else None,
-                root_reason=plan.root_reason,
-                base_turn_id=base,
-                shared_messages=shared,
-                messages=plan.messages[shared:],
-                request=call.rest,
-                requested_model=call.fields.model,
-                sampling=sampling.as_json(),
-                honoured=honoured,
-                context_key=key,
-                wire=wire,
-            )
-            turns.append(RunningTurn(requested, sampling, reading, grows=grows))
+        turns = [RunningTurn(r, s, reading, grows=grows) for r, s in zip(records, samplings, strict=True)]
         self.recorder.record_opening(live)  # nothing can refuse the request any more
         if plan.echoed is not None:
             self.recorder.mark_delivered(live, plan.echoed.turn_id, "echoed")
-        self.recorder.note(*(turn.requested for turn in turns))
+        self.recorder.note(*records)
         running = RunningCall(call, turns, reading, items)
         live.begun(running, arrival.digest)
         task = asyncio.create_task(self._answer(live, running, plan))
@@ -130,7 +103,7 @@ class TurnTaker:
         for turn in running.turns:
             await self.engine.abort(turn.turn_id)
 
-    def _plan(self, tree: TurnTree, call: ModelCall) -> tuple[Plan, str]:
+    def _plan(self, tree: TurnTree, call: ModelCall) -> Planned:
         tokenizer = self.bridges.tokenizer
         if call.prompt is not None:
             key = context_key([], RAW, tokenizer.tokenizer_digest, {})
@@ -208,91 +181,8 @@ class TurnTaker:
             failed = TurnFailed(live.opened.trajectory_id, turn.turn_id, repr(error))
             self.recorder.note(failed)
             raise
-        completed = _completed(live, turn, plan, generation, running.reading)
+        completed = completed_record(live, turn, plan, generation, running.reading)
         turn.ended = True
         await self.recorder.write(completed)
         live.completed_turn(plan, turn.requested, completed, running.items)
         return AnsweredTurn(turn.requested, completed)
-
-
-def _completed(
-    live: LiveTrajectory, turn: RunningTurn, plan: Plan, made: Generation, reading: Reading
-) -> TurnCompleted:
-    """The record of a generation."""
-    reply = reading.reply(made.completion_ids, made.finish_reason, turn.turn_id)
-    spans = made.version_spans
-    flags = [*reply.flags]
-    if plan.twins:
-        flags.append("ambiguous_parent")
-    if holds_control_tokens(reading, plan):
-        flags.append("control_in_input")
-    return TurnCompleted(
-        trajectory_id=live.opened.trajectory_id,
-        turn_id=turn.turn_id,
-        policy=spans[-1].policy if spans else None,
-        policy_version=spans[-1].version if spans else None,
-        prompt_ids=plan.delta_ids,
-        completion_ids=made.completion_ids,
-        logprobs=made.logprobs,
-        version_spans=spans,
-        prompt_length=len(plan.prompt_ids),
-        prompt_sha256=plan.hasher.hexdigest(),
-        finish_reason=reply.finish_reason,
-        reply=reply.message,
-        logprob_semantics=made.logprob_semantics,
-        flags=flags,
-        timings=made.timings,
-    )
-
-
-def holds_control_tokens(reading: Reading, plan: Plan) -> bool:
-    """Whether new text of this request spells a control token, such as a file that a tool read."""
-    spelled = tuple(reading.tokenizer.special.values())
-    return any(
-        token in text for text in _texts(plan.messages[plan.shared_messages :]) for token in spelled if token
-    )
-
-
-def _texts(messages: Sequence[Json]) -> list[str]:
-    found = []
-    for message in messages:
-        content = message.get("content")
-        if message.get("role") == "assistant":
-            continue
-        if isinstance(content, str):
-            found.append(content)
-        elif isinstance(content, list):
-            found += [str(p["text"]) for p in content if isinstance(p, dict) and "text" in p]
-    return found
-
-
-def _seeds(call: ModelCall) -> list[int]:
-    """A seed for each choice: siblings of one seed would be one and the same."""
-    asked = call.fields
-    if asked.seed is None:
-        return [secrets.randbits(63) for _ in range(asked.n or 1)]
-    return [(asked.seed + choice + 2**63) % 2**64 - 2**63 for choice in range(asked.n or 1)]
-
-
-def _known_items(live: LiveTrajectory, base: str | None, call: ModelCall) -> tuple[list[Any] | None, int]:
-    """(the items as sent, those that the base turn had replaced by its own; how many they are)"""
-    if call.items is None:
-        return None, 0
-    earlier = live.items.get(base or "", [])
-    shared = 0
-    for one, other in zip(earlier, call.items, strict=False):
-        if not exactly(one, other):
-            break
-        shared += 1
-    return [*earlier[:shared], *call.items[shared:]], shared
-
-
-def _wire(arrival: Arrival, choice: int, call: ModelCall, items: list[Any] | None, shared_items: int) -> Json:
-    wire: dict[str, Any] = {"endpoint": call.endpoint, "digest": arrival.digest}
-    if choice:
-        wire["choice"] = choice
-    if arrival.retry:
-        wire["retry"] = arrival.retry
-    if items is not None:
-        wire |= {"shared_items": shared_items, "items": items[shared_items:]}
-    return wire
