@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from rollbook import store
+from rollbook.ingest.turns import LARGE_BYTES
 from rollbook.store.lane.files import read_watermark
 
 TURNS = 128
@@ -64,3 +66,30 @@ def test_bytes_grow_with_the_turns(server: Any) -> None:
     )
     assert [copies for _, copies in bodies] == [1, 1]
     assert bodies[0][0] == len(sent[0][0]["content"])
+
+
+def test_large_requests_that_open_a_trajectory_at_once_are_of_one(server: Any) -> None:
+    """Their prompts are made in threads: the trajectory is opened once, each is a turn of it, and
+    what follows extends the one it shows.
+    """
+    asked: list[Any] = [{"role": "user", "content": "a long page"}]
+    large: Any = {"metadata": {"page": "x" * LARGE_BYTES}}  # what counts is the body
+
+    async def both() -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/t/large/v1", api_key="none", max_retries=0)
+        async with client:
+            body: Any = {"model": "m", "messages": asked, "extra_body": large}
+            return await asyncio.gather(*(client.chat.completions.create(**body) for _ in range(3)))
+
+    replies = asyncio.run(both())
+    with openai.OpenAI(base_url=f"{server.url}/t/large/v1", api_key="none", max_retries=0) as client:
+        reply: Any = {"role": "assistant", "content": replies[1].choices[0].message.content}
+        more: Any = [*asked, reply, {"role": "user", "content": "and?"}]
+        last = client.chat.completions.create(model="m", messages=more, extra_body=large)
+    [trajectory] = [t for t in store.open(server.path).trajectories().values() if t.opened.name == "large"]
+    turns = {f"chatcmpl-{turn_id}": turn for turn_id, turn in trajectory.turns.items()}
+    assert set(turns) == {r.id for r in [*replies, last]}
+    assert [turns[r.id].requested.parent_turn_id for r in replies] == [None] * 3
+    parent = turns[last.id].requested.parent_turn_id
+    assert f"chatcmpl-{parent}" in {r.id for r in replies}
+    assert len(trajectory.prompt_ids(turns[last.id])) == last.usage.prompt_tokens
