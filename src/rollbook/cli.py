@@ -236,7 +236,7 @@ def import_(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="append, recover, seal, sql, stream or tail.")],
+    name: Annotated[str, typer.Argument(help="append, proxy, recover, seal, sql, stream or tail.")],
     json: AsJson = False,
     folder: Annotated[
         Path | None, typer.Option(help="Where to write; default: a temporary folder here.")

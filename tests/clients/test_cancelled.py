@@ -1,0 +1,28 @@
+"""A client that breaks off a stream: what was sampled until then is recorded, and never trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.clients.conftest import Proxy, Run
+
+from rollbook.train.samples import samples_of
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_a_stream_that_is_broken_off(api: str, proxy: Proxy, run: Run) -> None:
+    """The turn ends as aborted, holds the beginning of the reply, and counts as undelivered."""
+    name = proxy.new_name()
+    told = run("cancelled.py", api, at=proxy.base(name), ROLLBOOK_QUESTION="Answer slowly, please.")
+    trajectory = proxy.trajectory(name, lambda t: all(turn.completed for turn in t.turns.values()))
+    [turn] = trajectory.turns.values()
+    done = turn.completed
+    assert done is not None
+    assert done.finish_reason == "abort"
+    assert turn.delivered is None
+    made = proxy.made(trajectory, turn)
+    assert 0 < len(done.completion_ids) < len(made)
+    assert np.array_equal(made[: len(done.completion_ids)], done.completion_ids)
+    assert told.answer
+    assert done.reply["content"].startswith(told.answer)
+    assert [int(sample.loss_mask.sum()) for sample in samples_of(trajectory)] == [0]
