@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import ipaddress
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 
 import uvicorn
@@ -90,6 +92,8 @@ def _run(options: ServeOptions, recorder: Recorder, app: FastAPI, listener: sock
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
+    # uvicorn raises a signal again once it has shut down; what stands around it here is to end orderly too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
         server.run(sockets=[listener])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 
@@ -25,59 +26,84 @@ from rollbook.store.events import Json, LabelAdded
 from rollbook.store.trajectory import Trajectory
 
 
-def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> None:
-    """Add the routes under /v1/trajectories."""
-    room = BodyRoom(door.options)
+@dataclass(slots=True, eq=False)
+class _Desk:
+    """What each of these routes does first: check the key, and read the body."""
 
-    async def read(request: Request, model: type[Model]) -> Model:
-        door.check(request)
-        async with room.body(request) as raw:
+    recorder: Recorder
+    door: FrontDoor
+    room: BodyRoom
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The body as the model, without secrets; an id is never taken for one."""
+        self.door.check(request)
+        async with self.room.body(request) as raw:
             body = json_object(raw)
         check_recordable(body)
         names = {k: v for k, v in body.items() if k == "id"}
-        return validated(model, door.options.redactor.body(body) | names)
+        return validated(model, self.door.options.redactor.body(body) | names)
 
-    def enter(request: Request, name: str | None) -> None:
-        owner = key_name(door.check(request))
-        if owner is not None and owner != name and door.options.api_keys:
+    def enter(self, request: Request, name: str | None) -> None:
+        """Let in whose key is of this trajectory, or of all.
+
+        Raises:
+            RequestError: 401; 403, the key is of another one.
+        """
+        owner = key_name(self.door.check(request))
+        if owner is not None and owner != name and self.door.options.api_keys:
             text = f"this API key is of trajectory {owner!r} alone"
             raise RequestError(403, "other_trajectory", text)
 
+
+def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> None:
+    """Add the routes under /v1/trajectories."""
+    desk = _Desk(recorder, door, BodyRoom(door.options))
+    _add_course(app, desk)
+    _add_remarks(app, desk)
+
+
+def _add_course(app: FastAPI, desk: _Desk) -> None:
+    """A trajectory's beginning and end."""
+
     @app.post("/v1/trajectories", status_code=201)
     async def open_trajectory(request: Request) -> Json:
-        body = await read(request, OpenTrajectory)
-        enter(request, body.id)
-        live = recorder.draft(body)
-        recorder.record_opening(live)
-        await recorder.settle()
+        body = await desk.read(request, OpenTrajectory)
+        desk.enter(request, body.id)
+        live = desk.recorder.draft(body)
+        desk.recorder.record_opening(live)
+        await desk.recorder.settle()
         name = live.opened.name
-        secret = next(iter(door.options.api_keys), None)
-        key = trajectory_key(name, recorder.run, secret)
+        secret = next(iter(desk.door.options.api_keys), None)
+        key = trajectory_key(name, desk.recorder.run, secret)
         return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": key}
 
     @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
-        enter(request, name)
-        turns = await recorder.finish(name, await read(request, FinishTrajectory))
+        desk.enter(request, name)
+        turns = await desk.recorder.finish(name, await desk.read(request, FinishTrajectory))
         return {"id": name, "status": "finished", "turns": turns}
+
+
+def _add_remarks(app: FastAPI, desk: _Desk) -> None:
+    """What anybody says of a trajectory, at any time."""
 
     @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
     async def reward(name: str, request: Request) -> Json:
-        enter(request, name)
-        body = await read(request, AssignReward)
-        trajectory = await _recorded(recorder, name)
-        [event] = await recorder.write(assigned_reward(trajectory, body))
+        desk.enter(request, name)
+        body = await desk.read(request, AssignReward)
+        trajectory = await _recorded(desk.recorder, name)
+        [event] = await desk.recorder.write(assigned_reward(trajectory, body))
         return {"id": name, "trajectory_id": trajectory.opened.trajectory_id, "event_id": event.event_id}
 
     @app.post("/v1/trajectories/{name:path}/labels", status_code=201)
     async def label(name: str, request: Request) -> Json:
-        enter(request, name)
-        body = await read(request, AddLabel)
-        check_recordable(body.value)
-        trajectory = await _recorded(recorder, name)
+        desk.enter(request, name)
+        body = await desk.read(request, AddLabel)
+        trajectory = await _recorded(desk.recorder, name)
         trajectory_id = trajectory.opened.trajectory_id
         turn_id = turn_of_reply(trajectory, body.turn)
-        [event] = await recorder.write(LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source))
+        record = LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source)
+        [event] = await desk.recorder.write(record)
         return {"id": name, "trajectory_id": trajectory_id, "event_id": event.event_id}
 
 

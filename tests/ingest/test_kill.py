@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -87,3 +89,18 @@ def test_no_reply_is_lost_and_open_trajectories_go_on(serve: Any, text_model: An
     rows = store.connect(served.path).execute("select status, reward from trajectories").fetchall()
     assert rows == [("completed", 1.0)] * len(open_)
     served.stop()
+
+
+def test_a_termination_ends_it_orderly(serve: Any, text_model: Any, script: Any) -> None:
+    """SIGTERM, as service managers send it: what was noted is in the log, and the sealer has ended too."""
+    arguments = ["--engine", "scripted", "--script", f"{script}:answer"]
+    served = serve("--model", str(text_model("chatml")), *arguments)
+    client = openai.OpenAI(base_url=f"{served.url}/t/a/v1", api_key="none", max_retries=0)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(30) == 128 + signal.SIGTERM
+    assert [child for child in children if Path(f"/proc/{child}").exists()] == []
+    assert len(children) == 1
+    [turn] = store.open(served.path).trajectories().popitem()[1].turns.values()
+    assert turn.delivered == "sent"
