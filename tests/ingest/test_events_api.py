@@ -503,7 +503,7 @@ def test_the_command_prints_the_same_from_both_places(server: Any, log: Store, p
 
 def test_a_line_for_people(server: Any) -> None:
     """Time, place, kind, trajectory and a summary, on one line each."""
-    lines = _run("--store", str(server.path), "--no-follow", "--from", "empty").splitlines()
+    lines = _run("--store", str(server.path), "--no-follow", "--from", "empty", "--events").splitlines()
     by_place = {line.split()[2]: line for line in lines}
     assert by_place["told-serve=3"].split() == [
         *("11-14", "22:13:23.000", "told-serve=3", "turn.completed", "t1"),
