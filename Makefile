@@ -8,11 +8,12 @@ PIP_EXACT := install --quiet --disable-pip-version-check --no-deps --requirement
 
 .PHONY: demo test test-clients check lint types fmt bench wheel clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/corpus.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/pip $(PIP_EXACT) tests/corpus.txt
 	@touch $@
 
 demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes

@@ -48,7 +48,7 @@ def told(error: Exception) -> tuple[int, str, str]:
 
 
 def add_error_replies(app: FastAPI, form: Form) -> None:
-    """Answer every error with a status, a code and a remedy; what nobody foresaw is logged by the server too."""
+    """Answer every error with a status, a code and a remedy. What nobody foresaw the server logs, too."""
 
     async def reply(request: Request, error: Exception) -> Response:
         status, code, message = told(error)

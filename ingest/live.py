@@ -8,6 +8,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollbook.ingest.reply import STOP_STRING
 from rollbook.ingest.running import RunningCall
 from rollbook.ingest.tokens.tree import Plan, TreeTurn, TurnTree
 from rollbook.store.events import Json, TrajectoryOpened, TurnCompleted, TurnRequested
@@ -25,6 +26,7 @@ class LiveTrajectory:
         sending: replies whose last byte is on its way.
         requests: turn -> the rest of its body, for endpoints that refer to earlier turns.
         items: turn -> its messages as sent, where the endpoint's form is another than chat's.
+        replies: id of an upstream's reply -> its turn, the first of several choices.
         arrivals: digest of a request -> the running call, or the turns it became.
         active_s: when something last happened, by the monotonic clock.
         tips: where a quarantined trajectory says how far it goes; unnamed traffic is told apart by it.
@@ -42,6 +44,7 @@ class LiveTrajectory:
     finished: bool = False
     requests: dict[str, Json] = field(default_factory=dict)
     items: dict[str, list[Any]] = field(default_factory=dict)
+    replies: dict[str, str] = field(default_factory=dict)
     arrivals: dict[str, RunningCall | tuple[str, ...]] = field(default_factory=dict)
     active_s: float = field(default_factory=time.monotonic)
     tips: dict[bytes, LiveTrajectory] | None = None
@@ -81,7 +84,8 @@ class LiveTrajectory:
         if self.finished:
             return
         key, ids = requested.context_key, completed.completion_ids
-        self.take(plan.completed(requested.turn_id, key, completed.reply, ids))
+        cut = STOP_STRING in completed.flags
+        self.take(plan.completed(requested.turn_id, key, completed.reply, ids, cut=cut))
         if items is not None:
             self.requests[requested.turn_id] = requested.request
             self.items[requested.turn_id] = items
@@ -103,4 +107,4 @@ class LiveTrajectory:
         """Drop what only an open trajectory needs."""
         self.finished = True
         self.tree, self.completed, self.delivered = TurnTree(), [], set()
-        self.items, self.arrivals, self.requests = {}, {}, {}
+        self.items, self.arrivals, self.requests, self.replies = {}, {}, {}, {}

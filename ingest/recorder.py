@@ -49,7 +49,7 @@ class Recorder:
         self.store, self.lane, self.run = store, lane, run
         self.writer = store.writer(lane)
         self._by_name: dict[str, LiveTrajectory] = {}
-        self._noted: Future[int] | None = None
+        self._last: Future[int] | None = None
         self._waiting: list[Event] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tips: dict[bytes, LiveTrajectory] = {}
@@ -87,7 +87,7 @@ class Recorder:
             self._by_name[opened.name] = LiveTrajectory(opened, lane, finished=True)
         for trajectory in runs.open():
             lane = self.lane if trajectory.lane in self.adopted else trajectory.lane
-            self._by_name[trajectory.opened.name] = restored(trajectory, lane)
+            self._by_name[trajectory.opened.name] = restored(trajectory, lane, self._tips)
 
     def _record_adoptions(self, trajectories: list[Trajectory]) -> None:
         records = [TrajectoryAdopted(t.opened.trajectory_id, t.lane, t.last_event_id) for t in trajectories]
@@ -101,9 +101,17 @@ class Recorder:
             WriteFailedError: they are not.
         """
         events = [Event(record, self.run) for record in records]
-        noted, self._waiting = self._waiting, []
-        await asyncio.wrap_future(self.writer.append([*noted, *events]))
+        await asyncio.wrap_future(self._append(events))
         return events
+
+    def append(self, *records: Record) -> Future[int]:
+        """Append records at once, behind what was noted; resolved once they are durable."""
+        return self._append([Event(record, self.run) for record in records])
+
+    def _append(self, events: list[Event]) -> Future[int]:
+        noted, self._waiting = self._waiting, []
+        self._last = self.writer.append([*noted, *events])
+        return self._last
 
     def note(self, *records: Record) -> None:
         """Append records without waiting; a failure shows at the next `write` or `settle`.
@@ -125,18 +133,17 @@ class Recorder:
             self._timer.cancel()
             self._timer = None
         if self._waiting:
-            noted, self._waiting = self._waiting, []
-            self._noted = self.writer.append(noted)
+            self._append([])
 
     async def settle(self) -> None:
-        """Wait until what was noted so far is durable (a lane commits in order).
+        """Wait until what was noted or appended so far is durable (a lane commits in order).
 
         Raises:
             WriteFailedError: it is not.
         """
         self._flush()
-        if self._noted is not None:
-            await asyncio.wrap_future(self._noted)
+        if self._last is not None:
+            await asyncio.wrap_future(self._last)
 
     # Trajectories -----------------------------------------------------------------------------
 
@@ -254,7 +261,7 @@ class Recorder:
         if live.running:
             text = f"trajectory {name!r} has {live.running} running requests: await their replies"
             raise RequestError(409, "trajectory_busy", text)
-        records: list[Record] = [*turn_rewards(live.opened.trajectory_id, live.completed, body.turn_rewards)]
+        records: list[Record] = [*turn_rewards(live, body.turn_rewards)]
         trajectory_id = live.opened.trajectory_id
         if body.reward is not None:
             records.append(RewardAssigned(trajectory_id, None, body.reward))

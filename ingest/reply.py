@@ -15,6 +15,8 @@ from rollbook.ingest.replies.family import Family, Parsed
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import Json, TokenIds
 
+STOP_STRING = "stop_string"
+"""Flag: a stop string ended the reply; the ids keep the token that completed it, and what an engine added."""
 NOTHING = Parsed(None, "", (), ())
 
 
@@ -56,7 +58,7 @@ class Reading:
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.tokenizer.stop_ids else ids
         text = self.tokenizer.reply_text(body, self.family.markers)
         cut = first_stop(text, self.stops)
-        flags = [] if cut is None else ["stop_string"]
+        flags = [] if cut is None else [STOP_STRING]
         if cut is not None:
             text, finish = text[:cut], "stop"
         if self.raw:

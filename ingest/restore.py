@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.reply import STOP_STRING
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
 from rollbook.store import Store
-from rollbook.store.events import TrajectoryFinished, TrajectoryOpened
+from rollbook.store.events import QUARANTINE, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.trajectory import Trajectory, Turn
 
 
@@ -40,17 +41,23 @@ class RunReader:
         return self._open
 
 
-def restored(trajectory: Trajectory, lane: str) -> LiveTrajectory:
-    """An open trajectory as it was in the memory of the proxy that recorded it."""
-    live = LiveTrajectory(trajectory.opened, lane)
+def restored(trajectory: Trajectory, lane: str, tips: dict[bytes, LiveTrajectory]) -> LiveTrajectory:
+    """An open trajectory as it was in the memory of the proxy that recorded it.
+
+    Args:
+        tips: where one that is quarantined says how far it goes.
+    """
+    quarantined = trajectory.opened.split == QUARANTINE
+    live = LiveTrajectory(trajectory.opened, lane, tips=tips if quarantined else None)
     arrivals: dict[str, list[Turn]] = {}
     for turn in trajectory.turns.values():
         asked = turn.requested
         if digest := asked.wire.get("digest"):
             arrivals.setdefault(f"{digest} {asked.request_id}", []).append(turn)
         if turn.completed is not None:
-            live.tree.add(tree_turn(live.tree, trajectory, turn))
-            live.completed.append(turn.turn_id)
+            live.take(tree_turn(live.tree, trajectory, turn))
+            if reply_id := turn.completed.upstream.get("id"):
+                live.replies.setdefault(str(reply_id), turn.turn_id)
             items = trajectory.items(turn)
             if items is not None:
                 live.items[turn.turn_id] = items
@@ -84,4 +91,5 @@ def tree_turn(tree: TurnTree, trajectory: Trajectory, turn: Turn) -> TreeTurn:
         done.reply,
         parent,
         (done.prompt_ids, done.completion_ids),
+        cut=STOP_STRING in done.flags,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.requests import AssignReward
 from rollbook.store.errors import RequestError
 from rollbook.store.events import RewardAssigned
@@ -26,13 +27,23 @@ def turn_of_reply(trajectory: Trajectory, reply_id: str | None) -> str | None:
     """
     if reply_id is None:
         return None
-    turn_id = _without_prefix(reply_id)
+    turn_id: str | None = _without_prefix(reply_id)
     if turn_id not in trajectory.turns:
+        turn_id = _turn_of_upstream(trajectory, reply_id)
+    if turn_id is None:
         text = (
             f"turn is {reply_id!r}, which is no reply of this trajectory: send the id of one of its replies"
         )
         raise RequestError(422, "unknown_turn", text)
     return turn_id
+
+
+def _turn_of_upstream(trajectory: Trajectory, reply_id: str) -> str | None:
+    """The turn that an upstream answered under this id; of several choices the first."""
+    for turn in trajectory.turns.values():
+        if turn.completed is not None and turn.completed.upstream.get("id") == reply_id:
+            return turn.turn_id
+    return None
 
 
 def _without_prefix(reply_id: str) -> str:
@@ -67,7 +78,7 @@ def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str |
 
 
 def turn_rewards(
-    trajectory_id: str, completed: Sequence[str], given: Sequence[float] | Mapping[str, float] | None
+    live: LiveTrajectory, given: Sequence[float] | Mapping[str, float] | None
 ) -> list[RewardAssigned]:
     """The rewards of single turns that a finish gives: in turn order, or by the ids of their replies. Pure.
 
@@ -76,8 +87,9 @@ def turn_rewards(
     """
     if given is None:
         return []
+    completed = live.completed
     if isinstance(given, Mapping):
-        pairs = [(_without_prefix(key), value) for key, value in given.items()]
+        pairs = [(live.replies.get(key, _without_prefix(key)), value) for key, value in given.items()]
         unknown = [turn_id for turn_id, _ in pairs if turn_id not in completed]
         if unknown:
             text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"
@@ -87,4 +99,5 @@ def turn_rewards(
             text = f"turn_rewards holds {len(given)} rewards, but {len(completed)} turns completed"
             raise RequestError(422, "wrong_turn_rewards", text)
         pairs = list(zip(completed, given, strict=True))
+    trajectory_id = live.opened.trajectory_id
     return [RewardAssigned(trajectory_id, turn_id, value) for turn_id, value in pairs]

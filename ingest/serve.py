@@ -8,7 +8,7 @@ import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,7 +23,7 @@ from rollbook.ingest.serve_options import ServeOptions, make_engine, model_of, u
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.ingest.turns import TurnTaker
-from rollbook.ingest.upstream.proxy import build_upstream_app
+from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
 
@@ -48,9 +48,8 @@ def _serve_upstream(options: ServeOptions) -> None:
         recorder.note(RunOpened("serve", options.as_json()))
         console = _announce(options, listener.getsockname()[1], recorder)
         console.print(f"passing on to [bold]{upstream.url}[/], token ids kept where it tells them")
-        _run(
-            options, recorder, build_upstream_app(recorder, upstream, options.proxy, options.policy), listener
-        )
+        app = build_upstream_app(recorder, upstream, options.proxy, options.policy)
+        _run(options, recorder, app, listener, SERVER_OPTIONS)
 
 
 def _serve_tokens(options: ServeOptions) -> None:
@@ -82,10 +81,22 @@ def _recorder(options: ServeOptions) -> Iterator[Recorder]:
         yield Recorder(log, options.lane, options.run)
 
 
-def _run(options: ServeOptions, recorder: Recorder, app: FastAPI, listener: socket.socket) -> None:
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75, backlog=4096)
+def _run(
+    options: ServeOptions,
+    recorder: Recorder,
+    app: FastAPI,
+    listener: socket.socket,
+    headers: Mapping[str, bool] | None = None,
+) -> None:
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,
+        backlog=4096,
+        **(headers or {}),  # type: ignore[arg-type]
     )
+    server = uvicorn.Server(config)
     app.state.streams.stopping = lambda: server.should_exit  # a tail that is followed has no end of its own
     # What is imported and loaded by now stays. Without this the first full collection goes through all of
     # it, and every reply waits for 90 to 350 ms.

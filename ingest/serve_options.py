@@ -58,7 +58,14 @@ class ServeOptions:
             "proxy": self.proxy.as_json(),
             "tree": asdict(self.tree),
         }
+        shown["engine_url"] = None if self.engine_url is None else _without_login(self.engine_url)
         return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
+
+
+def _without_login(url: str) -> str:
+    """The address without a name and password in it, which are nobody's business."""
+    scheme, found, rest = url.partition("://")
+    return scheme + found + rest.rpartition("@")[2]
 
 
 def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:

@@ -16,7 +16,8 @@ from rollbook.ingest.replies.family import Family
 from rollbook.ingest.reply import Reading
 from rollbook.ingest.running import RunningCall, RunningTurn
 from rollbook.ingest.tokens.bridge import Bridges
-from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_prompt, plan_turn
+from rollbook.ingest.tokens.raw_prompt import plan_prompt
+from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
 from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import TurnFailed

@@ -39,7 +39,8 @@ class Messages:
         """
         choice = body.get("tool_choice")
         kind = choice.get("type", "auto") if isinstance(choice, dict) else "auto"
-        mapped = body | {"stop": body.get("stop_sequences"), "tool_choice": _CHOICES.get(kind, choice)}
+        chosen = _CHOICES.get(kind, choice) if isinstance(kind, str) else choice
+        mapped = body | {"stop": body.get("stop_sequences"), "tool_choice": chosen}
         fields = validated(SamplingFields, {k: v for k, v in mapped.items() if v is not None})
         if fields.max_tokens is None:
             raise RequestError(400, "bad_request", "max_tokens: Field required")

@@ -97,7 +97,9 @@ def _add_reference(said: _Said, where: str, item_id: Any, history: History) -> N
 
 
 def _reasoning(item: Json) -> str:
-    parts = item.get("content") or item.get("summary") or []
+    parts = item.get("content") or item.get("summary")
+    if not isinstance(parts, list):
+        return ""
     return "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
 
 

@@ -49,9 +49,10 @@ class ResponsesWriter:
     def end(self, turns: list[AnsweredTurn]) -> bytes:
         """What is open is closed, calls follow, and the whole response."""
         turn = turns[0]
-        parts = [self._leave()]
-        if self._index < 0 and not turn.calls:
-            parts += [self._enter("message"), self._leave()]
+        if not turn.reply.get("content") and not turn.calls:
+            parts = [self._enter("message"), self._leave()]
+        else:
+            parts = [self._leave()]
         for item in output_items(turn):
             if item["type"] == "function_call":
                 parts.append(self._call(turn, item))

@@ -55,6 +55,8 @@ class Parent(Protocol):
 
     @property
     def ids(self) -> TokenIds: ...
+    @property
+    def cut(self) -> bool: ...
 
     def told(self) -> list[Json]:
         """Its messages and its reply, with all reasoning that was sampled."""
@@ -103,10 +105,12 @@ class Bridges:
         if self.policy.reasoning == "respect" and reasoning_removed(told, shown):
             return NoBridge("reasoning_removed")
         last = int(parent.ids[-1])
+        if parent.cut and last in self.tokenizer.stop_ids:
+            return NoBridge("reply_was_cut")
         count = len(messages)
         if not self.by_excerpt:
             return self._derive(messages, reply, new, tools, kwargs, last)
-        short = excerpt(messages)
+        short = excerpt(messages, new)
         ids = self._derive(short, reply, new, tools, kwargs, last)
         if len(short) == count or not _is_due(count):
             return ids
@@ -129,7 +133,7 @@ class Bridges:
         for messages, reply, new, tools in trial_conversations():
             for last in self.tokenizer.stop_ids:
                 whole = self._derive(messages, reply, new, tools, {}, last)
-                if not _same(whole, self._derive(excerpt(messages), reply, new, tools, {}, last)):
+                if not _same(whole, self._derive(excerpt(messages, new), reply, new, tools, {}, last)):
                     return False
         return True
 
@@ -141,7 +145,7 @@ def _is_due(count: int) -> bool:
 
 def _same(one: TokenIds | NoBridge, other: TokenIds | NoBridge) -> bool:
     if isinstance(one, NoBridge) or isinstance(other, NoBridge):
-        return one == other
+        return isinstance(one, NoBridge) and isinstance(other, NoBridge) and one == other
     return np.array_equal(one, other)
 
 
@@ -177,23 +181,34 @@ def bridge(
     try:
         alone = tokenizer.render([*parent_messages, stand_in], tools, generate=False, **kwargs)
         full = tokenizer.render([*parent_messages, stand_in, *new_messages], tools, generate=True, **kwargs)
+        if alone.count(SENTINEL) != 1 or full.count(SENTINEL) != 1:
+            return NoBridge("sentinel_not_rendered_once")
+        kept = policy.history == "preserve" or alone.split(SENTINEL)[0] == full.split(SENTINEL)[0]
+        if not kept:
+            # The lone turn may be what reads otherwise: Qwen3 shows an empty thought in the last turn only.
+            asked = tokenizer.render(parent_messages, tools, generate=True, **kwargs)
+            kept = _goes_on(asked, full.split(SENTINEL)[0], reasoning_of(reply))
     except RequestError:
         return NoBridge("template_refuses")
+    if not kept:
+        return NoBridge("template_rewrites_history")
     end = last_id if finished else tokenizer.stop_ids[0]
-    after = _after_turn(alone, full, tokenizer.decode([end], special=True), policy)
+    after = _after_turn(alone, full, tokenizer.decode([end], special=True))
     if isinstance(after, NoBridge):
         return after
     ids = tokenizer.encode(after)
     return ids if finished else np.concatenate([np.asarray([end], np.int32), ids])
 
 
-def _after_turn(alone: str, full: str, end: str, policy: TreePolicy) -> str | NoBridge:
+def _goes_on(asked: str, head: str, reasoning: str) -> bool:
+    """Whether the text in front of a reply's content is the prompt as it was sent, and then its reasoning."""
+    between = head[len(asked) :]
+    return head.startswith(asked) and (reasoning in between if reasoning else not between)
+
+
+def _after_turn(alone: str, full: str, end: str) -> str | NoBridge:
     """The text behind the stand-in's end-of-turn token, from its two renderings."""
-    if alone.count(SENTINEL) != 1 or full.count(SENTINEL) != 1:
-        return NoBridge("sentinel_not_rendered_once")
-    (head, turn), (full_head, rest) = alone.split(SENTINEL), full.split(SENTINEL)
-    if head != full_head and policy.history != "preserve":
-        return NoBridge("template_rewrites_history")
+    turn, rest = alone.split(SENTINEL)[1], full.split(SENTINEL)[1]
     # Some turns (GLM's) end with the token that opens the next, which the model samples.
     own = turn + end
     if turn.rstrip().endswith(end) or not rest.startswith(own):
@@ -241,5 +256,5 @@ def _bridge_is_rendering(
         rendered = tokenizer.render([*asked, reply, *new], tools, generate=True)
     except RequestError:
         return True
-    end = [last_id, *appended]
-    return tokenizer.encode(rendered)[-len(end) :].tolist() == end
+    end = np.asarray([last_id, *appended], np.int32)
+    return np.array_equal(tokenizer.encode(rendered)[-len(end) :], end)

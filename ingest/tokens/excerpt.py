@@ -15,10 +15,11 @@ TAIL = 6
 """Fewest messages kept at the end."""
 
 
-def excerpt(messages: Sequence[Json]) -> list[Json]:
+def excerpt(messages: Sequence[Json], new: Sequence[Json]) -> list[Json]:
     """Leading system messages, the last user message and the end, from an assistant's message on.
 
-    Short conversations are given back whole.
+    If the user speaks again among the new messages the end is all since the last time: many templates rewrite
+    that then. Short conversations are given back whole.
     """
     lead = 0
     while lead < len(messages) and messages[lead].get("role") in ("system", "developer"):
@@ -28,7 +29,8 @@ def excerpt(messages: Sequence[Json]) -> list[Json]:
         return list(messages)
     # Two things the user said: what templates do with the turns before the last one shows.
     first = said[-2] if len(said) > 1 else said[-1]
-    cut = len(messages) - TAIL
+    speaks = any(m.get("role") not in ("tool", "function") for m in new)
+    cut = 0 if speaks else len(messages) - TAIL
     while cut > said[-1] and messages[cut].get("role") != "assistant":
         cut -= 1
     if cut <= said[-1] + 1:
@@ -59,7 +61,8 @@ def _call(number: int) -> Json:
 
 def _used_tool(number: int, calls: int = 1) -> list[Json]:
     made = [_call(number * 10 + i) for i in range(calls)]
-    asked = {"role": "assistant", "content": f"Looking {number}.", "tool_calls": made}
+    thought = {"reasoning_content": f"thought {number}"} if number % 4 == 1 else {}
+    asked = {"role": "assistant", "content": f"Looking {number}.", "tool_calls": made} | thought
     return [asked, *({"role": "tool", "tool_call_id": c["id"], "content": f"found {c['id']}"} for c in made)]
 
 
@@ -81,6 +84,9 @@ def trial_conversations() -> Iterator[Trial]:
         yield [*lead, user], answer, [more], None
         chat = [message for n in range(8) for message in _said(n)]
         yield [*lead, *chat, user], answer, [more], None
+        # Tools were used, but only for what was asked long ago.
+        used = [m for n in range(4) for m in [*_said(n)[:1], *_used_tool(50 + n, 1 + n % 2), *_said(n)[1:]]]
+        chat = [*used, *chat[8:]]
         for steps in (0, 9):
             used = [message for n in range(steps) for message in _used_tool(n, 1 + n % 2)]
             asked, *found = _used_tool(90, 2)

@@ -33,6 +33,7 @@ class TreeTurn:
         length: of the whole prompt and the completion.
         hashes: `chain_all(messages)`.
         hasher: sha256 over the whole prompt and the completion, to go on from.
+        cut: the reply ended at a stop string, and its ids may hold more than was shown.
     """
 
     turn_id: str
@@ -44,6 +45,7 @@ class TreeTurn:
     length: int
     hashes: list[bytes]
     hasher: Any
+    cut: bool = False
 
     def whole(self) -> list[TokenIds]:
         """The parts that the whole prompt and completion are made of, in order."""
@@ -86,10 +88,13 @@ class Plan:
     hasher: Any
     twins: bool = False
 
-    def completed(self, turn_id: str, context_key: str, reply: Json, completion: TokenIds) -> TreeTurn:
+    def completed(
+        self, turn_id: str, context_key: str, reply: Json, completion: TokenIds, *, cut: bool = False
+    ) -> TreeTurn:
         """The turn that this plan became."""
         parts = (self.delta_ids, completion)
-        return grown(turn_id, context_key, self.messages, self.hashes, reply, self.parent, parts)
+        told = (self.messages, self.hashes, reply, self.parent, parts)
+        return grown(turn_id, context_key, *told, cut=cut)
 
 
 def grown(
@@ -100,6 +105,8 @@ def grown(
     reply: Json,
     parent: TreeTurn | None,
     parts: tuple[TokenIds, TokenIds],
+    *,
+    cut: bool = False,
 ) -> TreeTurn:
     """A turn behind its parent.
 
@@ -108,12 +115,13 @@ def grown(
     """
     ids = np.concatenate(parts)
     hasher = hashlib.sha256() if parent is None else parent.hasher.copy()
-    hasher.update(_bytes(ids))
+    hasher.update(ids_bytes(ids))
     length = len(ids) + (0 if parent is None else parent.length)
-    return TreeTurn(turn_id, context_key, messages, reply, parent, ids, length, hashes, hasher)
+    return TreeTurn(turn_id, context_key, messages, reply, parent, ids, length, hashes, hasher, cut)
 
 
-def _bytes(ids: TokenIds) -> bytes:
+def ids_bytes(ids: TokenIds) -> bytes:
+    """Ids as little-endian int32: what digests are over."""
     return np.ascontiguousarray(ids, dtype="<i4").tobytes()
 
 
@@ -161,18 +169,13 @@ class TurnTree:
     def parents(self, messages: list[Json], hashes: list[bytes], context_key: str) -> list[Candidate]:
         """The turns these messages go on from in this context, best first: those that cover most of them."""
         for covered in range(len(messages) - 1, 0, -1):
-            turns = self._by_tip.get(hashes[covered])
-            if turns is None:
-                continue
-            shown = messages[covered - 1]
-            same = [t for t in reversed(turns) if t.context_key == context_key]
+            turns = reversed(self._by_tip.get(hashes[covered], ()))
+            same = [t for t in turns if t.context_key == context_key]
             same = [t for t in same if reasoning_fits(t.told(), messages[:covered])]
             # Twins (equal replies, other tokens) are told apart by the call ids that clients echo.
-            echoed = _call_ids(shown)
-            same.sort(key=lambda t, echoed=echoed: _call_ids(t.reply) != echoed)  # type: ignore[misc]
-            told_apart = len(same) < 2 or (bool(echoed) and _call_ids(same[1].reply) != echoed)
+            same = [t for t in same if _call_ids(t.reply) == _call_ids(messages[covered - 1])] or same
             if same:  # shallower ones lack what these said, so nothing could be appended to them
-                return [Candidate(covered, t, not told_apart and t is same[0]) for t in same]
+                return [Candidate(covered, t, len(same) > 1) for t in same]
         return []
 
     def base(self, messages: Sequence[Json], parent: TreeTurn | None) -> tuple[TreeTurn | None, int]:
@@ -240,7 +243,7 @@ def plan_turn(
             refused = refused or ids.reason
             continue
         hasher = turn.hasher.copy()
-        hasher.update(_bytes(ids))
+        hasher.update(ids_bytes(ids))
         base, shared = tree.base(messages, turn)
         whole = np.concatenate([*turn.whole(), ids])
         return Plan(
@@ -251,7 +254,7 @@ def plan_turn(
     unmatched = "no_matching_turn" if tree.turns else "first_turn"
     reason = (refused or unmatched) if bridges.refused is None else "extension_refused"
     echoed = candidates[0].turn if candidates else None
-    hasher = hashlib.sha256(_bytes(ids))
+    hasher = hashlib.sha256(ids_bytes(ids))
     return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher)
 
 
@@ -259,44 +262,3 @@ def _rendered(
     tokenizer: ChatTokenizer, messages: list[Json], tools: Sequence[Json] | None, kwargs: Json
 ) -> TokenIds:
     return tokenizer.encode(tokenizer.render(messages, tools, generate=True, **kwargs))
-
-
-def plan_prompt(tree: TurnTree, tokenizer: ChatTokenizer, prompt: str | TokenIds, key: str) -> Plan:
-    """The plan of a raw prompt, which no chat template shapes.
-
-    Ids that begin with all ids of an earlier raw turn extend it. Text is a root: what it was tokenized to
-    need not begin with what was sampled before.
-
-    Raises:
-        RequestError: 400, the text is no Unicode.
-    """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    parent = None if isinstance(prompt, str) else _longest_prefix(tree, ids, key)
-    if parent is None:
-        reason = "text_prompt" if isinstance(prompt, str) else "first_turn"
-        if tree.turns and not isinstance(prompt, str):
-            reason = "no_matching_turn"
-        piece = {"role": "prompt", "content": prompt} if isinstance(prompt, str) else _piece(ids)
-        hasher = hashlib.sha256(_bytes(ids))
-        return Plan(None, None, reason, ids, ids, None, 0, [piece], chain_all([piece]), hasher)
-    delta = ids[parent.length :]
-    messages = [*parent.messages, _piece(delta)]
-    hasher = parent.hasher.copy()
-    hasher.update(_bytes(delta))
-    hashes = chain_all(messages, parent.hashes)
-    shared = len(parent.messages)
-    return Plan(parent, parent, None, ids, delta, parent, shared, messages, hashes, hasher)
-
-
-def _piece(ids: TokenIds) -> Json:
-    """Ids that a raw prompt adds, as the message that stands for them."""
-    return {"role": "prompt", "content": "", "token_ids": ids.tolist()}
-
-
-def _longest_prefix(tree: TurnTree, ids: TokenIds, key: str) -> TreeTurn | None:
-    best: TreeTurn | None = None
-    for turn in tree.turns:
-        fits = turn.context_key == key and (0 if best is None else best.length) < turn.length < len(ids)
-        if fits and np.array_equal(np.concatenate(turn.whole()), ids[: turn.length]):
-            best = turn
-    return best

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
+import traceback
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import orjson
 from starlette.responses import Response
 
+from rollbook.ingest.redact import GONE
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
-from rollbook.ingest.upstream.reply import UpstreamReply, read_reply, read_stream
-from rollbook.ingest.upstream.stream import events_of
+from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
+from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
+from rollbook.ingest.upstream.target import end_to_end
+from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
+from rollbook.store.events import Json
 
-NOT_PASSED = frozenset(("connection", "keep-alive", "transfer-encoding", "trailer", "upgrade"))
+ERROR_LENGTH = 2000
+"""Of an upstream's error, so many characters are recorded."""
 
 
 class Passage(Response):
-    """Sends what the upstream says, then has it recorded."""
+    """Sends what the upstream says, and has it recorded.
+
+    Args:
+        path: the endpoint's.
+        told: headers of ours, beside the upstream's.
+        left: called at the end, however it came.
+        secrets: what an error must not repeat on disk: the keys that were sent.
+    """
 
     def __init__(
         self,
@@ -25,77 +38,106 @@ class Passage(Response):
         path: str,
         passages: PassageRecorder,
         passing: Passing | None,
-        *,
-        recorded: bool,
+        watch: ClientWatch,
+        told: dict[str, str],
+        left: Callable[[], None],
+        secrets: tuple[str, ...] = (),
     ) -> None:
         self._reply, self._path, self._passages, self._passing = reply, path, passages, passing
-        self._recorded = recorded
+        self._watch, self._told, self._left, self._secrets = watch, told, left, secrets
+        self._copy: list[bytes] = []
+        self._ended = self._delivered = False
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass the reply on; a client that goes away ends the upstream's work too."""
-        copy: list[bytes] = []
-        passing_on = asyncio.create_task(self._pass_on(send, copy))
-        gone = asyncio.create_task(_until_gone(receive))
-        error: BaseException | None = None
         try:
-            await asyncio.wait({passing_on, gone}, return_when=asyncio.FIRST_COMPLETED)
-            whole = passing_on.done()
-            if whole:
-                error = passing_on.exception()
+            await self._watch.race(self._pass_on(send))
+        except (ClientGone, aiohttp.ClientError, OSError):
+            pass  # a reply that does not end cuts the client's connection, as the upstream's was
         finally:
-            for task in (gone, passing_on):
-                task.cancel()
-            await asyncio.gather(gone, passing_on, return_exceptions=True)
+            self._watch.close()
             self._reply.close()
-        if self._passing is not None:
-            await self._record(self._passing, b"".join(copy), whole=whole and error is None)
-        if error is not None:
-            raise error  # the connection is cut, as the upstream's was
-
-    async def _pass_on(self, send: Any, copy: list[bytes]) -> None:
-        reply = self._reply
-        head = [
-            (name.lower().encode("latin-1"), value.encode("latin-1"))
-            for name, value in reply.headers.items()
-            if name.lower() not in NOT_PASSED
-        ]
-        if self._passing is not None:
-            turns = ",".join(r.turn_id for r in self._passing.requested)
-            trajectory = self._passing.live.opened.trajectory_id
-            head += [(b"x-rollbook-turn-id", turns.encode())]
-            head += [(b"x-rollbook-trajectory-id", trajectory.encode())]
-        elif not self._recorded:
-            head.append((b"x-rollbook-unrecorded", b"1"))
-        await send({"type": "http.response.start", "status": reply.status, "headers": head})
-        async for data in reply.content.iter_any():
+            self._left()
             if self._passing is not None:
-                copy.append(data)
+                await self._close(self._passing)
+
+    async def _pass_on(self, send: Any) -> None:
+        reply, passing = self._reply, self._passing
+        ours = {name.encode(): value.encode("latin-1") for name, value in self._told.items()}
+        theirs = [(name, value) for name, value in end_to_end(reply.raw_headers) if name not in ours]
+        await send(
+            {"type": "http.response.start", "status": reply.status, "headers": [*theirs, *ours.items()]}
+        )
+        left = int(reply.headers.get("content-length", -1))
+        finder = EndFinder(self._path) if passing is not None and self._streams else None
+        async for data in reply.content.iter_any():
+            if passing is not None:
+                self._copy.append(data)
+                left -= len(data)
+                # The client may act on the end before we hear that there is no more.
+                if left == 0 or (finder is not None and finder.feed(data)):
+                    self._settle(passing, ended=True)
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._delivered = self._ended and not self._watch.gone
+        if passing is not None:
+            self._settle(passing, ended=True)
+        there = not self._watch.gone
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._delivered = self._delivered or there
 
-    async def _record(self, passing: Passing, data: bytes, *, whole: bool) -> None:
-        passing.live.running -= 1
-        if self._reply.status >= 400:
-            text = data[:2000].decode(errors="replace")
-            self._passages.failed(passing, f"the upstream answers {self._reply.status}: {text}")
-            return
-        reply = self._read(data)
-        if not reply.choices:
-            self._passages.failed(passing, "the upstream's reply holds no completion, or ended before one")
-            return
-        await self._passages.answered(passing, reply, whole=whole)
+    @property
+    def _streams(self) -> bool:
+        return "event-stream" in self._reply.headers.get("content-type", "")
 
-    def _read(self, data: bytes) -> UpstreamReply:
-        if "event-stream" in self._reply.headers.get("content-type", ""):
-            return read_stream(self._path, events_of(data))
+    async def _close(self, passing: Passing) -> None:
         try:
-            body = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            body = None
-        return read_reply(self._path, body if isinstance(body, dict) else {})
+            self._settle(passing, ended=False)
+            await self._passages.durable(passing, delivered=self._delivered)
+        finally:
+            passing.left()
+
+    def _settle(self, passing: Passing, *, ended: bool) -> None:
+        """Record what came, once; whatever happens, the reply passes on."""
+        if passing.settled:
+            return
+        self._ended = ended
+        try:
+            data = plain_bytes(b"".join(self._copy), self._reply.headers.get("content-encoding", ""))
+            if self._reply.status >= 400:
+                self._passages.failed(passing, self._error(data))
+            else:
+                self._passages.settle(passing, self._read(passing, data), ended=ended)
+        except Exception as error:
+            traceback.print_exc()
+            self._passages.lost(len(passing.requested), f"a reply cannot be read: {error!r}")
+            self._passages.failed(passing, f"the reply cannot be read: {type(error).__name__}")
+
+    def _error(self, data: bytes) -> str:
+        text = data[: 4 * ERROR_LENGTH].decode(errors="replace")
+        for secret in self._secrets:
+            text = text.replace(secret, GONE)
+        return f"the upstream answers {self._reply.status}: {text[:ERROR_LENGTH]}"
+
+    def _read(self, passing: Passing, data: bytes) -> UpstreamReply:
+        body: Any = gathered(self._path, events_of(data)) if self._streams else json_of(data)
+        if not isinstance(body, dict):
+            return read_reply(self._path, {})
+        clean: Json = self._passages.redactor.body(body)
+        passing.redacted = passing.redacted or clean != body
+        return read_reply(self._path, clean)
 
 
-async def _until_gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def plain_bytes(data: bytes, encoding: str) -> bytes:
+    """A body without its content encoding; as far as it came.
+
+    Raises:
+        ValueError: it has one that is not known here.
+        zlib.error: it is not encoded so.
+    """
+    for name in reversed([part.strip().lower() for part in encoding.split(",")]):
+        if name in ("gzip", "x-gzip", "deflate"):
+            data = zlib.decompressobj(wbits=47 if name != "deflate" else 15).decompress(data)
+        elif name not in ("", "identity"):
+            raise ValueError(f"a body is encoded as {name}")
+    return data

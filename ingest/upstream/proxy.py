@@ -7,88 +7,51 @@ in a header.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import traceback
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
 from fastapi import FastAPI, Request, Response
+from yarl import URL
 
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import BodyRoom, FrontDoor
-from rollbook.ingest.identity import KEY_PREFIX, identify
+from rollbook.ingest.identity import identify
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
+from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.model_routes import ENDPOINTS
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.requests import json_object
+from rollbook.ingest.redact import SECRET_FIELDS
+from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.retry import retry_count
 from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
-from rollbook.ingest.turns import Arrival
-from rollbook.ingest.upstream.passage import Passage
+from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.upstream.passage import Passage, plain_bytes
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
+from rollbook.ingest.upstream.request import read_call
+from rollbook.ingest.upstream.stream import json_of
+from rollbook.ingest.upstream.target import Upstream as Upstream
+from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store.errors import EngineError, RequestError
-from rollbook.store.events import Json
+from rollbook.store.events import QUARANTINE, Json
 
 CONNECT_S = 10.0
-NOT_PASSED = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "host",
-        "content-length",
-        "accept-encoding",
-    }
-)
-"""Headers between two neighbours, which are not passed on; replies come uncompressed, to be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """Where requests go.
-
-    Attributes:
-        url: its address, with or without /v1 at the end.
-        key: sent instead of the agent's own; None: the agent's is passed on.
-        ask: fields put into chat completions and completions, such as `return_token_ids`.
-    """
-
-    url: str
-    key: str | None = None
-    ask: Json | None = None
-
-    def target(self, path: str, query: str) -> str:
-        """The address of an endpoint's path."""
-        base = self.url.rstrip("/").removesuffix("/v1")
-        return base + path + (f"?{query}" if query else "")
-
-    def headers(self, sent: Mapping[str, str], *, own_keys: bool) -> dict[str, str]:
-        """Headers to pass on.
-
-        Args:
-            own_keys: the key that was sent is the proxy's own, and nobody else's business.
-        """
-        passed = {k: v for k, v in sent.items() if k not in NOT_PASSED and not k.startswith("x-rollbook-")}
-        bearer = passed.get("authorization", "").removeprefix("Bearer ").strip()
-        mine = own_keys or bearer.startswith(KEY_PREFIX) or passed.get("x-api-key", "").startswith(KEY_PREFIX)
-        if self.key is not None or mine:
-            anthropic = "x-api-key" in passed
-            passed = {k: v for k, v in passed.items() if k not in ("authorization", "x-api-key")}
-            if self.key is not None:
-                named = {"x-api-key": self.key} if anthropic else {"authorization": f"Bearer {self.key}"}
-                passed |= named
-        return passed | {"accept-encoding": "identity"}
+KEEP_ALIVE_S = 4.0
+"""An idle connection is given up before the common servers give it up: a request may not be sent twice."""
+METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
+SERVER_OPTIONS = {"server_header": False, "date_header": False}
+"""For uvicorn: a reply has the headers that the upstream gave it."""
+_TAKES_MORE = ("/v1/chat/completions", "/v1/completions")
+_SHORTEST_SECRET = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -100,49 +63,140 @@ class UpstreamRoutes:
     room: BodyRoom
     passages: PassageRecorder
     session: aiohttp.ClientSession | None = None
+    _running: int = field(default=0)
 
     async def answer(self, request: Request) -> Response:
         """Whatever the upstream says."""
         said, path, key = self.door.enter(request)
-        async with self.room.body(request) as raw:
-            passing = None
-            if request.method == "POST" and path in ENDPOINTS:
-                passing, raw = self._asked(request, path, said, key, raw)
-        assert self.session is not None
-        headers = self.upstream.headers(request.headers, own_keys=bool(self.door.options.api_keys))
-        target = self.upstream.target(path, request.url.query)
+        if self._running >= self.door.options.max_running:
+            text = f"{self._running} requests are running, as many as --max-running allows: try again"
+            raise RequestError(429, "too_many_requests", text)
+        self._running += 1
         try:
-            reply = await self.session.request(
-                request.method, target, data=raw, headers=headers, allow_redirects=False
-            )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with self.room.body(request) as raw:
+                passing = None
+                if request.method == "POST" and path in ENDPOINTS:
+                    passing, raw = self._asked(request, path, said, key, raw)
+                return await self._passed(request, path, raw, passing)
+        except BaseException:
+            self._running -= 1
+            raise
+
+    async def _passed(self, request: Request, path: str, raw: bytes, passing: Passing | None) -> Response:
+        """The reply, once it begins."""
+        watch = ClientWatch(request.receive)
+        try:
             if passing is not None:
-                self.passages.failed(passing, f"the upstream cannot be reached: {error!r}")
-                passing.live.running -= 1
-            raise EngineError(f"{target} cannot be reached: {error!r}") from error
-        recorded = passing is not None or path not in ENDPOINTS
-        return Passage(reply, path, self.passages, passing, recorded=recorded)
+                passing.begin()
+            reply = await watch.race(self._send(request, path, raw, plain=passing is not None))
+        except BaseException as error:
+            watch.close()
+            shown = _failure(error)
+            if passing is not None:
+                await self._broken_off(passing, shown)
+            if isinstance(error, ClientGone):
+                self._left()
+                return Response(status_code=499)  # to nobody
+            if isinstance(error, aiohttp.ClientError | TimeoutError | OSError | ValueError):
+                raise EngineError(f"{self.upstream.url} cannot be reached: {shown}") from error
+            raise
+        if passing is not None:
+            passing.replying()
+        told = self._told(request, path, passing, reply.status)
+        secrets = _secrets(request, self.upstream.key)
+        return Passage(reply, path, self.passages, passing, watch, told, self._left, secrets)
+
+    async def _send(self, request: Request, path: str, raw: bytes, *, plain: bool) -> aiohttp.ClientResponse:
+        assert self.session is not None
+        own_keys = bool(self.door.options.api_keys)
+        headers = self.upstream.headers(request.headers.raw, path, own_keys=own_keys, plain=plain)
+        query = request.scope.get("query_string", b"").decode("latin-1")
+        target = URL(self.upstream.target(path, query), encoded=True)
+        return await self.session.request(
+            request.method, target, data=raw or None, headers=headers, allow_redirects=False
+        )
+
+    async def _broken_off(self, passing: Passing, shown: str) -> None:
+        passing.replying()
+        try:
+            self.passages.failed(passing, f"the upstream gave no reply: {shown}")
+            await self.passages.durable(passing, delivered=False)
+        finally:
+            passing.left()
+
+    def _told(self, request: Request, path: str, passing: Passing | None, status: int) -> dict[str, str]:
+        """What a reply says beside the upstream's own headers."""
+        if passing is not None:
+            opened = passing.live.opened
+            told = {
+                "x-rollbook-turn-id": ",".join(r.turn_id for r in passing.requested),
+                "x-rollbook-trajectory-id": opened.trajectory_id,
+            }
+            return told | (
+                {"x-rollbook-quarantined": quote(opened.name)} if opened.split == QUARANTINE else {}
+            )
+        return {"x-rollbook-unrecorded": "1"} if request.method == "POST" and path in ENDPOINTS else {}
+
+    def _left(self) -> None:
+        self._running -= 1
 
     def _asked(
         self, request: Request, path: str, said: Json, key: str | None, raw: bytes
     ) -> tuple[Passing | None, bytes]:
-        """(the request as recorded, or None; the bytes to pass on)"""
+        """(the request as recorded, or None; the bytes to pass on)
+
+        Raises:
+            RequestError: it names no trajectory that it can belong to.
+        """
         try:
-            sent = json_object(raw)
-        except RequestError:
-            return None, raw  # the upstream will say so
-        body = self.door.options.redactor.body(sent)
-        endpoint = ENDPOINTS[path]
-        call = self.passages.read(endpoint, body)
-        identity = identify(said, request.headers, body, key)
-        live = self.door.trajectory(identity, call.messages)
-        passing = self.passages.asked(live, call, Arrival.of(path, raw, retry_count(request)))
-        self.door.label(live, identity)
-        if passing is not None:
-            live.running += 1
-        if self.upstream.ask and path in ("/v1/chat/completions", "/v1/completions"):
+            sent = json_of(plain_bytes(raw, request.headers.get("content-encoding", "")))
+            if not isinstance(sent, dict):
+                self.passages.lost(1, "a request's body is no JSON object")
+                return None, raw
+            body = self.door.options.redactor.body(sent)
+            check_recordable(body)
+            call = read_call(ENDPOINTS[path], body, self.passages.earlier)
+        except Exception as error:
+            self.passages.lost(1, f"a request cannot be read: {error!r}")
+            return None, raw
+        live = self._live(identify(said, request.headers, body, key), call, body)
+        passing = None
+        try:
+            arrival = Arrival.of(path, raw, retry_count(request))
+            passing = self.passages.asked(live, call, arrival, redacted=_redacted(sent, body))
+        except Exception as error:
+            self.passages.lost(1, f"a request cannot be recorded: {error!r}")
+            traceback.print_exc()
+        if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)
         return passing, raw
+
+    def _live(self, identity: Any, call: ModelCall, body: Json) -> LiveTrajectory:
+        known = None
+        if identity.name is None:
+            known = self.passages.of_response(body.get("previous_response_id"))
+        return known or self.door.trajectory(identity, call.messages)
+
+
+def _redacted(sent: Json, body: Json) -> bool:
+    """Whether something was taken out of what the model is told."""
+    return any(body[k] != v for k, v in sent.items() if k.lower() not in SECRET_FIELDS)
+
+
+def _failure(error: BaseException) -> str:
+    """An error without the address, whose query may hold a key."""
+    if isinstance(error, ClientGone):
+        return "the client left before it began"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its address is no URL"
+    return repr(error)
+
+
+def _secrets(request: Request, key: str | None) -> tuple[str, ...]:
+    """Keys that a request came with or was sent with."""
+    sent = [request.headers.get(name, "") for name in ("authorization", "x-api-key", "api-key")]
+    keys = {key or "", *sent, *(value.rpartition(" ")[2] for value in sent)}
+    return tuple(sorted((k for k in keys if len(k) >= _SHORTEST_SECRET), key=len, reverse=True))
 
 
 def build_upstream_app(
@@ -151,14 +205,13 @@ def build_upstream_app(
     """The record-only proxy as an ASGI application."""
     options = options or ProxyOptions()
     metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
-    routes = UpstreamRoutes(upstream, door, room, PassageRecorder(recorder, metrics, policy))
+    passages = PassageRecorder(recorder, metrics, options.redactor, policy)
+    routes = UpstreamRoutes(upstream, door, room, passages)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as routes.session:
+        async with _session() as routes.session:
             yield
         sweeping.cancel()
         streams.close()
@@ -169,10 +222,20 @@ def build_upstream_app(
     add_trajectory_routes(app, recorder, door)
     streams = app.state.streams = add_event_routes(app, recorder, door.check_operator)
     _add_health(app, recorder, routes, metrics)
-    methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-    app.add_route("/t/{said:path}", routes.answer, methods=methods)
-    app.add_route("/v1/{path:path}", routes.answer, methods=methods)
+    app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
+    app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
     return app
+
+
+def _session() -> aiohttp.ClientSession:
+    """Connections that add nothing of their own: no headers, no cookies of somebody else's, no decoding."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+        auto_decompress=False,
+    )
 
 
 def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metrics: Metrics) -> None:

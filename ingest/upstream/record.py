@@ -5,51 +5,73 @@ Recording must not get in the way: what cannot be recorded is passed on and coun
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from dataclasses import dataclass, field
+import traceback
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from rollbook.ingest.endpoints.history import no_history
+from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.requests import SamplingFields, check_recordable, validated
-from rollbook.ingest.respond import Endpoint
+from rollbook.ingest.redact import Redactor
+from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
-from rollbook.ingest.turns import Arrival
-from rollbook.ingest.upstream.reply import UpstreamChoice, UpstreamReply
-from rollbook.store.errors import RequestError, WriteFailedError
-from rollbook.store.events import (
-    Json,
-    Record,
-    TurnCompleted,
-    TurnFailed,
-    TurnRequested,
-    VersionSpan,
-    token_ids,
-)
+from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.upstream.completed import completed_turn
+from rollbook.ingest.upstream.reply import UpstreamReply
+from rollbook.ingest.upstream.request import EarlierResponse, choices_asked
+from rollbook.store.errors import WriteFailedError
+from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
-from rollbook.store.trajectory import prompt_sha256
 
 CONTEXT = "upstream"
-TEXT_ONLY = "text_only"
+RESPONSES_KEPT = 65536
+"""Responses that a later request may name instead of repeating them."""
 
 
 @dataclass(slots=True, eq=False)
 class Passing:
-    """A request on its way: its turns, one for each completion that was asked for."""
+    """A request on its way: its turns, one for each completion that was asked for.
+
+    Attributes:
+        redacted: something was taken out of it, so its tokens are not to be kept.
+        written: the append of how it came out. A lane that failed before fails then too.
+        answered: turns that came back.
+        settled: whether it was recorded how the request came out.
+    """
 
     live: LiveTrajectory
+    call: ModelCall
     requested: list[TurnRequested]
     messages: list[Json]
     hashes: list[bytes]
     parent: TreeTurn | None
+    redacted: bool = False
     begun_s: float = field(default_factory=time.perf_counter)
+    written: Future[int] | None = None
+    answered: list[AnsweredTurn] = field(default_factory=list)
+    settled: bool = False
+
+    def begin(self) -> None:
+        """It is passed on."""
+        self.live.running += 1
+        self.live.active_s = time.monotonic()
+
+    def replying(self) -> None:
+        """The reply begins. From here on a finish waits for its end: a client may be quicker than we are."""
+        self.live.running -= 1
+        self.live.sending += 1
+
+    def left(self) -> None:
+        """Nothing more will come of a reply that began."""
+        self.live.active_s = time.monotonic()
+        self.live.sent()
 
 
 @dataclass(slots=True, eq=False)
@@ -58,177 +80,194 @@ class PassageRecorder:
 
     recorder: Recorder
     metrics: Metrics
+    redactor: Redactor = field(default_factory=Redactor)
     policy: str = "actor"
     unrecorded: int = 0
+    _responses: dict[str, tuple[LiveTrajectory, EarlierResponse]] = field(default_factory=dict)
 
-    def read(self, endpoint: Endpoint, body: Json) -> ModelCall:
-        """The request in our form; of one that an upstream may take and we do not, the items as sent."""
-        try:
-            call = endpoint.read(body, no_history)
-            check_recordable(body)
-        except RequestError:
-            model = body.get("model") if isinstance(body.get("model"), str) else None
-            fields = validated(SamplingFields, {"model": model})
-            sent: Any = next((body[k] for k in ("messages", "input", "prompt") if k in body), [])
-            items = sent if isinstance(sent, list) else [sent]
-            rest = {k: v for k, v in body.items() if k not in ("messages", "input", "prompt")}
-            return ModelCall(endpoint.path, [], None, fields, rest, items=items)
-        if call.prompt is not None:
-            piece = {"role": "prompt", "content": body["prompt"]}
-            return ModelCall(endpoint.path, [piece], None, call.fields, call.rest)
-        return call
+    def earlier(self, response_id: str) -> EarlierResponse | None:
+        """The response of that id, if it passed here not long ago."""
+        return self._responses[response_id][1] if response_id in self._responses else None
 
-    def asked(self, live: LiveTrajectory, call: ModelCall, arrival: Arrival) -> Passing | None:
-        """Record a request, before it is passed on. None: it could not be."""
-        messages, hashes = live.tree.known_part(call.messages) if call.messages else ([], chain_all([]))
-        candidates = live.tree.parents(messages, hashes, CONTEXT)
-        # Whether this turn's ids go on from its parent's nobody knows yet: only text may hang on text.
-        parent = next((c.turn for c in candidates if c.turn.length == 0), None)
-        base, shared = live.tree.base(messages, parent)
-        reason = "upstream_renders" if candidates else "no_matching_turn" if live.tree.turns else "first_turn"
-        turns = []
-        request_id = new_id()
-        for choice in range(call.fields.n or 1):
-            wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
-            wire |= {"choice": choice} if choice else {}
-            wire |= {"retry": arrival.retry} if arrival.retry else {}
-            wire |= {"shared_items": 0, "items": call.items} if call.items is not None else {}
-            turns.append(
-                TurnRequested(
-                    trajectory_id=live.opened.trajectory_id,
-                    turn_id=new_id(),
-                    request_id=request_id,
-                    parent_turn_id=parent.turn_id if parent else None,
-                    root_reason=None if parent else reason,
-                    base_turn_id=base.turn_id if base else None,
-                    shared_messages=shared,
-                    messages=messages[shared:],
-                    request=call.rest,
-                    requested_model=call.fields.model,
-                    sampling={},
-                    honoured={},
-                    context_key=CONTEXT,
-                    wire=wire,
-                )
-            )
-        if not self._note(live, turns):
-            return None
-        if candidates:
-            self.recorder.mark_delivered(live, candidates[0].turn.turn_id, "echoed")
-        return Passing(live, turns, messages, hashes, parent)
+    def of_response(self, response_id: Any) -> LiveTrajectory | None:
+        """The open trajectory that has the response of that id."""
+        found = self._responses.get(response_id) if isinstance(response_id, str) else None
+        return None if found is None or found[0].finished else found[0]
 
-    def _note(self, live: LiveTrajectory, records: list[Any]) -> bool:
-        if self.recorder.writer.failure:
-            self._lost(len(records))
-            return False
-        self.recorder.record_opening(live)
-        self.recorder.note(*records)
-        return True
-
-    def _lost(self, turns: int) -> None:
-        if not self.unrecorded:
+    def lost(self, turns: int, why: str = "") -> None:
+        """Count what passes unrecorded; say so the first time, and where it is no fault of the store."""
+        if not self.unrecorded or why:
+            why = why or f"the store fails: {self.recorder.writer.failure}"
             print(
-                "rollbook: the store fails: traffic passes and is NOT recorded", file=sys.stderr, flush=True
+                f"rollbook: traffic passes and is NOT recorded, see rollbook_unrecorded_total: {why}",
+                file=sys.stderr,
+                flush=True,
             )
         self.unrecorded += turns
         self.metrics.unrecorded.inc(turns)
 
-    async def answered(self, passing: Passing, reply: UpstreamReply, *, whole: bool) -> None:
-        """Record what came back.
+    def asked(
+        self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool = False
+    ) -> Passing | None:
+        """Record a request, before it is passed on. None: it could not be."""
+        choices = choices_asked(call)
+        if self.recorder.writer.failure:
+            self.lost(choices)
+            return None
+        messages, hashes = live.tree.known_part(call.messages) if call.messages else ([], chain_all([]))
+        candidates = live.tree.parents(messages, hashes, CONTEXT)
+        # Whether this turn's ids go on from its parent's nobody knows yet: so it may only hang on text.
+        parent = next((c.turn for c in candidates if c.turn.length == 0), None)
+        base, shared = live.tree.base(messages, parent)
+        reason = "upstream_renders" if candidates else "no_matching_turn" if live.tree.turns else "first_turn"
+        wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
+        wire |= {"retry": arrival.retry} if arrival.retry else {}
+        wire |= _items(live, base, call)
+        first = TurnRequested(
+            trajectory_id=live.opened.trajectory_id,
+            turn_id=new_id(),
+            request_id=new_id(),
+            parent_turn_id=parent.turn_id if parent else None,
+            root_reason=None if parent else reason,
+            base_turn_id=base.turn_id if base else None,
+            shared_messages=shared,
+            messages=messages[shared:],
+            request=call.rest,
+            requested_model=call.fields.model,
+            sampling={},
+            honoured={},
+            context_key=CONTEXT,
+            wire=wire,
+        )
+        check_recordable([call.rest, first.messages, wire])
+        passing = Passing(live, call, [first], messages, hashes, parent, redacted)
+        passing.requested += [_sibling(first, choice) for choice in range(1, choices)]
+        self.recorder.record_opening(live)
+        self.recorder.append(*passing.requested)  # at once: the log is to say so whatever comes of it
+        if candidates:
+            self.recorder.mark_delivered(live, candidates[0].turn.turn_id, "echoed")
+        return passing
+
+    def _append(self, passing: Passing, *records: Record) -> None:
+        """Append at once, behind what was noted: whoever settles from now on waits for these too."""
+        passing.written = self.recorder.append(*records)
+
+    def settle(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> None:
+        """Record what came back, at once: the client's next request may be here before the disk is.
 
         Args:
-            whole: the reply came to its end, and the client took it.
+            ended: the reply came to its end by itself.
         """
-        took = {"engine_us": int((time.perf_counter() - passing.begun_s) * 1e6)}
-        records: list[Record] = []
-        done: list[TurnRequested] = []
-        for index, requested in enumerate(passing.requested):
-            if index < len(reply.choices):
-                completed = _completed(requested, reply.choices[index], reply, self.policy, took, whole=whole)
-                records.append(completed)
-                done.append(requested)
-                # At once: the client has the reply, and its next request may be here before the disk is.
-                passing.live.take(_grown(passing, requested, completed))
-            else:
-                records.append(
-                    TurnFailed(requested.trajectory_id, requested.turn_id, "the upstream gave no such choice")
-                )
+        passing.settled = True
         try:
-            await self.recorder.write(*records)
-        except WriteFailedError:
-            self._lost(len(records))
+            records = self._outcome(passing, reply, ended=ended)
+        except Exception as error:
+            passing.answered.clear()
+            self.lost(len(passing.requested), f"a reply has no stored form: {error!r}")
+            traceback.print_exc()
+            self._append(passing, *_failed(passing, f"the reply cannot be recorded: {error!r}"))
             return
-        for requested in done:
-            if whole:
-                self.recorder.mark_delivered(passing.live, requested.turn_id, "sent")
+        self._append(passing, *records)
+
+    def _outcome(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> list[Record]:
+        """The records of a reply; its completed turns may be extended from now on."""
+        if not reply.choices:
+            text = "the upstream's reply holds no completion, or ended before one"
+            return _failed(passing, f"the upstream says: {reply.error}" if reply.error else text)
+        if passing.redacted:
+            reply = reply.without_tokens()
+        took = {"engine_us": int((time.perf_counter() - passing.begun_s) * 1e6)}
+        unasked = [c.index for c in reply.choices if c.index >= len(passing.requested)]
+        siblings = [_sibling(passing.requested[0], index) for index in unasked]
+        choices = {choice.index: choice for choice in reply.choices}
+        records: list[Record] = [*siblings]
+        made: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
+        for requested in (*passing.requested, *siblings):
+            choice = choices.get(requested.wire.get("choice", 0))
+            if choice is None:
+                text = "the upstream gave no such choice"
+                records.append(TurnFailed(requested.trajectory_id, requested.turn_id, text))
+                continue
+            completed = completed_turn(
+                requested,
+                choice,
+                reply,
+                policy=self.policy,
+                timings=took,
+                ended=ended and not reply.error,
+                redacted=passing.redacted,
+            )
+            check_recordable([completed.reply, completed.upstream])
+            records.append(completed)
+            made.append((requested, completed, _grown(passing, requested, completed)))
+        passing.requested += siblings
+        for requested, completed, turn in made:
+            passing.answered.append(AnsweredTurn(requested, completed))
+            self._take(passing, requested, completed, turn)
+        return records
+
+    def _take(
+        self, passing: Passing, requested: TurnRequested, completed: TurnCompleted, turn: TreeTurn
+    ) -> None:
+        live, call = passing.live, passing.call
+        live.take(turn)
+        if call.items is not None:
+            live.items[turn.turn_id] = call.items
+            live.requests[turn.turn_id] = requested.request
+        response_id = completed.upstream.get("id")
+        if isinstance(response_id, str):
+            live.replies.setdefault(response_id, turn.turn_id)
+        if call.endpoint == "/v1/responses" and isinstance(response_id, str):
+            instructed = bool(call.rest.get("instructions"))
+            earlier = EarlierResponse(passing.messages, completed.reply, instructed)
+            self._responses[response_id] = (live, earlier)
+            while len(self._responses) > RESPONSES_KEPT:
+                del self._responses[next(iter(self._responses))]
 
     def failed(self, passing: Passing, error: str) -> None:
         """Record that nothing came back."""
-        if self.recorder.writer.failure:
-            self._lost(len(passing.requested))
+        passing.settled = True
+        text = self.redactor.body({"error": error})["error"]
+        self._append(passing, *_failed(passing, text))
+
+    async def durable(self, passing: Passing, *, delivered: bool) -> None:
+        """Wait for the disk, and count what it did not take."""
+        assert passing.written is not None
+        try:
+            await asyncio.wrap_future(passing.written)
+        except (WriteFailedError, ValueError):
+            self.lost(len(passing.requested))
             return
-        self.recorder.note(*(TurnFailed(r.trajectory_id, r.turn_id, error) for r in passing.requested))
+        for turn in passing.answered:
+            if delivered:
+                self.recorder.mark_delivered(passing.live, turn.turn_id, "sent")
+            self.metrics.answered(turn, delivered=delivered)
 
 
-def _completed(
-    requested: TurnRequested,
-    choice: UpstreamChoice,
-    reply: UpstreamReply,
-    policy: str,
-    timings: Json,
-    *,
-    whole: bool,
-) -> TurnCompleted:
-    """The record of a choice. Its tokens count only with the prompt's: without, they have no context."""
-    exact = bool(choice.ids and reply.prompt_ids and requested.parent_turn_id is None)
-    ids = token_ids(choice.ids if exact else [])
-    prompt_ids = token_ids(reply.prompt_ids if exact else [])
-    logprobs = choice.logprobs if exact else None
-    told = {"choice": choice.told} if choice.told else {}
-    if not exact:
-        kept: Json = {
-            "prompt_token_ids": reply.prompt_ids,
-            "token_ids": choice.ids,
-            "logprobs": choice.logprobs,
-        }
-        told |= {k: v for k, v in kept.items() if v is not None}
-    version = _version(reply.rest) if exact else None
-    spans = () if version is None else (VersionSpan(policy, version, 0, len(ids)),)
-    semantics = (
-        {"kind": "upstream", "of": "as the upstream says"} if logprobs is not None else {"kind": "none"}
-    )
-    return TurnCompleted(
-        trajectory_id=requested.trajectory_id,
-        turn_id=requested.turn_id,
-        policy=policy if spans else None,
-        policy_version=version,
-        prompt_ids=prompt_ids,
-        completion_ids=ids,
-        logprobs=None if logprobs is None else _float32(logprobs),
-        version_spans=spans,
-        prompt_length=len(prompt_ids),
-        prompt_sha256=prompt_sha256(prompt_ids),
-        finish_reason=choice.finish_reason or ("unknown" if whole else "abort"),
-        reply=choice.message,
-        logprob_semantics=semantics,
-        flags=[] if exact else [TEXT_ONLY],
-        timings=timings,
-        upstream=reply.rest | told,
-    )
+def _sibling(first: TurnRequested, choice: int) -> TurnRequested:
+    return replace(first, turn_id=new_id(), wire=first.wire | {"choice": choice})
 
 
-def _float32(values: list[float]) -> Any:
-    return np.asarray(values, dtype=np.float32)
+def _items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> Json:
+    """The messages as sent, where that is another form than chat's: those that the base has not."""
+    if call.items is None:
+        return {}
+    earlier = live.items.get(base.turn_id, []) if base else []
+    shared = 0
+    for one, other in zip(earlier, call.items, strict=False):
+        if one != other:
+            break
+        shared += 1
+    return {"shared_items": shared, "items": call.items[shared:]}
 
 
-def _version(rest: Json) -> int | None:
-    """The policy version that SGLang's replies name in their metadata."""
-    metadata = rest.get("metadata")
-    text = str(metadata.get("weight_version", "")) if isinstance(metadata, dict) else ""
-    return int(text) if text.isascii() and text.isdigit() else None
+def _failed(passing: Passing, error: str) -> list[Record]:
+    return [TurnFailed(r.trajectory_id, r.turn_id, error) for r in passing.requested]
 
 
 def _grown(passing: Passing, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:
+    """The turn in the tree. One that could not be indexed now could not be after a restart either."""
+    chain_all([completed.reply])
     parts = (completed.prompt_ids, completed.completion_ids)
     return grown(
         requested.turn_id, CONTEXT, passing.messages, passing.hashes, completed.reply, passing.parent, parts

@@ -101,7 +101,12 @@ TURNS = View(
            date_diff('microsecond', s.requested, s.completed) / 1000.0 AS latency_ms, s.lane, s.seq,
            s.error, json_extract(d.answered, '$.flags') AS flags,
            json_extract(d.answered, '$.timings') AS timings,
-           s.min_version, s.max_version, s.min_logprob, s.sum_logprob
+           s.min_version, s.max_version, s.min_logprob, s.sum_logprob,
+           coalesce(json_extract_string(d.asked, '$.wire.endpoint'), '/v1/chat/completions') AS endpoint,
+           coalesce(CAST(json_extract_string(d.asked, '$.wire.choice') AS BIGINT), 0) AS choice,
+           coalesce(CAST(json_extract_string(d.asked, '$.wire.retry') AS BIGINT), 0) AS retry,
+           CASE WHEN s.completed IS NULL THEN NULL
+                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens
     FROM _turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,
@@ -114,7 +119,10 @@ TRAJECTORIES = View(
     f"""
     SELECT o.run, o.trajectory, o.trajectory_id, o."group", o.task, o.split, CAST(o.labels AS JSON) AS labels,
            coalesce(o.status, 'open') AS status, o.success, r.reward, o.turns, o.min_version, o.max_version,
-           o.opened, o.finished, o.lane
+           o.opened, o.finished, o.lane,
+           CASE WHEN o.turns > 0 THEN
+             CASE o.exact_turns WHEN o.turns THEN 'exact' WHEN 0 THEN 'text_only' ELSE 'mixed' END
+           END AS tokens
     FROM _trajectory_scalars o
     LEFT JOIN (SELECT trajectory_id, any_value(reward) AS reward
                FROM {_in_force("turn_id IS NULL")} GROUP BY trajectory_id) r

@@ -110,6 +110,10 @@ TURNS = (
     ViewColumn("max_version", "BIGINT", "newest policy version that sampled one of its tokens"),
     ViewColumn("min_logprob", "FLOAT", "of its least likely sampled token"),
     ViewColumn("sum_logprob", "DOUBLE", "natural-log probability of the whole completion"),
+    ViewColumn("endpoint", "VARCHAR", "path of the API that the request came to"),
+    ViewColumn("choice", "BIGINT", "place among the completions of one request, from 0"),
+    ViewColumn("retry", "BIGINT", "how often the client says it has tried before"),
+    ViewColumn("tokens", "VARCHAR", "exact, or text_only: it has no token ids; null unless completed"),
 )
 
 TRAJECTORIES = (
@@ -129,6 +133,7 @@ TRAJECTORIES = (
     ViewColumn("opened", "TIMESTAMP", "UTC"),
     ViewColumn("finished", "TIMESTAMP", "UTC; null while it is open"),
     LANE,
+    ViewColumn("tokens", "VARCHAR", "of its completed turns: exact, text_only or mixed; null without any"),
 )
 
 TOKENS = (

@@ -19,6 +19,8 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from exchange import Exchange
+from played_engine import PlayedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook import store
@@ -34,7 +36,8 @@ from rollbook.ingest.requests import OpenTrajectory
 from rollbook.ingest.running import RunningCall
 from rollbook.ingest.tokens.bridge import Bridges, TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
-from rollbook.ingest.turns import Arrival, TurnTaker
+from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.turns import TurnTaker
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.trajectory import Trajectory, fold
 
@@ -121,7 +124,20 @@ NOT_ATOMIC = """\
 {%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}
 """
 
+# As Qwen3-VL: parts one after another, an image as a marker.
+SEES = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.content is string %}{{- m.content }}{%- else %}
+{%- for part in m.content %}{{- part.text if part.type == 'text' else '<image>' }}{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
 TEMPLATES = {
+    "sees": SEES,
     "chatml": CHATML,
     "rewriting": REWRITING,
     "no_system": NO_SYSTEM,
@@ -403,9 +419,26 @@ class InProcess:
         """One chat request in the trajectory `name`."""
         return self.post(f"/t/{name}/v1/chat/completions", json={"messages": list(messages)} | body)
 
+    def exchange(self, path: str, body: Any = None, **options: Any) -> Exchange:
+        """Begin a request; to be called on the application's loop."""
+        return Exchange(self.app, path, body, **options)
+
+    def ask(self, path: str, body: Any = None, **options: Any) -> Exchange:
+        """A request and its whole reply, piece by piece as it was sent."""
+
+        async def ask() -> Exchange:
+            return await self.exchange(path, body, **options).end()
+
+        return self.run(ask())
+
     def settled(self) -> None:
         """Wait for what was noted without waiting."""
         self.run(self.recorder.settle())
+
+    def trajectories(self) -> dict[str, Trajectory]:
+        """What the log holds now, by the client's name."""
+        self.settled()
+        return {t.opened.name: t for t in fold(self.store.events()).values()}
 
     def close(self) -> None:
         """End the application's lifespan."""
@@ -427,6 +460,20 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(scope="module")
+def played(
+    in_process: Callable[..., InProcess], chat: Callable[..., ChatTokenizer]
+) -> Callable[..., InProcess]:
+    """Makes in-process proxies over an engine that plays what a test gives it."""
+
+    def make(
+        answer: Any = "Hello", options: ProxyOptions | None = None, template: str = "chatml"
+    ) -> InProcess:
+        return in_process(PlayedEngine(chat(template), answer), chat(template), options)
+
+    return make
 
 
 def _free_port() -> int:

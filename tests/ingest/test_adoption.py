@@ -146,8 +146,8 @@ def test_what_was_whole_but_not_acknowledged_is_adopted_too(tmp_path: Path, chat
     live = recorder.draft(OpenTrajectory(id="x"))
     recorder.record_opening(live)
     mark = log.path / "lanes" / "one" / "WATERMARK"
-    assert recorder._noted is not None
-    recorder._noted.result(30)
+    assert recorder._last is not None
+    recorder._last.result(30)
     before = mark.read_bytes()
     recorder.mark_delivered(live, "u1", "sent")
     recorder.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,63 @@ def test_an_async_script_is_awaited(chat: Chat) -> None:
 
     made = _generate(chat(), script, [USER, USER])
     assert chat().decode(made.completion_ids) == "2 messages"
+
+
+async def _spoken(messages: Any, tools: Any) -> AsyncIterator[str]:
+    """A completion in pieces: what the model was asked, cut where its tokenizer would not cut."""
+    for piece in ("<tool_call>", "tod", "ay", " the weather"):
+        await asyncio.sleep(0)
+        yield piece
+
+
+def test_pieces_are_tokenized_alone_and_told_as_they_come(chat: Chat) -> None:
+    """An async generator gives the completion itself: its ids are those of its pieces, and then the stop."""
+    told: list[list[int]] = []
+    prompt = Prompt(token_ids([]), [USER], None)
+    engine = ScriptedEngine(chat(), _spoken)
+    made = asyncio.run(engine.generate(prompt, Sampling(8, 1.0, 0), lambda ids, _: told.append([*ids])))
+    pieces = [chat().encode(p).tolist() for p in ("<tool_call>", "tod", "ay", " the weather")]
+    assert told == [*pieces, [chat().stop_ids[0]]]
+    assert made.completion_ids.tolist() == [i for piece in told for i in piece]
+    assert made.completion_ids.tolist() != chat().encode("<tool_call>today the weather<|im_end|>").tolist()
+    assert made.finish_reason == "stop"
+    assert made.logprobs is None
+
+
+def test_pieces_can_be_aborted(chat: Chat) -> None:
+    """What had come by then is the completion, without a stop; another request's abort changes nothing."""
+    engine = ScriptedEngine(chat(), _spoken)
+
+    async def both() -> list[Generation]:
+        def heard(ids: Any, logprobs: Any) -> None:
+            if len(told := [*told_ids, *ids]) >= 3:
+                ending.append(asyncio.ensure_future(engine.abort("one")))
+            told_ids[:] = told
+
+        told_ids: list[int] = []
+        ending: list[asyncio.Future[None]] = []
+        one = Prompt(token_ids([]), [USER], None, "one")
+        other = Prompt(token_ids([]), [USER], None, "other")
+        sampling = Sampling(8, 1.0, 0)
+        return await asyncio.gather(engine.generate(one, sampling, heard), engine.generate(other, sampling))
+
+    aborted, whole = asyncio.run(both())
+    assert aborted.finish_reason == "abort"
+    assert 3 <= len(aborted.completion_ids) < len(whole.completion_ids) - 1
+    assert aborted.completion_ids.tolist() == whole.completion_ids.tolist()[: len(aborted.completion_ids)]
+    assert whole.finish_reason == "stop"
+    asyncio.run(engine.abort("one"))  # it has ended: nothing happens
+
+
+def test_pieces_that_fail_are_an_engine_error(chat: Chat) -> None:
+    """Whatever the generator does wrong is the engine's failure."""
+
+    async def script(messages: Any, tools: Any) -> AsyncIterator[str]:
+        yield "one"
+        raise KeyError("no such city")
+
+    with pytest.raises(EngineError, match=r"KeyError.*no such city"):
+        _generate(chat(), script)
 
 
 def _raises(messages: Any, tools: Any) -> str:

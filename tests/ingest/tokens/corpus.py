@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from rollbook.ingest.tokens.chat_template import ChatTokenizer, _takes_dict_arguments, compile_template
+from rollbook.ingest.tokens.chat_template import (
+    ChatTokenizer,
+    _takes_dict_arguments,
+    _takes_text_as_parts,
+    compile_template,
+)
 
 FIRST_ADDED = 151643
 """Qwen3's control tokens and markers begin here, in this order; the ranks of its BPE end before."""
@@ -51,7 +56,14 @@ ENDS: dict[str, tuple[str, ...]] = {
 }
 
 STARTS = (
-    *("<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<|turn>", "<|tool_call>", "<tool_call|>"),
+    *(
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<start_of_turn>",
+        "<|turn>",
+        "<|tool_call>",
+        "<tool_call|>",
+    ),
     *("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|assistant|>"),
     *("<|start|>", "<|message|>", "<|channel|>", "<｜User｜>", "<｜Assistant｜>", "<|system|>", "<bos>"),
 )
@@ -64,7 +76,9 @@ def qwen_tokenizer(folder: Path) -> Tokenizer:
     kept = folder / f"{hashlib.sha256(raw + Path(__file__).read_bytes()).hexdigest()[:16]}.json"
     if not kept.exists():
         part = kept.with_suffix(f".{id(raw)}.part")
-        _from_ranks({base64.b64decode(a): int(b) for a, b in map(bytes.split, raw.splitlines())}).save(str(part))
+        _from_ranks({base64.b64decode(a): int(b) for a, b in map(bytes.split, raw.splitlines())}).save(
+            str(part)
+        )
         part.replace(kept)
     return Tokenizer.from_file(str(kept))
 
@@ -92,7 +106,9 @@ def _from_ranks(ranks: dict[bytes, int]) -> Tokenizer:
     other = dict.fromkeys([*(end for ends in ENDS.values() for end in ends), *STARTS])
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
     tokenizer.add_tokens(plain)
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in other if t not in CONTROL])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in other if t not in CONTROL]
+    )
     return tokenizer
 
 
@@ -107,7 +123,7 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The two tokens that were merged into this one: what merges of lower rank leave of its bytes."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pairs = [(ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        pairs = [(ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(pairwise(parts))]
         rank, at = min(pairs)
         assert rank < ranks[token], token
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
@@ -126,19 +142,22 @@ def ends_of(name: str) -> tuple[str, ...]:
 
 
 def real_chat_tokenizer(tokenizer: Tokenizer, name: str, source: str) -> ChatTokenizer:
-    """A template of the corpus over the tokenizer."""
-    ends = ends_of(name)
-    special: dict[str, Any] = {"bos_token": "<bos>", "eos_token": "<|endoftext|>"}
+    """A template of the corpus over the tokenizer, as `load_chat_tokenizer` would give it.
+
+    That reads the tokenizer anew for each of them, which takes a while.
+    """
+    special = {"bos_token": "<bos>", "eos_token": "<|endoftext|>"}
     template = compile_template(source)
     return ChatTokenizer(
         tokenizer=tokenizer,
         template=template,
         special_tokens=special,
-        stop_ids=tuple(tokenizer.token_to_id(end) for end in ends),
+        stop_ids=tuple(tokenizer.token_to_id(end) for end in ends_of(name)),
         context_length=40960,
         dict_arguments=_takes_dict_arguments(template, special),
         tokenizer_digest="qwen",
         template_digest=hashlib.sha256(source.encode()).hexdigest(),
         template_source=source,
         special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
+        text_as_parts=_takes_text_as_parts(template, special),
     )

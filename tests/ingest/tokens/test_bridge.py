@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rollbook.ingest.tokens.bridge import SENTINEL, NoBridge, bridge, self_test
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
@@ -128,6 +129,37 @@ def test_a_template_that_ends_only_the_last_turn_changes_the_turn(chat: Chat) ->
     assert _reason(_bridge(tokenizer, [NEXT])) == "template_changes_the_turn"
 
 
+def test_what_follows_only_the_last_turn_is_no_part_of_it(chat: Chat) -> None:
+    """As Phi-3's: text behind the end of the last turn, gone once something follows, is not appended."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% else %}<|endoftext|>{% endif %}"
+    )
+    tokenizer = replace(chat(), template=compile_template(source))
+    text = _decoded(tokenizer, _bridge(tokenizer, [NEXT]))
+    assert text == "\n<|im_start|>And tomorrow?<|im_end|>\n<|im_start|>"
+    assert self_test(tokenizer) is None
+    ended = _bridge(tokenizer, [NEXT], last=tokenizer.stop_ids[1])
+    assert _reason(ended) == "template_changes_the_turn"
+
+
+def test_a_turn_that_ends_where_the_next_begins_has_a_bridge(chat: Chat) -> None:
+    """As GLM's: the model stops with the token that opens the next turn, which is not appended again."""
+    source = (
+        "{% for m in messages %}{{ '<|endoftext|>' if m.role == 'tool' else '<|im_start|>' }}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    tokenizer = replace(chat(), template=compile_template(source))
+    called = _calls('{"a": "<|endoftext|>x"}')  # which is no end
+    found = _bridge(tokenizer, [_tool("found")], called, last=tokenizer.stop_ids[1])
+    assert _decoded(tokenizer, found) == "found<|im_start|>"
+    assert (
+        _reason(_bridge(tokenizer, [NEXT], called, last=tokenizer.stop_ids[0]))
+        == "no_end_of_turn_in_template"
+    )
+
+
 def test_a_template_that_hides_content_renders_no_sentinel(chat: Chat) -> None:
     """Where a call hides the content the turn's end cannot be found this way; without calls it can."""
     tokenizer = chat("hides_content")
@@ -185,6 +217,18 @@ def test_an_end_of_turn_that_merges_fails_the_self_test(chat: Chat) -> None:
     assert tokenizer.decode([stop], special=True) == "\n"
     assert tokenizer.encode("\n\n").tolist() != [stop, stop]
     assert self_test(tokenizer) == "end_of_turn_not_atomic"
+
+
+@pytest.mark.parametrize(("scheme", "refused"), [("first", "end_of_turn_not_atomic"), ("always", None)])
+def test_a_tokenizer_that_puts_a_space_in_front_may_fail_the_self_test(
+    chat: Chat, scheme: Any, refused: str | None
+) -> None:
+    """SentencePiece's way: where a text begins otherwise alone than behind the end of a turn, it does."""
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in "▁abcxy12é ü{}\n")], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    stop = tokenizer.token_to_id("<|im_end|>")
+    assert self_test(replace(chat(), tokenizer=tokenizer, stop_ids=(stop,))) == refused
 
 
 def test_a_bridge_that_differs_from_rendering_fails_the_self_test(chat: Chat) -> None:

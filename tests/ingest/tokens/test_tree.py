@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from rollbook.ingest.tokens.bridge import SENTINEL
-from rollbook.store.trajectory import Trajectory, fold, prompt_sha256
-from rollbook.train.samples import Sample, samples_of
+from rollbook.store.trajectory import fold
+from rollbook.train.samples import samples_of
+
+from .invariants import check_invariants
 
 USER = {"role": "user", "content": "What is the weather in Paris?"}
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"city":"Paris",  "days": 2}}\n</tool_call>'
@@ -35,38 +37,6 @@ def _script(*answers: Any) -> Callable[[Any, Any], Any]:
     return lambda messages, tools: waiting.popleft()
 
 
-def check_invariants(trajectory: Trajectory, engine: Any) -> list[Sample]:
-    """Asserts I1 to I8 of a trajectory whose turns were all delivered; its samples."""
-    done = [t for t in trajectory.turns.values() if t.completed is not None]
-    sent = {prompt_sha256(ids) for ids in engine.sent}
-    for turn in done:
-        assert turn.completed is not None
-        assert len(turn.completed.completion_ids) == len(turn.completed.logprobs) > 0
-        prompt = trajectory.prompt_ids(turn)  # checks its sha256
-        assert turn.completed.prompt_sha256 in sent
-        assert len(prompt) == turn.completed.prompt_length
-        parent = trajectory.parent(turn)
-        if parent is not None:
-            assert parent.completed is not None
-            whole = np.concatenate([trajectory.prompt_ids(parent), parent.completed.completion_ids])
-            assert np.array_equal(prompt[: len(whole)], whole)
-    samples = list(samples_of(trajectory))
-    for sample in samples:
-        arrays = (sample.loss_mask, sample.logprobs, sample.versions, sample.temperatures)
-        assert {len(a) for a in arrays} == {len(sample)}
-        assert not sample.logprobs[~sample.loss_mask].any()
-        assert (sample.versions[~sample.loss_mask] == -1).all()
-        assert (sample.versions[sample.loss_mask] == engine.version).all()
-        assert (sample.temperatures[sample.loss_mask] == 0.5).all()
-    trained = np.concatenate([s.tokens[s.loss_mask] for s in samples])
-    made = np.concatenate([g.completion_ids for g in engine.made])
-    assert sorted(trained.tolist()) == sorted(made.tolist())  # each sampled token once, verbatim
-    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(len(t.completed.completion_ids) for t in done)
-    pairs = np.concatenate([s.logprobs[s.loss_mask] for s in samples])
-    assert sorted(pairs.tolist()) == sorted(np.concatenate([g.logprobs for g in engine.made]).tolist())
-    return samples
-
-
 # What extends --------------------------------------------------------------------------------------
 
 
@@ -77,7 +47,7 @@ def test_a_verbatim_echo_extends(desk: Any) -> None:
     two = d.take([USER, one.reply, _user()])
     assert d.link(one) == "root:first_turn"
     assert d.link(two) == one.turn_id
-    (sample,) = check_invariants(d.trajectory(), d.engine)
+    (sample,) = check_invariants(d)
     assert sample.turn_ids == (one.turn_id, two.turn_id)
     assert d.tokenizer.decode(sample.tokens, special=True) == (
         "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\nSunny.<|im_end|>\n"
@@ -119,13 +89,13 @@ ECHOES = {
 
 @pytest.mark.parametrize("echo", ECHOES)
 def test_a_reserialised_echo_extends(desk: Any, tools: Any, echo: str) -> None:
-    """03-07b: key order, white space, 2.0 for 2, null for "", parts and extra keys are still the turn."""
+    """03, 04, 06, 07, 07b: key order, white space, 2.0 for 2, null for "", extra keys: still the turn."""
     d = desk(_script(TWO_CALLS, "Rain."))
     one = d.take([USER], tools=tools)
     echoed = ECHOES[echo](one.reply)
     two = d.take([USER, echoed, _tool(one, "3"), _tool(one, "4", 1)], tools=tools)
     assert d.link(two) == one.turn_id
-    assert len(check_invariants(d.trajectory(), d.engine)) == 1
+    assert len(check_invariants(d)) == 1
 
 
 def test_text_as_parts_extends(desk: Any) -> None:
@@ -182,7 +152,7 @@ def test_control_tokens_in_tool_output_are_exact_context(desk: Any, tools: Any) 
     two = d.take(messages, tools=tools)
     three = d.take([*messages, two.reply, _user()], tools=tools)
     assert [d.link(two), d.link(three)] == [one.turn_id, two.turn_id]
-    (sample,) = check_invariants(d.trajectory(), d.engine)
+    (sample,) = check_invariants(d)
     stop = d.tokenizer.stop_ids[0]
     assert int((sample.tokens[sample.loss_mask] == stop).sum()) == 3
 
@@ -218,7 +188,7 @@ def test_an_edited_turn_makes_a_root(desk: Any, tools: Any, edit: str) -> None:
     one = d.take([USER], tools=tools)
     two = d.take([USER, EDITS[edit](one.reply), _tool(one, "3")], tools=tools)
     assert d.link(two) == "root:no_matching_turn"
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
 
 
 def test_white_space_a_client_strips_makes_a_root(desk: Any) -> None:
@@ -237,7 +207,7 @@ def test_a_parent_cut_off_by_length_makes_a_root(desk: Any) -> None:
     one = d.take([USER])
     assert one.completed.finish_reason == "length"
     assert d.link(d.take([USER, one.reply, _user()])) == "root:parent_without_end_of_turn"
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
 
 
 def test_a_parent_ended_by_another_stop_token_makes_a_root(desk: Any, chat: Any) -> None:
@@ -256,7 +226,7 @@ def test_a_template_that_drops_thinking_makes_a_root(desk: Any) -> None:
     two = d.take(messages)
     three = d.take([*messages, two.reply, _user()])
     assert [d.link(two), d.link(three)] == [one.turn_id, "root:template_rewrites_history"]
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
 
 
 @pytest.mark.parametrize("change", ["reordered", "dropped", "edited"])
@@ -284,7 +254,7 @@ def test_an_injected_assistant_message_makes_a_root(desk: Any) -> None:
     injected = {"role": "assistant", "content": "Injected."}
     two = d.take([USER, one.reply, _user(), injected, _user("Go on")])
     assert d.link(two) == "root:foreign_assistant_message"
-    first, second = check_invariants(d.trajectory(), d.engine)
+    first, second = check_invariants(d)
     assert "Injected." in d.tokenizer.decode(second.tokens)
     assert "Injected." not in d.tokenizer.decode(second.tokens[second.loss_mask])
     assert first.turn_ids == (one.turn_id,)
@@ -296,7 +266,7 @@ def test_the_sentinel_in_user_text_makes_a_root(desk: Any) -> None:
     one = d.take([USER])
     two = d.take([USER, one.reply, _user(SENTINEL)])
     assert d.link(two) == "root:sentinel_not_rendered_once"
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
 
 
 def test_a_tokenizer_that_merges_the_end_never_extends(desk: Any) -> None:
@@ -306,7 +276,7 @@ def test_a_tokenizer_that_merges_the_end_never_extends(desk: Any) -> None:
     one = d.take([USER])
     two = d.take([USER, one.reply, _user()])
     assert [d.link(one), d.link(two)] == ["root:extension_refused", "root:extension_refused"]
-    check_invariants(d.trajectory(), d.engine)
+    check_invariants(d)
 
 
 def test_a_system_message_the_template_refuses_is_a_400(desk: Any) -> None:
@@ -331,7 +301,7 @@ def test_compaction_makes_a_root_that_itself_extends(desk: Any) -> None:
     three = d.take(summary)
     four = d.take([*summary, three.reply, _user()])
     assert [d.link(t) for t in (two, three, four)] == [one.turn_id, "root:no_matching_turn", three.turn_id]
-    samples = check_invariants(d.trajectory(), d.engine)
+    samples = check_invariants(d)
     assert [s.turn_ids for s in samples] == [(one.turn_id, two.turn_id), (three.turn_id, four.turn_id)]
 
 
@@ -345,7 +315,7 @@ def test_an_interleaved_sub_agent_leaves_the_main_line_alone(desk: Any, tools: A
     sub_two = d.take([*sub_messages, sub.reply, _user()])
     assert [d.link(t) for t in (one, sub)] == ["root:first_turn", "root:no_matching_turn"]
     assert [d.link(t) for t in (two, sub_two)] == [one.turn_id, sub.turn_id]
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
 
 
 def test_a_fork_trains_the_shared_turn_once(desk: Any) -> None:
@@ -355,7 +325,7 @@ def test_a_fork_trains_the_shared_turn_once(desk: Any) -> None:
     two = d.take([USER, one.reply, _user()])
     three = d.take([USER, one.reply, _user("And in winter?")])
     assert [d.link(two), d.link(three)] == [one.turn_id, one.turn_id]
-    left, right = check_invariants(d.trajectory(), d.engine)
+    left, right = check_invariants(d)
     assert d.tokenizer.decode(left.tokens[left.loss_mask]) == "Sunny.Rain."
     assert d.tokenizer.decode(right.tokens[right.loss_mask]) == "Snow."
     assert "Sunny." in d.tokenizer.decode(right.tokens)
@@ -370,7 +340,7 @@ def test_twins_are_told_apart_by_the_call_ids_echoed(desk: Any, tools: Any, chos
     picked = twins[chosen]
     last = d.take([USER, picked.reply, _tool(picked, "3")], tools=tools)
     assert d.link(last) == picked.turn_id
-    check_invariants(d.trajectory(), d.engine)
+    check_invariants(d)
 
 
 def test_twins_of_text_go_on_from_the_latest(desk: Any) -> None:
@@ -380,7 +350,28 @@ def test_twins_of_text_go_on_from_the_latest(desk: Any) -> None:
     two = d.take([USER])
     three = d.take([USER, two.reply, _user()])
     assert d.link(three) == two.turn_id
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
+
+
+def test_a_twin_without_an_end_leaves_the_other_flagged(desk: Any, chat: Any) -> None:
+    """23: where the latest twin cannot be extended the other one is, and it is said that there were two."""
+    d = desk(_script("Sunny.", ("Sunny.", "stop", chat().stop_ids[1]), "Rain."))
+    one = d.take([USER])
+    two = d.take([USER])
+    three = d.take([USER, two.reply, _user()])
+    assert d.link(three) == one.turn_id
+    assert three.completed.flags == ["ambiguous_parent"]
+    check_invariants(d)
+
+
+def test_a_twin_that_is_named_is_the_only_one(desk: Any, tools: Any, chat: Any) -> None:
+    """22: where the turn that the call ids name cannot be extended, no other is taken for it."""
+    d = desk(_script(CALL, (CALL, "stop", chat().stop_ids[1]), "Rain."))
+    d.take([USER], tools=tools)
+    two = d.take([USER], tools=tools)
+    three = d.take([USER, two.reply, _tool(two, "3")], tools=tools)
+    assert d.link(three) == "root:no_end_of_turn_in_template"
+    check_invariants(d)
 
 
 def test_the_deepest_match_wins_and_gives_the_reason(desk: Any) -> None:
@@ -404,7 +395,7 @@ def test_the_same_request_again_is_a_sibling(desk: Any, tools: Any) -> None:
     messages = [USER, one.reply, _tool(one, "3")]
     two, three = d.take(messages, tools=tools), d.take(messages, tools=tools)
     assert [d.link(two), d.link(three)] == [one.turn_id, one.turn_id]
-    assert len(check_invariants(d.trajectory(), d.engine)) == 2
+    assert len(check_invariants(d)) == 2
 
 
 def test_an_echo_proves_delivery(desk: Any) -> None:
@@ -490,7 +481,7 @@ def test_forty_turns_of_a_mutating_client_are_one_sample(desk: Any, tools: Any, 
         new = [{"role": "tool", "tool_call_id": c["id"], "content": text()} for c in calls]
         said += [message, *(new or [_user(text())])]
     trajectory = d.trajectory()
-    (sample,) = check_invariants(trajectory, d.engine)
+    (sample,) = check_invariants(d)
     assert list(sample.turn_ids) == taken
     parents = [trajectory.turns[t].requested.parent_turn_id for t in taken]
     assert parents == [None, *taken[:-1]]

@@ -1,0 +1,81 @@
+"""The record of what an upstream said: exact where it tells all ids, else text only. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollbook.ingest.upstream.reply import UpstreamChoice, UpstreamReply
+from rollbook.store.events import Json, TurnCompleted, TurnRequested, VersionSpan, token_ids
+from rollbook.store.trajectory import prompt_sha256
+
+TEXT_ONLY = "text_only"
+REDACTED = "redacted"
+
+
+def completed_turn(
+    requested: TurnRequested,
+    choice: UpstreamChoice,
+    reply: UpstreamReply,
+    *,
+    policy: str,
+    timings: Json,
+    ended: bool,
+    redacted: bool,
+) -> TurnCompleted:
+    """The record of a choice. Its ids count only with the prompt's: without, they have no context.
+
+    Args:
+        ended: the reply came to its end by itself.
+        redacted: something was taken out of the text, so its tokens are not to be kept.
+    """
+    exact = bool(choice.ids and reply.prompt_ids)
+    ids = token_ids(choice.ids if exact else [])
+    prompt_ids = token_ids(reply.prompt_ids if exact else [])
+    logprobs = choice.logprobs if exact else None
+    version = _version(reply.rest) if exact else None
+    spans = () if version is None else (VersionSpan(policy, version, 0, len(ids)),)
+    semantics = (
+        {"kind": "upstream", "of": "as the upstream says"} if logprobs is not None else {"kind": "none"}
+    )
+    flags = [*([] if exact else [TEXT_ONLY]), *([REDACTED] if redacted else [])]
+    return TurnCompleted(
+        trajectory_id=requested.trajectory_id,
+        turn_id=requested.turn_id,
+        policy=policy if spans else None,
+        policy_version=version,
+        prompt_ids=prompt_ids,
+        completion_ids=ids,
+        logprobs=None if logprobs is None else _float32(logprobs),
+        version_spans=spans,
+        prompt_length=len(prompt_ids),
+        prompt_sha256=prompt_sha256(prompt_ids),
+        finish_reason=choice.finish_reason or ("unknown" if ended else "abort"),
+        reply=choice.message,
+        logprob_semantics=semantics,
+        flags=flags,
+        timings=timings,
+        upstream=reply.rest | _told(choice, reply, exact=exact),
+    )
+
+
+def _told(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
+    told: Json = {"choice": choice.told} if choice.told else {}
+    if reply.error:
+        told["error"] = reply.error
+    if not exact:
+        kept = {"prompt_token_ids": reply.prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
+        told |= {k: v for k, v in kept.items() if v is not None}
+    return told
+
+
+def _float32(values: list[float]) -> Any:
+    return np.asarray(values, dtype=np.float32)
+
+
+def _version(rest: Json) -> int | None:
+    """The policy version that SGLang's replies name in their metadata."""
+    metadata = rest.get("metadata")
+    text = str(metadata.get("weight_version", "")) if isinstance(metadata, dict) else ""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None

@@ -1,0 +1,101 @@
+"""Where requests are passed on to, and with which headers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multidict import CIMultiDict
+
+from rollbook.ingest.identity import KEY_PREFIX
+from rollbook.store.events import Json
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""Headers between two neighbours, which are not passed on; nor are those that `connection` names."""
+
+_MADE_ANEW = frozenset({b"host", b"content-length", b"expect"})
+"""Headers of a request that follow from where it goes and how it is sent."""
+
+_KEYS = ("authorization", "x-api-key")
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Headers, by lower-case name, without those that are between two neighbours."""
+    lower = [(name.lower(), value) for name, value in headers]
+    named = {
+        word.strip() for name, value in lower if name == b"connection" for word in value.lower().split(b",")
+    }
+    return [(name, value) for name, value in lower if name not in HOP_BY_HOP and name not in named]
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Where requests go.
+
+    Attributes:
+        url: its address, with or without /v1 at the end.
+        key: sent instead of the agent's own; None: the agent's is passed on.
+        ask: fields put into chat completions and completions, such as `return_token_ids`.
+    """
+
+    url: str
+    key: str | None = None
+    ask: Json | None = None
+
+    def target(self, path: str, query: str) -> str:
+        """The address of an endpoint's path."""
+        base = self.url.rstrip("/").removesuffix("/v1")
+        return base + path + (f"?{query}" if query else "")
+
+    def headers(self, sent: Headers, path: str, *, own_keys: bool, plain: bool) -> CIMultiDict[str]:
+        """Headers to pass on.
+
+        Args:
+            own_keys: the key that was sent is the proxy's own, and nobody else's business.
+            plain: the reply is to be read here, so it must come uncompressed.
+        """
+        passed: CIMultiDict[str] = CIMultiDict()
+        for name, value in end_to_end(sent):
+            if name not in _MADE_ANEW and not name.startswith(b"x-rollbook-"):
+                passed.add(name.decode("latin-1"), _text(value))
+        mine = own_keys or any(_names_trajectory(passed.get(key_header, "")) for key_header in _KEYS)
+        if self.key is not None or mine:
+            anthropic = "x-api-key" in passed or (
+                "authorization" not in passed and path.startswith("/v1/messages")
+            )
+            for key_header in _KEYS:
+                passed.popall(key_header, None)
+            if self.key is not None:
+                named = ("x-api-key", self.key) if anthropic else ("authorization", f"Bearer {self.key}")
+                passed.add(*named)
+        if plain:
+            passed["accept-encoding"] = "identity"
+        return passed
+
+
+def _text(value: bytes) -> str:
+    """A header's value as text that is encoded to the same bytes, as UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _names_trajectory(value: str) -> bool:
+    """Whether it is a key of one trajectory, as a bearer token or bare."""
+    bearer = value[:7].lower() == "bearer "
+    return (value[7:] if bearer else value).strip().startswith(KEY_PREFIX)

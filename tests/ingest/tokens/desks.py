@@ -1,0 +1,144 @@
+"""A desk that remembers what its engine saw of each turn, and can be closed and opened again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from tests.ingest.conftest import Desk, NoisyEngine
+
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.endpoints.chat import ChatCompletions
+from rollbook.ingest.endpoints.completions import Completions
+from rollbook.ingest.engines.engine import Generation
+from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.replies.family import Family
+from rollbook.ingest.requests import OpenTrajectory
+from rollbook.ingest.running import RunningCall
+from rollbook.ingest.tokens.bridge import TreePolicy
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.turns import TurnTaker
+from rollbook.store.events import Json, VersionSpan, token_ids
+from rollbook.store.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the engine was sent for a turn, and what it gave."""
+
+    prompt: np.ndarray
+    generation: Generation
+    images: tuple[str, ...]
+
+
+@dataclass
+class SeenEngine(NoisyEngine):
+    """Remembers each turn by its id. An answer is a text, or (text, finish, last id or None), or an error.
+
+    `swaps` is after how many ids the weights change in mid-completion (None: never).
+    """
+
+    seen: dict[str, Made] = field(default_factory=dict)
+    swaps: int | None = None
+
+    async def generate(
+        self, prompt: Any, sampling: Any, heard: Any = lambda ids, logprobs: None
+    ) -> Generation:
+        """The next answer."""
+        answer = self.answers(prompt.messages, prompt.tools)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        if isinstance(answer, Exception):
+            raise answer
+        text, finish, last = (
+            answer if isinstance(answer, tuple) else (answer, "stop", self.tokenizer.stop_ids[0])
+        )
+        ids = self.ids_of(text) + ([] if last is None else [last])
+        logprobs = np.array([-self.rng.random() for _ in ids], np.float32)
+        made = Generation(
+            token_ids(ids), logprobs, self._spans(len(ids)), finish, {"kind": "sampled", "temperature": 0.5}
+        )
+        heard(ids, logprobs.tolist())
+        self.sent.append(prompt.ids)
+        self.made.append(made)
+        self.seen[prompt.request_id] = Made(prompt.ids, made, prompt.images)
+        return made
+
+    def _spans(self, length: int) -> tuple[VersionSpan, ...]:
+        if self.swaps is None or not 0 < self.swaps < length:
+            return (VersionSpan("actor", self.version, 0, length),)
+        self.version += 1
+        return (
+            VersionSpan("actor", self.version - 1, 0, self.swaps),
+            VersionSpan("actor", self.version, self.swaps, length),
+        )
+
+
+class TokenDesk(Desk):
+    """A desk whose engine is a `SeenEngine`."""
+
+    engine: SeenEngine
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: ChatTokenizer,
+        answers: Callable[[Any, Any], Any],
+        policy: TreePolicy | None = None,
+        family: Family | None = None,
+    ) -> None:
+        super().__init__(path, tokenizer, answers, policy)
+        self.engine = SeenEngine(tokenizer, answers)
+        self._serve(family or self.taker.family)
+
+    def _serve(self, family: Family) -> None:
+        self.taker = TurnTaker(self.recorder, self.engine, self.taker.bridges, family)
+
+    def restart(self) -> None:
+        """Close the recorder, and open another one that has only the log to go by."""
+        self.runner.run(self.taker.drained())
+        self.recorder.close()
+        self.recorder = Recorder(self.store, "serve", "default")
+        self._serve(self.taker.family)
+
+    def begin(self, messages: list[Any], name: str = "t", **body: Any) -> tuple[LiveTrajectory, RunningCall]:
+        """One request, begun."""
+        return self.begin_body({"messages": messages} | body, name)
+
+    def begin_body(self, body: Json, name: str = "t") -> tuple[LiveTrajectory, RunningCall]:
+        """One request for a chat completion, or for the completion of a prompt, begun."""
+        live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
+        raw = orjson.dumps(body)
+        endpoint = Completions() if "prompt" in body else ChatCompletions()
+        call = endpoint.read(orjson.loads(raw), lambda turn_id: None)
+        return live, self.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0))
+
+    def take_all(self, *bodies: Json, name: str = "t", delivered: bool = True) -> list[list[AnsweredTurn]]:
+        """Requests at once: the siblings that each became."""
+
+        async def take() -> list[list[AnsweredTurn]]:
+            begun = [self.begin_body(body, name) for body in bodies]
+            answered = [await asyncio.shield(running.done) for _, running in begun]
+            for (live, _), turns in zip(begun, answered, strict=True):
+                for turn in turns if delivered else ():
+                    self.recorder.mark_delivered(live, turn.turn_id, "sent")
+            return answered
+
+        return self.runner.run(take())
+
+    def complete(self, prompt: Any, name: str = "t", **body: Any) -> AnsweredTurn:
+        """The completion of a raw prompt."""
+        [[turn]] = self.take_all({"prompt": prompt} | body, name=name)
+        return turn
+
+    def trajectories(self) -> list[Trajectory]:
+        """All of them, as they can be folded from the log now."""
+        self.runner.run(self.recorder.settle())
+        return list(self.store.trajectories().values())

@@ -1,0 +1,150 @@
+"""Trajectories live on over restarts and crashes, are finished once, and rewarded by the reply's own id."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from http_upstream import chat_reply, streamed, whole
+from upstream_replies import ENDPOINTS
+
+from rollbook import store
+from rollbook.store.trajectory import fold
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize("path", [p for p in ENDPOINTS if ENDPOINTS[p]["goes_on"]])
+def test_a_conversation_goes_on_over_a_restart(passing: Any, upstream: Any, path: str) -> None:
+    """The next request hangs on the turn from before, and is stored as what is new in it."""
+    told = ENDPOINTS[path]
+    upstream.answers += [streamed(told["stream"]), whole(told["whole"])]
+    passed = passing()
+    passed.post(path, told["asks"] | {"stream": True})
+    passed.turn()
+    again = passing()
+    again.post(path, told["goes_on"])
+    one, two = again.turns(count=2)
+    assert two.requested.parent_turn_id == one.turn_id
+    assert two.requested.base_turn_id == one.turn_id
+    if path != CHAT:
+        assert two.requested.wire["shared_items"] == 1
+        sent = told["goes_on"]["input" if path == "/v1/responses" else "messages"]
+        assert again.trajectories()["t"].items(two) == sent
+
+
+def test_a_finished_trajectory_takes_no_more(passing: Any, upstream: Any) -> None:
+    """409, also after a restart, and the upstream is not asked."""
+    passed = passing()
+    passed.chat(USER)
+    assert passed.finish(reward=0.5, success=True).json()["turns"] == 1
+    for again in (False, True):
+        proxy = passing() if again else passed
+        refused = proxy.chat(USER)
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false")
+        assert refused.json()["error"]["code"] == "trajectory_finished"
+    assert len(upstream.asked) == 1
+    assert proxy.sql("select status, success, reward, turns from trajectories") == [
+        ("completed", True, 0.5, 1)
+    ]
+
+
+def test_an_abandoned_trajectory_is_finished(passing: Any, upstream: Any) -> None:
+    """--abandon-s counts from the last request, and not while one runs."""
+    passed = passing(abandoned_s=0.6)
+    hold = threading.Event()
+    data = ENDPOINTS[CHAT]["stream"]
+    upstream.answers.append(streamed(data, [50], hold=hold, held=1))
+    with passed.http.stream("POST", f"/t/t{CHAT}", json={"messages": [USER], "stream": True}) as reply:
+        time.sleep(1.5)
+        hold.set()
+        reply.read()
+    assert passed.trajectories()["t"].finished is None
+    deadline = time.monotonic() + 10
+    while passed.trajectories()["t"].finished is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert passed.trajectories()["t"].finished.status == "aborted"
+
+
+def test_rewards_by_the_replys_own_id(passing: Any, upstream: Any) -> None:
+    """A turn is named by the id that the upstream gave its reply, at any time; an unknown one is a 422."""
+    passed = passing()
+    upstream.answers += [whole(chat_reply(id=f"chatcmpl-{i}")) for i in "ab"]
+    passed.chat(USER)
+    passed.chat(USER)
+    one, two = passed.turns(count=2)
+
+    def reward(turn: str, value: float) -> httpx.Response:
+        body = {"reward": value, "turn": turn, "source": "judge"}
+        return passed.http.post("/v1/trajectories/t/rewards", json=body)
+
+    assert reward("chatcmpl-b", 0.25).status_code == 201
+    assert passed.finish(reward=1.0).status_code == 200
+    assert reward("chatcmpl-a", 0.75).status_code == 201
+    assert reward(f"chatcmpl-{two.turn_id}", 0.5).status_code == 201
+    assert reward("chatcmpl-c", 0.5).status_code == 422
+    label = {"name": "good", "value": True, "turn": "chatcmpl-a"}
+    assert passed.http.post("/v1/trajectories/t/labels", json=label).status_code == 201
+    trajectory = passed.trajectories()["t"]
+    assert trajectory.reward("judge", one.turn_id) == 0.75
+    assert trajectory.reward("judge", two.turn_id) == 0.5
+    assert trajectory.reward() == 1.0
+
+
+def test_of_several_choices_the_first_has_the_id(passed: Any, upstream: Any) -> None:
+    """Siblings share the upstream's id."""
+    choices = [{"index": i, "message": {"role": "assistant", "content": str(i)}} for i in range(2)]
+    upstream.answers.append(whole(chat_reply(choices=choices)))
+    passed.chat(USER, n=2)
+    first, _ = passed.turns(count=2)
+    body = {"reward": 1.0, "turn": "chatcmpl-up1"}
+    assert passed.http.post("/v1/trajectories/t/rewards", json=body).status_code == 201
+    assert passed.trajectories()["t"].reward("agent", first.turn_id) == 1.0
+
+
+def test_kill_between_request_and_reply(serve: Any, upstream: Any) -> None:
+    """kill -9 while an upstream works: the request is in the log, its turn never ended, and all goes on."""
+    served = serve("--engine", "upstream", "--engine-url", upstream.url)
+    url = f"{served.url}/t/t{CHAT}"
+    first = httpx.post(url, json={"messages": [USER]}).json()["choices"][0]["message"]
+    hold = threading.Event()
+    answer = whole(chat_reply("never"))
+    answer.hold = hold
+    upstream.answers.append(answer)
+    following = {"messages": [USER, first, USER]}
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            httpx.post(url, json=following, timeout=30)
+        except httpx.TransportError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    deadline = time.monotonic() + 20
+    while len(_turns(served)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    served.kill()
+    asking.join(20)
+    assert len(errors) == 1
+    assert upstream.left.wait(10)
+    served.start()
+    assert httpx.post(url, json=following).json() == chat_reply()
+    finish = httpx.post(f"{served.url}/v1/trajectories/t/finish", json={"reward": 1.0})
+    assert finish.json()["turns"] == 2
+    one, lost, again = _turns(served)
+    assert (lost.completed, lost.failed) == (None, None)
+    assert again.requested.parent_turn_id == lost.requested.parent_turn_id == one.turn_id
+    rows = store.connect(served.path).execute("select status from turns order by seq").fetchall()
+    assert rows == [("completed",), ("running",), ("completed",)]
+    served.stop()
+
+
+def _turns(served: Any) -> list[Any]:
+    [trajectory] = fold(store.open(served.path).events()).values()
+    return list(trajectory.turns.values())

@@ -1,0 +1,161 @@
+"""What the views say of how a turn came in, and of whether its tokens are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Event, Store
+from rollbook.store.events import (
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnRequested,
+    token_ids,
+)
+from rollbook.store.sealed.derived import TRAJECTORIES, build_derived
+from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.sealed.unit import current_units, derived_folder
+from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.trajectory import prompt_sha256
+
+ENDED: dict[str, list[list[int] | None]] = {
+    "exact": [[1], [2, 3]],
+    "text": [[], []],
+    "both": [[], [4], None],
+    "running": [None],
+    "none": [],
+}
+"""Trajectory -> the ids of each of its turns; none: it did not end."""
+TOKENS = [("both", "mixed"), ("exact", "exact"), ("none", None), ("running", None), ("text", "text_only")]
+
+
+def _requested(name: str, number: int, wire: dict[str, Any]) -> TurnRequested:
+    return TurnRequested(
+        trajectory_id=f"id-{name}",
+        turn_id=f"{name}-{number}",
+        request_id="r",
+        parent_turn_id=None,
+        root_reason="first_turn",
+        base_turn_id=None,
+        shared_messages=0,
+        messages=[],
+        request={},
+        requested_model=None,
+        sampling={},
+        honoured={},
+        context_key="",
+        wire=wire,
+    )
+
+
+def _completed(name: str, number: int, ids: list[int]) -> TurnCompleted:
+    nothing = token_ids([])
+    return TurnCompleted(
+        trajectory_id=f"id-{name}",
+        turn_id=f"{name}-{number}",
+        policy=None,
+        policy_version=None,
+        prompt_ids=nothing,
+        completion_ids=token_ids(ids),
+        logprobs=None,
+        version_spans=(),
+        prompt_length=0,
+        prompt_sha256=prompt_sha256(nothing),
+        finish_reason="stop",
+        reply={},
+        logprob_semantics={},
+        flags=[],
+        timings={},
+    )
+
+
+def _events() -> list[Event]:
+    records: list[Any] = []
+    for name, turns in ENDED.items():
+        records.append(TrajectoryOpened(f"id-{name}", name))
+        for number, ids in enumerate(turns):
+            wire = {"endpoint": "/v1/messages", "choice": number, "retry": 3} if number else {}
+            records.append(_requested(name, number, wire))
+            records += [] if ids is None else [_completed(name, number, ids)]
+    records.append(TrajectoryFinished("id-exact"))
+    return [Event(record, "demo") for record in records]
+
+
+@pytest.fixture(params=[1, 10**9], ids=["an event a segment", "one segment"])
+def written(store: Store, request: pytest.FixtureRequest) -> Store:
+    """All of it, in segments of many sizes."""
+    with store.writer("serve", AppendSettings(segment_bytes=request.param)) as writer:
+        for event in _events():
+            writer.append([event]).result(30)
+    return store
+
+
+def _sealed(store: Store) -> list[Path]:
+    """Seal all that can be sealed, and derive; the folders of what was derived."""
+    list(seal_closed(store.path, "serve", SealSettings()))
+    units = current_units(store.path, "serve")
+    for unit in units:
+        build_derived(store.path, unit)
+    return [derived_folder(store.path, unit) for unit in units]
+
+
+def _tokens(store: Store) -> list[Any]:
+    query = "select trajectory, tokens from trajectories order by trajectory"
+    return rb.connect(store.path).execute(query).fetchall()
+
+
+def test_how_a_turn_came_in(written: Store) -> None:
+    """Its endpoint, choice and retry; what says nothing of it was a chat completion's first attempt."""
+    query = "select turn_id, endpoint, choice, retry, tokens from turns order by turn_id"
+    first, later = ("/v1/chat/completions", 0, 0), ("/v1/messages", 1, 3)
+    expected = [
+        ("both-0", *first, "text_only"),
+        ("both-1", *later, "exact"),
+        ("both-2", "/v1/messages", 2, 3, None),
+        ("exact-0", *first, "exact"),
+        ("exact-1", *later, "exact"),
+        ("running-0", *first, None),
+        ("text-0", *first, "text_only"),
+        ("text-1", *later, "text_only"),
+    ]
+    assert rb.connect(written.path).execute(query).fetchall() == expected
+    _sealed(written)
+    assert rb.connect(written.path).execute(query).fetchall() == expected
+
+
+def test_a_trajectorys_tokens(written: Store) -> None:
+    """Exact, text only or mixed, by its completed turns: live, sealed and derived."""
+    assert _tokens(written) == TOKENS
+    _sealed(written)
+    assert _tokens(written) == TOKENS
+
+
+def test_what_an_older_release_derived_still_answers(written: Store) -> None:
+    """Derived files without the count are read beside those that have it, and beside what is live."""
+    folders = _sealed(written)
+    for folder in folders[::2]:
+        file = folder / TRAJECTORIES
+        pq.write_table(pq.read_table(file).drop_columns(["exact_turns"]), file)
+    assert _tokens(written) == TOKENS
+    assert rb.connect(written.path).execute("select sum(turns) from trajectories").fetchall() == [(6,)]
+
+
+def test_who_does_not_ask_does_not_pay(written: Store) -> None:
+    """Neither column adds a join or a file to a question about others."""
+    _sealed(written)
+    connection = rb.connect(written.path)
+
+    def plan(query: str) -> str:
+        return str(connection.execute(f"explain {query}").fetchall()[0][1])
+
+    assert "Join" in plan("select max(reward) from trajectories")
+    assert "Join" not in plan("select count(*), max(opened) from trajectories")
+    assert "Join" not in plan("select tokens, count(*) from trajectories group by 1")
+    assert "Join" not in plan("select tokens, max(latency_ms) from turns group by 1")
+    assert "Join" in plan("select endpoint, count(*) from turns group by 1")
+    assert "exact_turns" not in plan("select max(opened), max(turns) from trajectories")
