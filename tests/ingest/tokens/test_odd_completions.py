@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
+from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.turn_records import Arrival
 from rollbook.store.errors import EngineError, RequestError, WriteFailedError
 from rollbook.store.events import TurnCompleted
 from rollbook.store.trajectory import fold
@@ -296,3 +299,27 @@ def test_ids_come_back_as_they_were_sent(desk: Any) -> None:
     start = one.completed.prompt_length
     assert np.array_equal(d.engine.seen[two.turn_id].prompt[start : start + len(sampled)], sampled)
     assert sampled.tolist() != d.tokenizer.encode(d.tokenizer.decode(sampled, special=True)).tolist()
+
+
+def test_a_quarantined_conversation_goes_on_after_a_restart(desk: Any) -> None:
+    """What names no trajectory is told apart by what it goes on from, whoever recorded the beginning."""
+    d = desk(lambda messages, tools: "yes")
+    asked = [{"role": "user", "content": "who am I?"}]
+
+    async def take(messages: list[Any]) -> tuple[str, str]:
+        live = d.recorder.unnamed(messages)
+        raw = orjson.dumps({"messages": messages})
+        call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
+        [turn] = await d.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done
+        return live.opened.name, turn.turn_id
+
+    name, first = d.runner.run(take(asked))
+    d.restart()
+    more = [*asked, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "sure?"}]
+    again, second = d.runner.run(take(more))
+    assert again == name
+    other, _ = d.runner.run(take(asked))
+    assert other != name
+    [trajectory] = [t for t in d.trajectories() if t.opened.name == name]
+    assert trajectory.turns[second].requested.parent_turn_id == first
+    assert trajectory.opened.split == "quarantine"

@@ -95,6 +95,23 @@ def test_rewards_by_the_replys_own_id(passing: Any, upstream: Any) -> None:
     assert trajectory.reward() == 1.0
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_finish_rewards_turns_by_the_upstreams_ids(passing: Any, upstream: Any, restarted: bool) -> None:
+    """Also over a restart; an id that no reply had is a 422, and the trajectory stays open."""
+    passed = passing()
+    upstream.answers += [whole(chat_reply(id=f"chatcmpl-{i}")) for i in "ab"]
+    passed.chat(USER)
+    passed.chat(USER)
+    one, two = passed.turns(count=2)
+    if restarted:
+        passed = passing()
+    assert passed.finish(turn_rewards={"chatcmpl-c": 1.0}).status_code == 422
+    given = {"chatcmpl-b": 0.25, f"chatcmpl-{one.turn_id}": 0.5}
+    assert passed.finish(turn_rewards=given).status_code == 200
+    trajectory = passed.trajectories()["t"]
+    assert [trajectory.reward("agent", t.turn_id) for t in (one, two)] == [0.5, 0.25]
+
+
 def test_of_several_choices_the_first_has_the_id(passed: Any, upstream: Any) -> None:
     """Siblings share the upstream's id."""
     choices = [{"index": i, "message": {"role": "assistant", "content": str(i)}} for i in range(2)]
