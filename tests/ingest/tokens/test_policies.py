@@ -193,7 +193,7 @@ def test_a_turn_that_ended_otherwise_is_not_closed(desk: Any, chat: Any) -> None
 
 @pytest.mark.parametrize("unfinished", ["root", "close"])
 def test_a_reply_that_was_cut_in_front_of_its_end_makes_a_root(desk: Any, unfinished: str) -> None:
-    """13: an engine that ran past the stop string sampled what nobody was shown; nothing goes on from that."""
+    """13: an engine that ran past the stop string sampled what nobody was shown: nothing goes on from it."""
     d = desk(_script("Sunny.#stop# and more", "Rain."), policy=TreePolicy(unfinished=unfinished))
     one = d.take([USER], stop=["#stop#"])
     assert (one.reply["content"], one.completed.flags) == ("Sunny.", ["stop_string"])
