@@ -53,7 +53,10 @@ class PlayedEngine:
         """Nothing to get ready."""
 
     async def close(self) -> None:
-        """Nothing to stop."""
+        """End what still runs, as after a test that failed in the middle."""
+        self.doors.set()
+        for ended in self._running.values():
+            ended.set()
 
     async def ready(self) -> None:
         """Wait for the doors."""

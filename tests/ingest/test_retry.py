@@ -13,6 +13,7 @@ import streamed
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
+from rollbook.ingest import respond
 from rollbook.store.errors import EngineError
 from rollbook.store.trajectory import fold
 
@@ -150,6 +151,66 @@ def test_a_retry_of_what_is_being_aborted_is_a_new_attempt(proxy: Any) -> None:
     assert (one.completed.finish_reason, one.delivered) == ("abort", None)
     assert (two.completed.finish_reason, two.delivered) == ("stop", "sent")
     assert [t.requested.wire.get("retry") for t in (one, two)] == [None, 1]
+
+
+def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: Any) -> None:
+    """Half a reply that nobody waited for is kept, and never given for the whole."""
+    engine = proxy.engine
+    engine.pace = asyncio.Semaphore(2)
+
+    async def scenario() -> None:
+        engine.prompts.clear()
+        first = proxy.exchange(f"/t/aborted{CHAT}", asked("chat"))
+        await first.until(lambda: engine.prompts)
+        await asyncio.sleep(0.01)
+        first.leave()
+        await first.end()
+        await proxy.taker.drained()
+
+    proxy.run(scenario())
+    engine.pace = None
+    reply = proxy.ask(f"/t/aborted{CHAT}", asked("chat"), headers=AGAIN)
+    assert reply.json["choices"][0]["message"]["content"] == "sample 1"
+    one, two = _turns(proxy, "aborted")
+    assert (one.completed.finish_reason, two.completed.finish_reason) == ("abort", "stop")
+
+
+def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot abort went on to the end: that reply is given, and delivered only then."""
+    engine = proxy.engine
+    engine.pace = asyncio.Semaphore(0)
+
+    async def nothing(request_id: str) -> None:
+        return
+
+    async def scenario() -> None:
+        engine.prompts.clear()
+        first = proxy.exchange(f"/t/taken{CHAT}", asked("chat"))
+        await first.until(lambda: engine.prompts)
+        first.leave()
+        await first.end()
+        for _ in range(50):
+            engine.pace.release()
+        await proxy.taker.drained()
+
+    class Gone(respond._Client):
+        """One that went in the very moment in which the reply was there."""
+
+        def __init__(self, *ends: Any) -> None:
+            super().__init__(*ends)
+            self.gone = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "abort", nothing)
+        proxy.run(scenario())
+        patch.setattr(respond, "_Client", Gone)
+        proxy.ask(f"/t/taken{CHAT}", asked("chat"), headers=AGAIN)
+    (turn,) = _turns(proxy, "taken")
+    assert (turn.completed.finish_reason, turn.delivered) == ("stop", None)
+    reply = proxy.ask(f"/t/taken{CHAT}", asked("chat"), headers=AGAIN)
+    assert reply.json["choices"][0]["message"]["content"] == "sample 0"
+    (turn,) = _turns(proxy, "taken")
+    assert turn.delivered == "sent"
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "no"}])

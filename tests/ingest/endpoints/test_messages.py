@@ -178,6 +178,7 @@ def test_thinking_that_cannot_be_read_is_dropped(proxy: Any, name: str) -> None:
         ({"type": "none"}, True, False),
         ({"type": "any"}, False, True),
         ({"type": "tool", "name": "calc"}, False, True),
+        ({"type": ["odd"]}, False, True),
     ],
 )
 def test_tool_choice(proxy: Any, name: str, choice: Any, honoured: bool, calls: bool) -> None:

@@ -128,6 +128,15 @@ def test_each_form_of_input_is_one_prompt(proxy: Any, name: str, form: str) -> N
     assert proxy.engine.prompts[-1].ids.tolist() == ids
 
 
+@pytest.mark.parametrize("summary", [True, 5, "text", {"text": "x"}, ["text"], [{"text": 5}]])
+def test_reasoning_of_another_form_is_no_fault(proxy: Any, name: str, summary: Any) -> None:
+    """What cannot be read as reasoning says nothing, or what its numbers spell."""
+    items = [_user("a"), {"type": "reasoning", "summary": summary}, {"role": "assistant", "content": "b"}]
+    _ask(proxy, name, input=[*items, _user("c")])
+    (turn,) = _turns(proxy, name)
+    assert [m["role"] for m in proxy.trajectories()[name].messages(turn)] == ["user", "assistant", "user"]
+
+
 def _conversation(proxy: Any, name: str, goes_on: Any) -> None:
     """Three turns with a call between them; `goes_on` makes the next request of (body, response, new)."""
     first: Any = {"input": [_user("go")], "tools": [TOOL]}
