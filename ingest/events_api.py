@@ -124,7 +124,7 @@ def _limit(query: Query) -> int | None:
     text = query.get("limit")
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**53):
+    if not (text.isascii() and text.isdigit() and len(text) < 17 and 0 < int(text) < 2**53):
         raise _bad_query(f"limit={text}", "use a number of events, 1 or more")
     return int(text)
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 
 from rollbook.ingest.recorder import Recorder
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import RequestError, WriteFailedError
 
 EVERY_S = 5.0
 
@@ -19,5 +19,5 @@ async def sweep(recorder: Recorder, abandoned_s: float) -> None:
         late = time.monotonic() - abandoned_s
         for live in recorder.open_trajectories():
             if not live.running and not live.sending and live.active_s < late:
-                with contextlib.suppress(RequestError):
+                with contextlib.suppress(RequestError, WriteFailedError):
                     await recorder.abandon(live)

@@ -125,6 +125,8 @@ class TurnTaker:
         """Answer a request; whatever happens, its future is resolved and the trajectory knows."""
         try:
             await self._let_in()
+            if running.abandoned:
+                raise EngineError("its client left before the engine took it")
             # All siblings come to an end, also where one fails: each is a turn of its own.
             ends = [self._turn(live, running, turn, plan) for turn in running.turns]
             answers = await asyncio.gather(*ends, return_exceptions=True)

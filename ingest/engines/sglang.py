@@ -21,6 +21,8 @@ from rollbook.store.errors import EngineError
 from rollbook.store.events import Json
 
 CONNECT_S = 10.0
+KEEP_ALIVE_S = 4.0
+"""A connection that was idle for longer is not used again: servers close theirs after five."""
 ABORT_AGAIN_S = 0.5
 _HONOURED = frozenset(
     {
@@ -71,9 +73,8 @@ class SglangEngine:
             EngineError: nothing answers there, or not as SGLang does.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=self._headers
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         try:
             self._version = policy_version_of((await self._model_info()).get("weight_version"))
         except BaseException:

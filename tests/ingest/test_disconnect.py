@@ -212,7 +212,6 @@ def test_an_echo_proves_the_delivery(proxy: Any) -> None:
     assert _trained(proxy, "echo") == len(one.completed.completion_ids) + len(two.completed.completion_ids)
 
 
-@pytest.mark.xfail(strict=True, reason="TurnTaker asks the engine also for those who left while it was held")
 def test_waiting_clients_that_leave_are_not_answered(proxy: Any) -> None:
     """Gone while the engine was held: nothing is sampled for nobody, and the trajectory can be finished."""
     engine = proxy.engine
