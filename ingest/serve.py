@@ -17,7 +17,7 @@ from rich.console import Console
 from rollbook import store
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.replies.detect import detect_family, family_named
+from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.sealer_child import sealer_beside
 from rollbook.ingest.serve_options import ServeOptions, make_engine, model_of, upstream_of
 from rollbook.ingest.tokens.bridge import Bridges
@@ -56,8 +56,7 @@ def _serve_tokens(options: ServeOptions) -> None:
     """Make the ids here, and have an engine answer them."""
     model = model_of(options)
     tokenizer = load_chat_tokenizer(model)
-    auto = options.reply_format == "auto"
-    family = family_named(detect_family(tokenizer.template_source) if auto else options.reply_format)
+    family = choose_family(options.reply_format, model, tokenizer.template_source)
     engine = make_engine(options, tokenizer)
     listener = _listen(options.host, options.port)
     with _recorder(options) as recorder:
