@@ -1,7 +1,8 @@
 """SGLang over its native `/generate`: ids in, ids, logprobs and weight versions out.
 
 Nothing here goes through text: SGLang's OpenAI routes render and parse by themselves, and their streams leave
-logprobs out. One server, or a router in front of several.
+logprobs out. One server, or a router in front of several. It is asked with aiohttp: with 50 requests at once
+httpx takes 27 times the CPU.
 """
 
 from __future__ import annotations
