@@ -365,7 +365,7 @@ def test_whatever_clients_do_the_log_is_what_the_engine_saw(chats: dict[str, Cha
     """28: I1 to I10 hold of every trajectory, before and after restarts; what must extend does."""
     clients = type("Clients", (Clients,), {"chats": chats})
     profile = settings(
-        max_examples=30,
+        max_examples=20,
         stateful_step_count=25,
         deadline=None,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes
