@@ -91,6 +91,16 @@ class FrontDoor:
         if key_name(self.check(request)) is not None and self.options.api_keys:
             raise RequestError(403, "other_trajectory", "this API key is of one trajectory alone")
 
+    def check_running(self, running: int) -> None:
+        """Refuse a request beyond those that may be answered at once.
+
+        Raises:
+            RequestError: 429.
+        """
+        if running >= self.options.max_running:
+            text = f"{running} requests are running, as many as --max-running allows: try again"
+            raise RequestError(429, "too_many_requests", text)
+
     def enter(self, request: Request) -> tuple[Json, str, str | None]:
         """(what the path says of the trajectory, the endpoint's path, the key).
 

@@ -11,11 +11,11 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.requests import Request
 from starlette.responses import Response
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.error_replies import told
+from rollbook.ingest.recorder import Recorder
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
@@ -74,6 +74,11 @@ class Metrics:
         if isinstance(error, Exception):
             self.failures.labels(told(error)[1]).inc()
 
-    async def page(self, _: Request) -> Response:
+    def page(self, recorder: Recorder, version: int | None = None) -> Response:
         """The text that Prometheus reads."""
+        alive = recorder.open_trajectories()
+        self.open.set(len(alive))
+        self.running.set(sum(live.running for live in alive))
+        if version is not None:
+            self.version.set(version)
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -141,6 +141,19 @@ def check_messages(messages: Sequence[Any]) -> None:
         raise RequestError(400, "nothing_to_answer", text)
 
 
+def check_tools(tools: Any) -> list[Json]:
+    """The tools of a request in its endpoint's own form; none where there are none.
+
+    Raises:
+        RequestError: 400, they are no list of objects.
+    """
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RequestError(400, "bad_request", "tools: send a list of objects")
+    return tools
+
+
 def _check_calls(index: int, calls: Any) -> None:
     if calls is None:
         return

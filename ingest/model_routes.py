@@ -71,9 +71,7 @@ class ModelRoutes:
         endpoint = ENDPOINTS.get(unquote(path))
         if endpoint is None:
             raise RequestError(404, "not_found", f"{path}: write /t/ID/v1/..., with the path as it is")
-        if self._running >= self.door.options.max_running:
-            text = f"{self._running} requests are running, as many as --max-running allows: try again"
-            raise RequestError(429, "too_many_requests", text)
+        self.door.check_running(self._running)
         self._running += 1
         try:
             async with self.room.body(request) as raw:
@@ -95,7 +93,7 @@ class ModelRoutes:
             lambda turns: _headers(live, running, turns),
             lambda turns, delivered: self._sent(live, running, turns, delivered),
             self.taker.abort,
-            lambda error: endpoint.error(*told(error)[:3]),
+            lambda error: endpoint.error(*told(error)),
             lambda: self._left(live),
         )
 

@@ -78,10 +78,4 @@ def _add_metrics(app: FastAPI, taker: TurnTaker, metrics: Metrics, door: FrontDo
     @app.get("/metrics")
     async def page(request: Request) -> Response:
         door.check_operator(request)
-        alive = taker.recorder.open_trajectories()
-        metrics.open.set(len(alive))
-        metrics.running.set(sum(t.running for t in alive))
-        version = taker.engine.policy_version()
-        if version is not None:
-            metrics.version.set(version)
-        return await metrics.page(request)
+        return metrics.page(taker.recorder, taker.engine.policy_version())

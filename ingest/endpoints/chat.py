@@ -10,7 +10,7 @@ from rollbook.ingest.answered import AnsweredTurn, created_s, logprob_entry, usa
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.ingest.endpoints.sse import DONE, event
-from rollbook.ingest.model_call import ModelCall, check_messages
+from rollbook.ingest.model_call import ModelCall, check_messages, check_tools
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.rewards import RESPONSE_PREFIX
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
@@ -76,10 +76,7 @@ def chat_tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     Raises:
         RequestError: 400, it is no list of tools.
     """
-    if not tools:
-        return None, ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RequestError(400, "bad_request", "tools: send a list of objects")
+    tools = check_tools(tools)
     functions = [t for t in tools if t.get("type", "function") == "function"]
     sound = all(isinstance(t.get("function"), dict) and t["function"].get("name") for t in functions)
     if not sound:

@@ -16,7 +16,7 @@ from rollbook.ingest.endpoints.chat import MODEL
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.messages_stream import MessagesWriter
 from rollbook.ingest.endpoints.messages_wire import ERROR_KINDS, reply_blocks, stop_reason
-from rollbook.ingest.model_call import ModelCall, check_messages
+from rollbook.ingest.model_call import ModelCall, check_messages, check_tools
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import RequestError
@@ -185,10 +185,7 @@ def assistant_message(where: str, blocks: list[Json]) -> Json:
 
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     """(tools in chat form, what is not served)"""
-    if not tools:
-        return None, ()
-    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-        raise _bad("tools", "send a list of objects")
+    tools = check_tools(tools)
     made: list[Json] = []
     odd: set[str] = set()
     for tool in tools:

@@ -6,6 +6,7 @@ import orjson
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.reply import STOP_STRING
 from rollbook.store.events import Json
 
 ERROR_KINDS = {
@@ -22,7 +23,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 def stop_reason(turn: AnsweredTurn, call: ModelCall) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence); of several stop sequences the log does not say which one it was."""
-    if "stop_string" in turn.completed.flags and turn.completed.finish_reason == "stop":
+    if STOP_STRING in turn.completed.flags and turn.completed.finish_reason == "stop":
         return "stop_sequence", call.stops[0] if len(call.stops) == 1 else None
     return _REASONS.get(turn.completed.finish_reason, "end_turn"), None
 

@@ -16,7 +16,7 @@ from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.ingest.endpoints.responses_input import chat_messages
 from rollbook.ingest.endpoints.responses_stream import ResponsesWriter
 from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
-from rollbook.ingest.model_call import ModelCall, check_messages
+from rollbook.ingest.model_call import ModelCall, check_messages, check_tools
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.errors import RequestError
@@ -114,10 +114,7 @@ def _previous(response_id: Any, history: History) -> list[Json]:
 
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     """(functions in chat form, what is not served)"""
-    if not tools:
-        return None, ()
-    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-        raise RequestError(400, "bad_request", "tools: send a list of objects")
+    tools = check_tools(tools)
     made = []
     for tool in (t for t in tools if t.get("type") == "function"):
         if not tool.get("name"):

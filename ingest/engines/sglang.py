@@ -63,7 +63,6 @@ class SglangEngine:
             {"authorization": f"Bearer {key}"} if key else {}
         )
         self._version: int | None = None
-        self._failure: str | None = None
         self._asked: set[str] = set()
         self._aborts: set[asyncio.Task[None]] = set()
 

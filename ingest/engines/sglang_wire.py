@@ -109,7 +109,8 @@ def generation(answer: Json, sampling: Sampling, policy: str, timings: Json) -> 
     if not ids:
         raise EngineError(f"the server answered without a token: {meta['finish_reason']}")
     semantics: Json = SEMANTICS | {"temperature": sampling.temperature}
-    altered = [name for name in ALTERING if name in sampling.as_json()]
+    asked = sampling.as_json()
+    altered = [name for name in ALTERING if name in asked]
     if altered:
         semantics["altered"] = altered
     for name in ("cached_tokens", "num_retractions"):

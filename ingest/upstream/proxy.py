@@ -41,7 +41,7 @@ from rollbook.ingest.upstream.request import read_call
 from rollbook.ingest.upstream.stream import json_of
 from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
-from rollbook.store.errors import EngineError, RequestError
+from rollbook.store.errors import EngineError
 from rollbook.store.events import QUARANTINE, Json
 
 CONNECT_S = 10.0
@@ -68,9 +68,7 @@ class UpstreamRoutes:
     async def answer(self, request: Request) -> Response:
         """Whatever the upstream says."""
         said, path, key = self.door.enter(request)
-        if self._running >= self.door.options.max_running:
-            text = f"{self._running} requests are running, as many as --max-running allows: try again"
-            raise RequestError(429, "too_many_requests", text)
+        self.door.check_running(self._running)
         self._running += 1
         try:
             async with self.room.body(request) as raw:
@@ -255,7 +253,4 @@ def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metric
     @app.get("/metrics")
     async def page(request: Request) -> Response:
         routes.door.check_operator(request)
-        alive: list[LiveTrajectory] = recorder.open_trajectories()
-        metrics.open.set(len(alive))
-        metrics.running.set(sum(t.running for t in alive))
-        return await metrics.page(request)
+        return metrics.page(recorder)
