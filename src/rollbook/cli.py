@@ -167,6 +167,25 @@ def samples(
 
 
 @app.command()
+def ledger(
+    store: StoreOption,
+    run: Run = None,
+    as_of: AsOf = "head",
+    by_version: Annotated[bool, typer.Option("--by-version", help="A line per version, too.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Where every sampled token went, and whether what was dropped is like what was trained.
+
+    generated = trained + dropped (by a rule) + waiting (finished, unused)
+    + in flight (still open) + kept out (for a reason), at every cut. The last
+    line says that it balances; exit code 1: it does not. See docs/ledger.md.
+    """
+    from rollbook.store.print_ledger import run_ledger
+
+    raise typer.Exit(run_ledger(store, run, as_of, by_version, json))
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
     store: StoreOption,

@@ -248,10 +248,13 @@ LINEAGE = (
 LEDGER = (
     RUN,
     POLICY,
-    ViewColumn("policy_version", "BIGINT", "that sampled the tokens; null for a teacher"),
+    ViewColumn("policy_version", "BIGINT", "that sampled the tokens; null where the engine named none"),
     ViewColumn("term", "VARCHAR", "trained, dropped, waiting, in flight or kept out"),
     ViewColumn(
-        "rule", "VARCHAR", "of dropped: the recipe's; of kept out: eval, teacher, undelivered or no version"
+        "rule",
+        "VARCHAR",
+        "of dropped: the recipe's; of kept out: text only, altered, the split (eval, teacher, quarantine, "
+        "replay), erased, undelivered, late or no version",
     ),
     ViewColumn("turns", "BIGINT", "turns with such tokens"),
     ViewColumn("tokens", "BIGINT", "sampled tokens"),

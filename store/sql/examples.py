@@ -195,12 +195,37 @@ ORDER BY trajectory, lane, seq""",
     Example(
         "Where did every sampled token go?",
         "Per policy version the terms add up to what was sampled: trained, dropped (by which rule),\n"
-        "waiting, in flight (the trajectory is open), or kept out (evaluation, undelivered and others).",
+        "waiting, in flight (the trajectory is open), or kept out (evaluation, undelivered and others).\n"
+        "[The ledger](ledger.md) says what each means.",
         """\
 SELECT run, policy_version, term, rule, turns, tokens,
-       round(100.0 * tokens / sum(tokens) OVER (PARTITION BY run, policy_version), 1) AS percent
+       round(100.0 * tokens / nullif(sum(tokens) OVER (PARTITION BY run, policy_version), 0), 1) AS percent
 FROM ledger
 ORDER BY run, policy_version, tokens DESC, term""",
+    ),
+    Example(
+        "What became of each policy version's tokens?",
+        "A row for each run, policy and version; a version of null is an engine that named none.",
+        """\
+SELECT run, policy, policy_version, sum(tokens) AS generated,
+       coalesce(sum(tokens) FILTER (term = 'trained'), 0) AS trained,
+       coalesce(sum(tokens) FILTER (term = 'dropped'), 0) AS dropped,
+       coalesce(sum(tokens) FILTER (term = 'waiting'), 0) AS waiting,
+       coalesce(sum(tokens) FILTER (term = 'in flight'), 0) AS in_flight,
+       coalesce(sum(tokens) FILTER (term = 'kept out'), 0) AS kept_out
+FROM ledger
+GROUP BY run, policy, policy_version ORDER BY run, policy, policy_version""",
+    ),
+    Example(
+        "What was there to train on when a step was planned?",
+        "Ask it with `--as-of step:1` (Python: `as_of='step:1'`): all views are then of the log that the\n"
+        "step saw. At every cut the terms are all that had been sampled by then.",
+        """\
+SELECT run, sum(tokens) AS generated,
+       coalesce(sum(tokens) FILTER (term = 'waiting'), 0) AS waiting,
+       sum(tokens) = (SELECT sum(completion_length) FROM turns WHERE turns.run = ledger.run) AS balances
+FROM ledger
+GROUP BY run ORDER BY run""",
     ),
     Example(
         "Which turns made this step, and which steps did this turn go into?",

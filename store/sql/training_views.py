@@ -1,4 +1,4 @@
-"""Views of weights, steps, and where every token went. Pure; see `store.sql.views`."""
+"""Views of weights, steps, and what steps consumed. Pure; see `store.sql.views`."""
 
 from __future__ import annotations
 
@@ -114,63 +114,4 @@ LINEAGE = View(
     SELECT * FROM walk
     """,
     columns.LINEAGE,
-)
-
-LEDGER = View(
-    "ledger",
-    "Where the sampled tokens of each policy version went; over all terms they are all that were sampled.",
-    """
-    WITH RECURSIVE trained AS (
-      SELECT DISTINCT trajectory_id, turn_id FROM lineage WHERE status = 'committed'
-    ), kept_back AS (
-      SELECT d.trajectory_id, d.turn_id, d.rule
-      FROM drops d JOIN steps p ON p.run = d.run AND p.step = d.step AND p.attempt = d.attempt
-      WHERE p.status = 'committed'
-      UNION
-      SELECT k.trajectory_id, s.parent_turn_id, k.rule
-      FROM kept_back k JOIN _turn_scalars s ON s.trajectory_id = k.trajectory_id AND s.turn_id = k.turn_id
-      WHERE s.parent_turn_id IS NOT NULL
-    ), dropped AS (
-      SELECT trajectory_id, turn_id, min(rule) AS rule FROM kept_back GROUP BY trajectory_id, turn_id
-    ), turn AS (
-      SELECT s.run, s.trajectory_id, s.turn_id, s.policy, s.policy_version, s.one_version,
-             s.completion_length,
-             CASE WHEN t.turn_id IS NOT NULL AND s.delivered IS NOT NULL THEN 'trained'
-                  WHEN o.split IN ('eval', 'teacher') THEN 'kept out'
-                  WHEN o.status = 'open' THEN 'in flight'
-                  WHEN s.delivered IS NULL OR s.min_version IS NULL THEN 'kept out'
-                  WHEN d.rule IS NOT NULL THEN 'dropped' ELSE 'waiting' END AS term,
-             CASE WHEN t.turn_id IS NOT NULL AND s.delivered IS NOT NULL THEN NULL
-                  WHEN o.split IN ('eval', 'teacher') THEN o.split
-                  WHEN o.status = 'open' THEN NULL
-                  WHEN s.delivered IS NULL THEN 'undelivered'
-                  WHEN s.min_version IS NULL THEN 'no version'
-                  ELSE d.rule END AS rule
-      FROM _turn_scalars s
-      LEFT JOIN trajectories o ON o.trajectory_id = s.trajectory_id
-      LEFT JOIN trained t ON t.trajectory_id = s.trajectory_id AND t.turn_id = s.turn_id
-      LEFT JOIN dropped d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
-      WHERE s.completed IS NOT NULL AND s.completion_length > 0
-    ), spans AS (
-      SELECT trajectory_id, turn_id, unnest(version_spans) AS span
-      FROM _turn_events SEMI JOIN (SELECT trajectory_id, turn_id FROM turn WHERE NOT one_version)
-        USING (trajectory_id, turn_id)
-      WHERE kind = 'turn.completed'
-    ), share AS (
-      SELECT run, policy, policy_version, term, rule, turn_id, completion_length AS tokens
-      FROM turn WHERE one_version
-      UNION ALL
-      SELECT run, span.policy, span.version, term, rule, turn_id, span."end" - span.start
-      FROM turn JOIN spans USING (trajectory_id, turn_id) WHERE NOT one_version
-      UNION ALL
-      SELECT run, NULL, NULL, term, rule, turn_id,
-             completion_length - coalesce((SELECT sum(span."end" - span.start) FROM spans
-               WHERE spans.trajectory_id = turn.trajectory_id AND spans.turn_id = turn.turn_id), 0)
-      FROM turn WHERE NOT one_version
-    )
-    SELECT run, policy, policy_version, term, rule, count(DISTINCT turn_id) AS turns,
-           CAST(sum(tokens) AS BIGINT) AS tokens
-    FROM share WHERE tokens > 0 GROUP BY run, policy, policy_version, term, rule
-    """,
-    columns.LEDGER,
 )

@@ -8,6 +8,7 @@ is generated from here.
 from __future__ import annotations
 
 from rollbook.store.sql import agent_views, training_views
+from rollbook.store.sql.ledger_view import LEDGER
 from rollbook.store.sql.view import View
 
 VIEWS: tuple[View, ...] = (
@@ -26,6 +27,6 @@ VIEWS: tuple[View, ...] = (
     training_views.SAMPLES,
     training_views.DROPS,
     training_views.LINEAGE,
-    training_views.LEDGER,
+    LEDGER,
 )
 """All views, each after those it reads."""

@@ -1,0 +1,158 @@
+"""The ledger of a store at a cut, from its SQL views: terms, versions, and how what was dropped differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import duckdb
+import numpy as np
+
+from rollbook.store.ledger import TERMS
+from rollbook.store.sealed.projections import ONE_VERSION
+from rollbook.store.sql.ledger_view import SHARES
+from rollbook.store.two_samples import Comparison, compare
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Distinct turns and their sampled tokens. `rule` is None for all of a term."""
+
+    term: str
+    rule: str | None
+    turns: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionAmounts:
+    """Tokens of one policy version; None for both where no version is known."""
+
+    policy: str | None
+    policy_version: int | None
+    generated: int
+    tokens: dict[str, int]
+    """Term -> tokens."""
+
+    @property
+    def difference(self) -> int:
+        """Generated tokens that no term has."""
+        return self.generated - sum(self.tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RunLedger:
+    """Where a run's sampled tokens went.
+
+    Attributes:
+        generated: turns and tokens, counted from the lengths of completions alone.
+        length: completion tokens of dropped trajectories against trained ones; None where either is missing.
+        seconds: the same of the time from a trajectory's opening to its finish.
+    """
+
+    run: str
+    generated: Amount
+    amounts: tuple[Amount, ...]
+    versions: tuple[VersionAmounts, ...]
+    length: Comparison | None
+    seconds: Comparison | None
+
+    def tokens(self, term: str) -> int:
+        """Tokens of a whole term."""
+        return sum(a.tokens for a in self.amounts if a.term == term and a.rule is None)
+
+    @property
+    def difference(self) -> int:
+        """Generated tokens that no term has: 0, or the ledger does not balance."""
+        return self.generated.tokens - sum(map(self.tokens, TERMS))
+
+    @property
+    def balances(self) -> bool:
+        """Whether generated is the sum of all terms, in the run and in each version."""
+        return self.difference == 0 and all(v.difference == 0 for v in self.versions)
+
+
+_AMOUNTS = """
+    SELECT run, term, rule, count(DISTINCT (trajectory_id, turn_id)), CAST(sum(tokens) AS BIGINT)
+    FROM ledger_share GROUP BY GROUPING SETS ((run, term), (run, term, rule))
+    HAVING grouping(rule) = 1 OR rule IS NOT NULL
+    ORDER BY run, term, grouping(rule) DESC, sum(tokens) DESC, rule"""
+
+_GENERATED = """
+    SELECT run, count(*), CAST(sum(completion_length) AS BIGINT)
+    FROM _turn_parts WHERE completed IS NOT NULL GROUP BY run ORDER BY run"""
+
+_VERSIONS = f"""
+    WITH made AS (
+      SELECT run, policy, policy_version, completion_length AS tokens
+      FROM _turn_parts WHERE completed IS NOT NULL AND one_version
+      UNION ALL
+      SELECT run, span.policy, span.version, span."end" - span.start
+      FROM (SELECT run, unnest(version_spans) AS span FROM _several_turns
+            WHERE kind = 'turn.completed' AND NOT {ONE_VERSION})
+      UNION ALL
+      SELECT run, NULL, NULL, len(completion_ids)
+             - coalesce(list_sum(list_transform(version_spans, lambda s: s."end" - s.start)), 0)
+      FROM _several_turns WHERE kind = 'turn.completed' AND NOT {ONE_VERSION}
+    ), went AS (
+      SELECT run, policy, policy_version, NULL AS term, tokens FROM made
+      UNION ALL
+      SELECT run, policy, policy_version, term, tokens FROM ledger_share
+    )
+    SELECT run, policy, policy_version, term, CAST(sum(tokens) AS BIGINT)
+    FROM went GROUP BY ALL HAVING sum(tokens) <> 0 ORDER BY run, policy, policy_version, term"""
+
+_ENDED = """
+    SELECT s.run, bool_or(s.term = 'trained') AS trained, CAST(sum(s.tokens) AS DOUBLE) AS tokens,
+           date_diff('microsecond', any_value(t.opened), any_value(t.finished)) / 1e6 AS seconds
+    FROM ledger_share s JOIN _trajectory_scalars t USING (trajectory_id)
+    WHERE t.finished IS NOT NULL
+    GROUP BY s.run, s.trajectory_id HAVING bool_or(s.term IN ('trained', 'dropped'))"""
+"""A trajectory counts as trained if any token of it was. Late rewards do not make it last longer."""
+
+
+def read_ledger(connection: duckdb.DuckDBPyConnection) -> list[RunLedger]:
+    """The ledger of every run, by name, over a connection of `store.sql.query`."""
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE ledger_share AS {SHARES}")
+    amounts: dict[str, list[Amount]] = {}
+    for run, *amount in connection.execute(_AMOUNTS).fetchall():
+        amounts.setdefault(run, []).append(Amount(*amount))
+    versions = _versions(connection)
+    lengths = _comparisons(connection)
+    return [
+        RunLedger(
+            run,
+            Amount("generated", None, turns, tokens),
+            tuple(amounts.get(run, ())),
+            tuple(versions.get(run, ())),
+            *lengths.get(run, (None, None)),
+        )
+        for run, turns, tokens in connection.execute(_GENERATED).fetchall()
+    ]
+
+
+def _versions(connection: duckdb.DuckDBPyConnection) -> dict[str, list[VersionAmounts]]:
+    """Run -> its versions, in order, tokens without one last."""
+    found: dict[tuple[str, str | None, int | None], dict[str | None, int]] = {}
+    for run, policy, version, term, tokens in connection.execute(_VERSIONS).fetchall():
+        found.setdefault((run, policy, version), {})[term] = tokens
+    versions: dict[str, list[VersionAmounts]] = {}
+    for (run, policy, version), tokens in found.items():
+        of_terms = {term: tokens.get(term, 0) for term in TERMS}
+        versions.setdefault(run, []).append(VersionAmounts(policy, version, tokens.get(None, 0), of_terms))
+    return versions
+
+
+def _comparisons(connection: duckdb.DuckDBPyConnection) -> dict[str, tuple[Comparison, Comparison]]:
+    """Run -> dropped against trained trajectories: their tokens and their seconds."""
+    columns = connection.execute(_ENDED).fetchnumpy()
+    runs, trained = np.asarray(columns["run"]), np.asarray(columns["trained"], np.bool_)
+    found = {}
+    for run in sorted(set(runs)):
+        sides = [(runs == run) & (trained == side) for side in (False, True)]
+        if all(side.any() for side in sides):
+            tokens, seconds = (
+                compare(*(np.asarray(columns[name], np.float64)[side] for side in sides))
+                for name in ("tokens", "seconds")
+            )
+            found[run] = (tokens, seconds)
+    return found

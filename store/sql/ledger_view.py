@@ -1,0 +1,221 @@
+"""The view of where every sampled token went, and the query beneath it. Pure; see `store.sql.views`.
+
+What decides is what the trainer does (`train.samples`, `train.recipe`): a turn belongs to the sample of the
+first leaf above it in turn order, and goes where that sample went. `store.ledger` is the same as a fold.
+"""
+
+from __future__ import annotations
+
+from rollbook.store.sealed.projections import ONE_VERSION
+from rollbook.store.sql import columns
+from rollbook.store.sql.view import View, json, text
+
+_DONE = """
+    done AS MATERIALIZED (
+      SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
+             policy, policy_version, one_version, delivered, true AS asked
+      FROM _turn_scalars WHERE completed IS NOT NULL
+      UNION ALL
+      SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
+             any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false
+      FROM _turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
+      HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
+    )"""
+"""Completed turns; those whose request lies outside the cut as well, so that no token is left out."""
+
+_BARRED = f"""
+    barred AS MATERIALIZED (
+      SELECT * FROM (
+        SELECT trajectory_id, turn_id,
+               coalesce(CAST({json("logprob_semantics.altered")} AS VARCHAR)
+                 NOT IN ('null', 'false', '0', '""', '[]', '{{}}'), false) AS altered,
+               list_contains(CAST({json("flags")} AS VARCHAR[]), 'tokens_erased') AS erased
+        FROM _turn_events
+        WHERE kind = 'turn.completed' AND (contains(extra, '"altered"') OR contains(extra, 'tokens_erased')))
+      WHERE altered OR erased
+    )"""
+"""The two conditions of the WHERE pass over nearly all turns without taking their JSON apart."""
+
+_ORDER = f"""
+    tenure_start AS MATERIALIZED (
+      SELECT trajectory_id, lane, seq, {text("last_event_id")} AS last_event_id
+      FROM _mark_events WHERE kind = 'trajectory.adopted'
+      UNION ALL
+      SELECT trajectory_id, lane, seq, NULL FROM _mark_events WHERE kind = 'trajectory.opened'
+         AND trajectory_id IN (SELECT trajectory_id FROM _mark_events WHERE kind = 'trajectory.adopted')
+    ), named_event AS MATERIALIZED (
+      SELECT trajectory_id, event_id, lane, seq
+      FROM (SELECT trajectory_id, event_id, lane, seq FROM _turn_events
+            UNION ALL SELECT trajectory_id, event_id, lane, seq FROM _mark_events)
+      WHERE event_id IN (SELECT last_event_id FROM tenure_start WHERE last_event_id IS NOT NULL)
+    ), earlier_tenure AS MATERIALIZED (
+      SELECT a.trajectory_id, a.lane, a.seq, coalesce(b.lane, o.lane) AS before_lane,
+             coalesce(b.seq, o.seq) AS before_seq
+      FROM tenure_start a
+      JOIN tenure_start o ON o.trajectory_id = a.trajectory_id AND o.last_event_id IS NULL
+      LEFT JOIN named_event e ON e.trajectory_id = a.trajectory_id AND e.event_id = a.last_event_id
+      ASOF LEFT JOIN tenure_start b
+        ON b.trajectory_id = e.trajectory_id AND b.lane = e.lane AND e.seq >= b.seq
+      WHERE a.last_event_id IS NOT NULL
+    ), tenure AS (
+      SELECT trajectory_id, lane, seq, 0 AS rank FROM tenure_start WHERE last_event_id IS NULL
+      UNION ALL
+      SELECT e.trajectory_id, e.lane, e.seq, t.rank + 1
+      FROM tenure t JOIN earlier_tenure e
+        ON e.trajectory_id = t.trajectory_id AND e.before_lane = t.lane AND e.before_seq = t.seq
+    ), moved AS MATERIALIZED (
+      SELECT d.trajectory_id, d.turn_id, t.rank
+      FROM (SELECT * FROM done WHERE trajectory_id IN (SELECT trajectory_id FROM tenure_start)) d
+      ASOF LEFT JOIN tenure_start s
+        ON s.trajectory_id = d.trajectory_id AND s.lane = d.lane AND d.seq >= s.seq
+      LEFT JOIN tenure t ON t.trajectory_id = s.trajectory_id AND t.lane = s.lane AND t.seq = s.seq
+    )"""
+"""Turn order where lanes wrote a trajectory one after the other, as `store.tenure` has it."""
+
+_OWNER = """
+    leaf AS MATERIALIZED (
+      SELECT d.trajectory_id, d.turn_id, d.parent_turn_id,
+             (coalesce(m.rank, 0), d.lane, d.seq) AS place
+      FROM done d
+      ANTI JOIN done c ON c.trajectory_id = d.trajectory_id AND c.parent_turn_id = d.turn_id
+      LEFT JOIN moved m ON m.trajectory_id = d.trajectory_id AND m.turn_id = d.turn_id
+    ), single AS MATERIALIZED (
+      SELECT trajectory_id, any_value(turn_id) AS leaf_turn_id
+      FROM leaf GROUP BY trajectory_id HAVING count(*) = 1
+    ), inner_turn AS MATERIALIZED (
+      SELECT trajectory_id, turn_id, parent_turn_id FROM done ANTI JOIN single USING (trajectory_id)
+    ), climb AS (
+      SELECT trajectory_id, turn_id AS leaf_turn_id, place, turn_id, parent_turn_id
+      FROM leaf ANTI JOIN single USING (trajectory_id)
+      UNION ALL
+      SELECT c.trajectory_id, c.leaf_turn_id, c.place, t.turn_id, t.parent_turn_id
+      FROM climb c JOIN inner_turn t
+        ON t.trajectory_id = c.trajectory_id AND t.turn_id = c.parent_turn_id
+    ), path AS MATERIALIZED (
+      SELECT trajectory_id, leaf_turn_id, place, turn_id FROM climb
+      UNION ALL
+      SELECT trajectory_id, leaf_turn_id, NULL, turn_id FROM done JOIN single USING (trajectory_id)
+    ), owner AS MATERIALIZED (
+      SELECT trajectory_id, turn_id, leaf_turn_id
+      FROM path WHERE place IS NULL
+      UNION ALL
+      SELECT trajectory_id, turn_id, arg_min(leaf_turn_id, place)
+      FROM path WHERE place IS NOT NULL GROUP BY trajectory_id, turn_id
+    )"""
+"""Where a trajectory has one leaf, it owns all turns; only in others does anyone have to climb."""
+
+_USE = f"""
+    attempt AS MATERIALIZED (
+      SELECT run, policy, step, attempt, cut, manifest FROM steps WHERE status = 'committed'
+    ), dropped AS MATERIALIZED (
+      SELECT d.*, p.policy FROM (
+        SELECT lane, seq, run, step, trajectory_id, turn_id, {text("rule")} AS rule,
+               CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
+        FROM _mark_events WHERE kind = 'sample.dropped') d
+      ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM _mark_events WHERE kind = 'step.planned') p
+        ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
+    ), use AS MATERIALIZED (
+      SELECT ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
+             CAST(NULL AS VARCHAR) AS rule, cut
+      FROM (SELECT cut, unnest(CAST(json_extract(manifest, '$.samples') AS JSON[])) AS ref FROM attempt)
+      UNION
+      SELECT d.trajectory_id, d.turn_id, d.rule, a.cut
+      FROM dropped d JOIN attempt a ON a.run = d.run AND a.step = d.step AND a.attempt = d.attempt
+                                   AND a.policy = coalesce(d.policy, a.policy)
+    ), held AS MATERIALIZED (
+      SELECT cut, string_split(part, '=')[1] AS lane, TRY_CAST(string_split(part, '=')[2] AS BIGINT) AS count
+      FROM (SELECT cut, unnest(string_split(cut, ',')) AS part FROM (SELECT DISTINCT cut FROM attempt))
+    ), finish AS (
+      SELECT trajectory_id, lane, seq FROM _mark_events WHERE kind = 'trajectory.finished'
+    ), known AS MATERIALIZED (
+      SELECT DISTINCT u.trajectory_id, u.cut
+      FROM use u JOIN finish f ON f.trajectory_id = u.trajectory_id
+      JOIN held h ON h.cut = u.cut AND h.lane = f.lane AND f.seq < h.count
+    ), decided AS MATERIALIZED (
+      SELECT o.trajectory_id, o.turn_id, coalesce(bool_or(u.rule IS NULL), false) AS trained,
+             min(u.rule) AS rule
+      FROM use u
+      JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id
+      JOIN (SELECT trajectory_id, turn_id, lane, seq FROM _mark_events WHERE kind = 'turn.delivered') v
+        ON v.trajectory_id = o.trajectory_id AND v.turn_id = o.turn_id
+      LEFT JOIN held h ON h.cut = u.cut AND h.lane = v.lane
+      LEFT JOIN known k ON k.trajectory_id = u.trajectory_id AND k.cut = u.cut
+      WHERE v.seq < h.count OR k.cut IS NULL
+      GROUP BY o.trajectory_id, o.turn_id
+    ), used AS (
+      SELECT DISTINCT trajectory_id, leaf_turn_id FROM use
+    )"""
+"""What committed attempts consumed and dropped, at the cuts of their plans: what came later was masked."""
+
+_TURN = """
+    spoiled AS MATERIALIZED (
+      SELECT DISTINCT p.trajectory_id, p.leaf_turn_id
+      FROM path p JOIN barred b ON b.trajectory_id = p.trajectory_id AND b.turn_id = p.turn_id AND b.erased
+    ), turn AS MATERIALIZED (
+      SELECT d.*, CASE WHEN d.tokens = 0 THEN 'kept out'
+                       WHEN t.opened IS NULL OR NOT d.asked THEN 'in flight'
+                       WHEN b.altered THEN 'kept out'
+                       WHEN g.trained THEN 'trained'
+                       WHEN g.rule IS NOT NULL THEN 'dropped'
+                       WHEN t.split <> 'train' OR s.leaf_turn_id IS NOT NULL THEN 'kept out'
+                       WHEN t.finished IS NULL THEN 'in flight'
+                       WHEN d.delivered IS NULL OR u.leaf_turn_id IS NOT NULL THEN 'kept out'
+                       ELSE 'waiting' END AS term,
+             CASE WHEN d.tokens = 0 THEN 'text only'
+                  WHEN t.opened IS NULL OR NOT d.asked THEN NULL
+                  WHEN b.altered THEN 'altered'
+                  WHEN g.trained THEN NULL
+                  WHEN g.rule IS NOT NULL THEN g.rule
+                  WHEN t.split <> 'train' THEN t.split
+                  WHEN s.leaf_turn_id IS NOT NULL THEN 'erased'
+                  WHEN t.finished IS NULL THEN NULL
+                  WHEN d.delivered IS NULL THEN 'undelivered'
+                  WHEN u.leaf_turn_id IS NOT NULL THEN 'late' END AS rule
+      FROM done d
+      LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
+      LEFT JOIN _trajectory_scalars t ON t.trajectory_id = d.trajectory_id
+      LEFT JOIN barred b ON b.trajectory_id = d.trajectory_id AND b.turn_id = d.turn_id
+      LEFT JOIN decided g ON g.trajectory_id = d.trajectory_id AND g.turn_id = d.turn_id
+      LEFT JOIN spoiled s ON s.trajectory_id = o.trajectory_id AND s.leaf_turn_id = o.leaf_turn_id
+      LEFT JOIN used u ON u.trajectory_id = o.trajectory_id AND u.leaf_turn_id = o.leaf_turn_id
+    )"""
+
+_SPAN = f"""
+    span AS MATERIALIZED (
+      SELECT trajectory_id, turn_id, span.policy, span.version, span."end" - span.start AS tokens
+      FROM (SELECT trajectory_id, turn_id, unnest(version_spans) AS span FROM _several_turns
+            WHERE kind = 'turn.completed' AND NOT {ONE_VERSION})
+    )"""
+
+_UNDECIDED = "(term IN ('in flight', 'waiting') OR (term = 'kept out' AND rule IN ('undelivered', 'late')))"
+
+SHARES = f"""
+    WITH RECURSIVE {", ".join([_DONE, _BARRED, _ORDER, _OWNER, _USE, _TURN, _SPAN])}, share AS (
+      SELECT run, trajectory_id, turn_id, policy, policy_version, term, rule, tokens
+      FROM turn WHERE one_version AND tokens > 0
+      UNION ALL
+      SELECT run, trajectory_id, turn_id, span.policy, span.version, term, rule, span.tokens
+      FROM turn JOIN span USING (trajectory_id, turn_id) WHERE NOT one_version AND turn.tokens > 0
+      UNION ALL
+      SELECT run, trajectory_id, turn_id, NULL, NULL, term, rule, turn.tokens - coalesce(s.tokens, 0)
+      FROM turn LEFT JOIN (SELECT trajectory_id, turn_id, sum(tokens) AS tokens FROM span GROUP BY ALL) s
+        USING (trajectory_id, turn_id) WHERE NOT one_version OR turn.tokens = 0
+    )
+    SELECT run, trajectory_id, turn_id, policy, policy_version,
+           CASE WHEN policy_version IS NULL AND {_UNDECIDED} THEN 'kept out' ELSE term END AS term,
+           CASE WHEN policy_version IS NULL AND {_UNDECIDED} THEN 'no version' ELSE rule END AS rule,
+           CAST(tokens AS BIGINT) AS tokens
+    FROM share WHERE tokens <> 0 OR rule = 'text only'
+    """
+"""One row per completed turn and version that sampled tokens of it; where they went, and by which rule."""
+
+LEDGER = View(
+    "ledger",
+    "Where the sampled tokens of each policy version went; over all terms they are all that were sampled.",
+    f"""
+    SELECT run, policy, policy_version, term, rule, count(DISTINCT (trajectory_id, turn_id)) AS turns,
+           CAST(sum(tokens) AS BIGINT) AS tokens
+    FROM ({SHARES}) GROUP BY run, policy, policy_version, term, rule
+    """,
+    columns.LEDGER,
+)

@@ -1,0 +1,239 @@
+"""Random histories of a log, in whose every corner the ledger has something to decide."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rollbook.store import Event
+from rollbook.store import events as kinds
+from rollbook.store.cut import format_cut
+from rollbook.store.erased import TOKENS_ERASED
+from rollbook.store.trajectory import prompt_sha256
+
+RUNS = ("demo", "other")
+SPLITS = ("train", "train", "train", "eval", "teacher", "quarantine")
+RULES = ("erased", "staleness", "zero_variance")
+
+
+@dataclass
+class Told:
+    """A trajectory as far as it was told."""
+
+    id: str
+    run: str
+    lane: str
+    split: str
+    last_event: str = ""
+    whole: dict[str, list[int]] = field(default_factory=dict)
+    """Completed turn -> the ids of its prompt and its completion."""
+    parents: dict[str, str | None] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    """Completed turns not delivered yet."""
+    finished: bool = False
+
+    def leaves(self) -> list[str]:
+        """Completed turns that no completed turn extends."""
+        inner = {self.parents[turn_id] for turn_id in self.whole}
+        return [turn_id for turn_id in self.whole if turn_id not in inner]
+
+
+class History:
+    """A log of several lanes that grows by one random thing at a time.
+
+    Args:
+        odd: with erased tokens, and with plans whose cut does not hold what they name.
+    """
+
+    def __init__(self, rng: random.Random, *, odd: bool = True) -> None:
+        self._rng, self._odd = rng, odd
+        self.lanes: dict[str, list[Event]] = defaultdict(list)
+        self.instants: list[dict[str, int]] = [{}]
+        """The closed cuts, in order."""
+        self.told: list[Told] = []
+        self._attempts: dict[tuple[str, str, int], int] = defaultdict(int)
+        self._steps: dict[tuple[str, str], int] = defaultdict(int)
+        self._number = 0
+
+    def tell(self, count: int) -> None:
+        """So many further things happen."""
+        deeds = (self._open, self._turn, self._turn, self._turn, self._turn, self._deliver, self._finish)
+        for _ in range(count):
+            self._rng.choice((*deeds, self._finish, self._adopt, self._step, self._step, self._reward))()
+            self.instants.append({lane: len(events) for lane, events in self.lanes.items()})
+
+    @property
+    def head(self) -> dict[str, int]:
+        """The cut that holds all of it."""
+        return self.instants[-1]
+
+    def events(self, cut: dict[str, int]) -> list[Event]:
+        """Lane by lane, as a store hands them out."""
+        return [e for lane in sorted(cut) for e in self.lanes[lane][: cut[lane]]]
+
+    def some_cut(self) -> dict[str, int]:
+        """Any cut, closed or not."""
+        if self._rng.random() < 0.6:
+            return dict(self._rng.choice(self.instants))
+        return {lane: self._rng.randint(0, len(events)) for lane, events in self.lanes.items()}
+
+    def _append(self, lane: str, run: str, record: Any) -> Event:
+        self._number += 1
+        event = Event(record, run, f"e{self._number}", self._number, lane, len(self.lanes[lane]))
+        self.lanes[lane].append(event)
+        return event
+
+    def _write(self, told: Told, record: Any, lane: str | None = None) -> None:
+        event = self._append(lane or told.lane, told.run, record)
+        if lane is None:
+            told.last_event = event.event_id
+
+    def _pick(self, *, finished: bool) -> Told | None:
+        fit = [t for t in self.told if t.finished == finished]
+        return self._rng.choice(fit) if fit else None
+
+    def _open(self) -> None:
+        name = f"t{len(self.told)}"
+        told = Told(name, self._rng.choice(RUNS), self._rng.choice("ab"), self._rng.choice(SPLITS))
+        self.told.append(told)
+        self._write(told, kinds.TrajectoryOpened(name, name, None, None, told.split))
+
+    def _turn(self) -> None:
+        told = self._pick(finished=False)
+        if told is None:
+            return
+        rng, turn_id = self._rng, f"{told.id}.{_name(self._rng)}"
+        parent = rng.choice([None, *told.whole, *list(told.whole)[-1:]])
+        ask: Any = ("r", parent, None, None, 0, [], {}, None, {}, {}, "c")
+        self._write(told, kinds.TurnRequested(told.id, turn_id, *ask))
+        told.parents[turn_id] = parent
+        end = rng.random()
+        if end < 0.08:
+            self._write(told, kinds.TurnFailed(told.id, turn_id, "gone"))
+        elif end < 0.94:
+            if rng.random() < 0.05:
+                self._move(told)
+            self._write(told, self._completed(told, turn_id, parent))
+            if rng.random() < 0.75:
+                self._write(told, kinds.TurnDelivered(told.id, turn_id, "sent"))
+            else:
+                told.waiting.append(turn_id)
+
+    def _completed(self, told: Told, turn_id: str, parent: str | None) -> Any:
+        rng = self._rng
+        count = rng.choice((0, 1, 2, 3, 4, 5))
+        sent = [*(told.whole[parent] if parent else []), 7, 8]
+        ids = list(range(count))
+        told.whole[turn_id] = [*sent, *ids]
+        erased = self._odd and rng.random() < 0.06
+        policy, version, spans = self._spans(count)
+        semantics: Any = {"temperature": 1.0}
+        if rng.random() < 0.3:
+            semantics["altered"] = rng.choice(([], ["logit_bias"], False, None, True))
+        done = kinds.TurnCompleted(
+            *(told.id, turn_id, policy, version, np.array([7, 8], np.int32), np.array(ids, np.int32)),
+            *(None if erased else np.full(count, -1, np.float32), spans, len(sent)),
+            *(prompt_sha256(np.array(sent, np.int32)), "stop", {"content": 'say "altered" tokens_erased'}),
+            *(semantics, [TOKENS_ERASED] if erased else ["malformed_tool_call"], {}),
+        )
+        return replace(done, completion_ids=np.full(count, -1, np.int32)) if erased else done
+
+    def _spans(self, count: int) -> tuple[str | None, int | None, tuple[kinds.VersionSpan, ...]]:
+        """The typed columns, and spans over all, part or none of so many tokens."""
+        rng = self._rng
+        if rng.random() < 0.15 or not count:
+            return *rng.choice(((None, None), ("actor", 3))), ()
+        if rng.random() < 0.5:
+            return "actor", 1, (kinds.VersionSpan("actor", 1, 0, count),)
+        edges = sorted(rng.sample(range(count + 1), min(count + 1, rng.randint(2, 3))))
+        pairs = itertools.pairwise(edges)
+        made = [kinds.VersionSpan(rng.choice(("actor", "critic")), rng.randint(0, 2), *p) for p in pairs]
+        return made[-1].policy, made[-1].version, tuple(made)
+
+    def _deliver(self) -> None:
+        late = [t for t in self.told if t.waiting]
+        if late:
+            told = self._rng.choice(late)
+            turn_id = told.waiting.pop(self._rng.randrange(len(told.waiting)))
+            self._write(told, kinds.TurnDelivered(told.id, turn_id, "echoed"))
+
+    def _finish(self) -> None:
+        told = self._pick(finished=False)
+        if told is not None and told.whole:
+            told.finished = True
+            self._write(told, kinds.TrajectoryFinished(told.id, self._rng.choice(("completed", "aborted"))))
+
+    def _adopt(self) -> None:
+        """Another lane writes an open trajectory from here on, perhaps one that wrote it before."""
+        told = self._pick(finished=False)
+        if told is not None:
+            self._move(told)
+
+    def _move(self, told: Told) -> None:
+        lane = self._rng.choice([lane for lane in "abc" if lane != told.lane])
+        adopted = kinds.TrajectoryAdopted(told.id, told.lane, told.last_event)
+        told.lane = lane
+        self._write(told, adopted)
+
+    def _reward(self) -> None:
+        if self.told:
+            told = self._rng.choice(self.told)
+            self._write(told, kinds.RewardAssigned(told.id, None, 1.0, "judge"), "judge")
+
+    def _step(self) -> None:
+        """An attempt at a step: drops, a plan perhaps, and an end perhaps; or drops that no plan follows."""
+        rng, lane = self._rng, self._rng.choice(("train", "train2"))
+        run, policy = rng.choice(RUNS), rng.choice(("actor", "critic"))
+        step = self._steps[run, policy]
+        attempt = self._attempts[run, policy, step] + 1
+        names = [(t.id, leaf) for t in self.told if t.finished and t.run == run for leaf in t.leaves()]
+        rng.shuffle(names)
+        used = rng.randint(0, len(names))
+        for trajectory_id, turn_id in names[used : used + rng.randint(0, 2)]:
+            drop = kinds.SampleDropped(trajectory_id, turn_id, rng.choice(RULES), "r", step, {}, attempt)
+            self._append(lane, run, drop)
+        if rng.random() < 0.25:
+            return
+        self._attempts[run, policy, step] = attempt
+        cut = {lane: len(events) for lane, events in self.lanes.items()}
+        self._append(lane, run, self._plan(step, attempt, policy, names[:used], cut))
+        end = rng.random()
+        if end < 0.7:
+            self._steps[run, policy] += 1
+            self._append(lane, run, kinds.StepCommitted(step, attempt, policy, step + 1, {}, {}))
+        elif end < 0.85:
+            self._append(lane, run, kinds.StepFailed(step, attempt, policy, "out of memory"))
+
+    def _plan(
+        self, step: int, attempt: int, policy: str, names: Sequence[tuple[str, str]], cut: dict[str, int]
+    ) -> Any:
+        samples = [{"trajectory_id": t, "turn_id": leaf} for t, leaf in names]
+        if self._odd and self._rng.random() < 0.05:
+            cut = {}  # one that says nothing of its samples
+        return kinds.StepPlanned(
+            *(
+                step,
+                attempt,
+                policy,
+                step,
+                "phase",
+                format_cut(cut),
+                {},
+                "digest",
+                samples,
+                [],
+                {"name": "sft"},
+            ),
+            *({}, 0.1, 0, {}, {}),
+        )
+
+
+def _name(rng: random.Random) -> str:
+    """A name that sorts by nothing, so that turn order cannot be guessed from it."""
+    return f"{rng.getrandbits(32):08x}"

@@ -1,0 +1,155 @@
+"""The ledger balances at every cut, and says what the trainer does, in Python and in SQL alike."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_history import History
+
+from rollbook import store as rb
+from rollbook.store import Event, Store, format_cut
+from rollbook.store.codec import encode
+from rollbook.store.cut import parse_cut
+from rollbook.store.ledger import TRAINED, Ledger, fold_ledger
+from rollbook.store.sealed.derived import build_derived
+from rollbook.store.sealed.parquet import TABLE_SCHEMA
+from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.settings import SealSettings
+from rollbook.store.sql.relations import LIVE, Snapshot, definitions
+from rollbook.store.sql.views import VIEWS
+from rollbook.store.trajectory import fold
+from rollbook.train.samples import samples_of
+
+SEEDS = st.integers(0, 2**32 - 1)
+LEDGER = "SELECT * FROM ledger"
+
+
+def _rows(ledger: Ledger) -> list[tuple[Any, ...]]:
+    """The view's rows."""
+    entries = ledger.entries.items()
+    return _sorted((m.run, m.policy, m.version, *where, e.turns, e.tokens) for (m, where), e in entries)
+
+
+def _sorted(rows: Iterable[Any]) -> list[tuple[Any, ...]]:
+    return sorted(map(tuple, rows), key=lambda row: tuple((v is not None, v) for v in row))
+
+
+@pytest.fixture(scope="module")
+def ask() -> Any:
+    """A function from events to the rows of the view over them, without a store."""
+    connection = duckdb.connect(":memory:", config={"threads": 1})
+    connection.register(LIVE, pa.Table.from_batches([], TABLE_SCHEMA))
+    for name, query in definitions(Snapshot(Path("nowhere"), (), ())):
+        connection.execute(f"CREATE VIEW {name} AS {query}")
+    for view in VIEWS:
+        connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
+
+    def run(history: History, cut: dict[str, int]) -> list[tuple[Any, ...]]:
+        tables = []
+        for lane, count in cut.items():
+            if count:
+                batch = encode(history.lanes[lane][:count], 0)
+                lanes = pa.repeat(pa.scalar(lane), batch.num_rows)
+                tables.append(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA))
+        table = pa.concat_tables(tables) if tables else pa.Table.from_batches([], TABLE_SCHEMA)
+        connection.register(LIVE, table)
+        return _sorted(connection.execute(LEDGER).fetchall())
+
+    return run
+
+
+def _history(seed: int, size: int = 60, **options: Any) -> History:
+    history = History(random.Random(seed), **options)
+    history.tell(size)
+    return history
+
+
+@given(SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_the_view_and_the_fold_are_one(ask: Any, seed: int) -> None:
+    """Over any history, at its end and at any cut, both say the same, and no token is unaccounted for."""
+    history = _history(seed)
+    for cut in (history.head, history.some_cut()):
+        ledger = fold_ledger(history.events(cut))
+        assert ledger.unaccounted() == {}
+        assert ask(history, cut) == _rows(ledger)
+
+
+def _trained(history: History) -> Counter[str]:
+    """Tokens by run that the samples of committed steps have in their loss masks, each once."""
+    plans = {_attempt(e.run, e.record): e.record for e in history.events(history.head) if _is(e, "planned")}
+    done = [_attempt(e.run, e.record) for e in history.events(history.head) if _is(e, "committed")]
+    turns: dict[tuple[str, str], int] = {}
+    for run, plan in ((key[0], plans[key]) for key in done):
+        trajectories = fold(history.events(parse_cut(plan.cut)))
+        for ref in plan.samples:
+            trajectory = trajectories[ref["trajectory_id"]]
+            [sample] = [s for s in samples_of(trajectory) if s.leaf_turn_id == ref["turn_id"]]
+            for turn_id in sample.turn_ids:
+                completed = trajectory.turns[turn_id].completed
+                assert completed is not None
+                start, count = completed.prompt_length, len(completed.completion_ids)
+                if sample.loss_mask[start : start + count].any():
+                    turns[run, turn_id] = count
+    total: Counter[str] = Counter()
+    for (run, _), count in turns.items():
+        total[run] += count
+    return total
+
+
+def _is(event: Event, what: str) -> bool:
+    return event.kind == f"step.{what}"
+
+
+def _attempt(run: str, record: Any) -> tuple[str, str, int, int]:
+    return run, record.policy, record.step, record.attempt
+
+
+@given(SEEDS)
+@settings(max_examples=50, deadline=None)
+def test_trained_is_what_the_loss_masks_were(seed: int) -> None:
+    """Trained tokens are those in the masks of the samples that the trainer made at each plan's cut."""
+    history = _history(seed, 80, odd=False)
+    found: Counter[str] = Counter()
+    for (maker, where), entry in fold_ledger(history.events(history.head)).entries.items():
+        if where[0] == TRAINED:
+            found[maker.run] += entry.tokens
+    assert found == _trained(history)
+
+
+def _store(history: History, folder: Path, *, derived: bool) -> Store:
+    """The history on disk: of each lane the first half in sealed units, the rest in its live tail."""
+    log = rb.open(folder, create=True)
+    for part in (0, 1):
+        for lane, events in history.lanes.items():
+            half = len(events) // 2
+            if some := events[half:] if part else events[:half]:
+                with log.writer(lane) as writer:
+                    writer.append(some).result(30)
+        if not part:
+            for lane in log.lanes():
+                for unit in seal_closed(log.path, lane, SealSettings(row_group=4), all_of_it=True):
+                    if derived:
+                        build_derived(log.path, unit)
+    return log
+
+
+@pytest.mark.parametrize("derived", [True, False], ids=["derived", "underived"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_store_half_sealed(tmp_path: Path, seed: int, derived: bool) -> None:
+    """Sealed or not, with derived files or without, the view at a cut is the fold of what the cut holds."""
+    history = _history(seed, 120)
+    log = _store(history, tmp_path / "store", derived=derived)
+    assert log.head() == history.head
+    for cut in (log.head(), history.some_cut(), history.some_cut()):
+        with rb.connect(log.path, as_of=format_cut(cut)) as connection:
+            assert _sorted(connection.execute(LEDGER).fetchall()) == _rows(fold_ledger(log.events(cut)))
