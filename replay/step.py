@@ -19,7 +19,7 @@ from rollbook.train.config import OptimizerConfig
 from rollbook.train.environment import differences, fingerprint
 from rollbook.train.history import CommittedStep, History, fold_history
 from rollbook.train.megatron_model import choose_device
-from rollbook.train.qwen3 import read_shape
+from rollbook.train.model_shape import read_shape
 from rollbook.train.rerun import RerunStep, rerun_steps
 from rollbook.train.step import STAGES
 

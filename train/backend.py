@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from rollbook.ingest.engines.weights import Tensors, digest_tensors
-from rollbook.store.errors import ModelError
+from rollbook.store.digest import combine
 from rollbook.train.batch import MicroBatch
 from rollbook.train.config import OptimizerConfig
 from rollbook.train.megatron_model import MegatronParts, build
-from rollbook.train.qwen3 import Qwen3Shape, to_huggingface, to_megatron
+from rollbook.train.model_shape import ModelShape
+from rollbook.train.reshard import one_rank, rank_weights
+from rollbook.train.tensor_file import line_of
+from rollbook.train.weight_names import stream_weights
 
 LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(logits [B, T, V], micro-batch) -> scalar loss of the micro-batch, already normalized."""
@@ -29,7 +32,7 @@ class TrainablePolicy:
 
     def __init__(
         self,
-        shape: Qwen3Shape,
+        shape: ModelShape,
         optimizer: OptimizerConfig,
         *,
         steps: int,
@@ -55,19 +58,22 @@ class TrainablePolicy:
         Raises:
             ModelError: they are another architecture's.
         """
-        mapped = to_megatron(tensors, self.shape)
         own = dict(self._parts.module.named_parameters())
-        if {n: t.shape for n, t in mapped.items()} != {n: p.shape for n, p in own.items()}:
-            odd = [n for n in own if n not in mapped or mapped[n].shape != own[n].shape]
-            raise ModelError(f"the weights are another architecture's (differ in {odd[:3]})")
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(mapped[name])
+            for name, tensor in rank_weights(tensors, self.shape, one_rank(self.shape)):
+                own[name].copy_(tensor)
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under Hugging Face names, one at a time, in the order of `weight_names.plan`.
+
+        Most are views of the live weights: use or copy each before the next step.
+        """
+        held = {name: p.detach() for name, p in self._parts.module.named_parameters()}
+        return stream_weights(held, self.shape)
 
     def weights(self) -> Tensors:
         """The weights under Hugging Face names (views where possible)."""
-        held = {name: p.detach() for name, p in self._parts.module.named_parameters()}
-        return to_huggingface(held, self.shape)
+        return dict(self.stream_weights())
 
     def gradients(self) -> Tensors:
         """The accumulated gradients, before clipping, under Megatron's names."""
@@ -95,7 +101,7 @@ class TrainablePolicy:
 
     def weights_digest(self) -> str:
         """Digest of the weights, as in checkpoints and engines."""
-        return digest_tensors(self.weights())
+        return combine(line_of(name, tensor) for name, tensor in self.stream_weights())
 
     def optimizer_digest(self) -> str:
         """Digest of the optimizer state."""

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from rollbook.store.errors import ModelError
 from rollbook.train import cpu_device
 from rollbook.train.config import OptimizerConfig
-from rollbook.train.qwen3 import Qwen3Shape
+from rollbook.train.model_shape import ModelShape
+from rollbook.train.reshard import RankLayout, check_layout, one_rank
 
 # Before CUDA is first used: these change bits on a GPU, so a replayable run sets them from step 0.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -69,17 +71,46 @@ def set_deterministic(threads: int) -> None:
 
 
 def build(
-    shape: Qwen3Shape, optimizer: OptimizerConfig, device: torch.device, seed: int, threads: int
+    shape: ModelShape, optimizer: OptimizerConfig, device: torch.device, seed: int, threads: int
 ) -> MegatronParts:
-    """A float32 Qwen3 as megatron's GPTModel (local spec), with megatron's DDP and Adam."""
+    """A float32 model as megatron's GPTModel on one rank, with megatron's DDP and Adam."""
     set_deterministic(threads)
     start_ranks(device, seed)
-    config = _transformer_config(shape)
-    module = _gpt_model(shape, config).to(device)
-    return _wrap(module, config, optimizer, device)
+    module = build_module(shape, one_rank(shape)).to(device)
+    return _wrap(module, module.config, optimizer, device)
 
 
-def _transformer_config(shape: Qwen3Shape) -> Any:
+def build_module(shape: ModelShape, layout: RankLayout) -> Any:
+    """A rank's part of megatron's GPTModel (local spec), float32; megatron's groups are as `layout` says.
+
+    Raises:
+        ModelError: the model cannot be split so, or its stages are not of one depth.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    check_layout(shape, layout)
+    if len(set(layout.stages)) > 1:
+        raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
+    return GPTModel(
+        config=_transformer_config(shape, layout),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=shape.experts.count if shape.experts else None,
+            moe_grouped_gemm=False,
+            qk_layernorm=shape.qk_norm,
+            normalization="RMSNorm",
+        ),
+        vocab_size=shape.padded_vocab,
+        max_sequence_length=shape.context,
+        pre_process=layout.first,
+        post_process=layout.last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_theta),
+    )
+
+
+def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -91,10 +122,11 @@ def _transformer_config(shape: Qwen3Shape) -> Any:
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -108,22 +140,31 @@ def _transformer_config(shape: Qwen3Shape) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=len(layout.stages),
+        **_expert_config(shape, layout),
     )
 
 
-def _gpt_model(shape: Qwen3Shape, config: Any) -> Any:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
+    """What makes megatron's mixture of experts the one of Qwen3-MoE: no dropped tokens, no loss of its own.
 
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-        vocab_size=shape.padded_vocab,
-        max_sequence_length=shape.context,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=int(shape.rope_theta),
-    )
+    Renormalized weights are the softmax over the chosen experts' logits alone, which is how megatron
+    computes them; the others are the softmax over all experts.
+    """
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_pre_softmax": not experts.renormalized,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
 
 
 def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.device) -> MegatronParts:

@@ -9,14 +9,17 @@ from typing import Any
 import orjson
 import pytest
 import torch
+import xxhash
+from safetensors.torch import load_file, save_file
 
-from rollbook.ingest.engines.weights import digest_tensors, read_weights
+from rollbook.ingest.engines.weights import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.checkpoint import MANIFEST, OPTIMIZER, read_checkpoint, write_checkpoint
 from rollbook.train.config import OptimizerConfig
-from rollbook.train.qwen3 import Tensors, read_shape
+from rollbook.train.model_shape import read_shape
+from rollbook.train.weight_names import weight_shapes
 
 
 def _optimizer() -> Tensors:
@@ -105,6 +108,72 @@ def test_a_flipped_byte_is_found(fabric: Any, tmp_path: Path, file: str, place: 
     target.write_bytes(data)
     with pytest.raises(ModelError, match="v00000001"):
         read_checkpoint(tmp_path / record.path)
+
+
+def test_the_damaged_tensor_is_named(fabric: Any, tmp_path: Path) -> None:
+    """The manifest has the xxh3-128 of each tensor; the error names those that differ."""
+    model = fabric.model_folder()
+    record = _write(tmp_path, model)
+    place = tmp_path / record.path
+    manifest = orjson.loads((place / MANIFEST).read_bytes())
+    weights = read_weights(model)
+    hashes = {n: xxhash.xxh3_128_hexdigest(t.numpy().tobytes()) for n, t in weights.items()}
+    assert manifest["tensors"] == hashes
+    assert set(manifest["optimizer_tensors"]) == set(_optimizer())
+    damaged = {n: t + 1 if "layers.1.mlp" in n else t for n, t in weights.items()}
+    save_file(damaged, place / "model.safetensors")
+    with pytest.raises(ModelError) as raised:
+        read_checkpoint(place)
+    names = [f"model.layers.1.mlp.{x}_proj.weight" for x in ("down", "gate", "up")]
+    assert f"weights damaged: {', '.join(names)} (not what {MANIFEST} names)" in str(raised.value)
+    save_file({n: t + 1 for n, t in _optimizer().items()}, place / OPTIMIZER)
+    save_file(weights, place / "model.safetensors")
+    with pytest.raises(ModelError, match=r"optimizer damaged: a\.exp_avg, "):
+        read_checkpoint(place)
+    del manifest["tensors"], manifest["optimizer_tensors"]  # as those written before it had them
+    (place / MANIFEST).write_bytes(orjson.dumps(manifest))
+    with pytest.raises(ModelError, match="optimizer damaged: they are not what"):
+        read_checkpoint(place)
+    save_file(_optimizer(), place / OPTIMIZER)
+    assert read_checkpoint(place).weights.keys() == weights.keys()
+
+
+def test_a_stream_is_written_as_it_comes(fabric: Any, tmp_path: Path) -> None:
+    """A policy's stream of weights makes the files that its dict makes; the base's index stays behind."""
+    model = shutil.copytree(fabric.model_folder(), tmp_path / "model")
+    (model / "model.safetensors.index.json").write_text("{}")
+    weights = read_weights(model)
+    order = weight_shapes(read_shape(model))
+    stream = ((name, weights[name]) for name in order)
+    record = write_checkpoint(tmp_path, "r", "actor", 1, stream, None, like=model, phase=None)
+    place = tmp_path / record.path
+    assert record.weights_digest == digest_tensors(weights)
+    assert read_checkpoint(place).weights.keys() == weights.keys()
+    assert digest_tensors(load_file(place / "model.safetensors")) == record.weights_digest
+    assert not (place / "model.safetensors.index.json").exists()
+    halves = ((name, weights[name].bfloat16()) for name in order)
+    half = write_checkpoint(tmp_path, "r", "actor", 2, halves, None, like=model, phase=None)
+    assert orjson.loads((tmp_path / half.path / "config.json").read_bytes())["dtype"] == "bfloat16"
+    assert {t.dtype for t in read_weights(tmp_path / half.path).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda pairs: pairs[:-1], "1 tensors did not come, the first of them model.norm.weight"),
+        (lambda pairs: [pairs[1], *pairs], "model.layers.0.input_layernorm.weight, .* came where"),
+        (lambda pairs: [*pairs, ("more", torch.zeros(1))], "more, .* came where None"),
+        (lambda pairs: [*pairs[:-1], (pairs[-1][0], pairs[-1][1].half())], "float16"),
+    ],
+)
+def test_a_stream_of_another_model(fabric: Any, tmp_path: Path, change: Any, reason: str) -> None:
+    """Tensors that are missing, too many, out of order or of another type are told; no checkpoint appears."""
+    model = fabric.model_folder()
+    weights = read_weights(model)
+    pairs = change([(name, weights[name]) for name in weight_shapes(read_shape(model))])
+    with pytest.raises(ModelError, match=reason):
+        write_checkpoint(tmp_path, "r", "actor", 1, iter(pairs), None, like=model, phase=None)
+    assert not (tmp_path / "checkpoints/r/actor/v00000001").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weights_digest": "x"}'])

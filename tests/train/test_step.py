@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.ingest.engines.embedded import read_weights
+from rollbook.ingest.engines.weights import read_weights
 from rollbook.store.trajectory import fold
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition
 from rollbook.train.config import OptimizerConfig
-from rollbook.train.qwen3 import read_shape, to_huggingface
+from rollbook.train.model_shape import read_shape
 from rollbook.train.samples import Sample, all_samples
 from rollbook.train.step import STAGES, StepResult, batch_of, input_digests, run_step, step_seed
+from rollbook.train.weight_names import to_huggingface
 
 
 @pytest.fixture(scope="session")

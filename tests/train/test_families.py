@@ -1,0 +1,312 @@
+"""Every family in Megatron is what it is in transformers: names, logits, gradients; and it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.ingest.engines.weights import digest_tensors, read_weights
+from rollbook.store.errors import ModelError
+from rollbook.train.backend import TrainablePolicy
+from rollbook.train.batch import MicroBatch
+from rollbook.train.config import OptimizerConfig
+from rollbook.train.losses import sft_loss, token_logprobs
+from rollbook.train.model_shape import read_shape
+from rollbook.train.weight_names import checked, plan, to_huggingface, to_megatron, weight_shapes
+
+VOCAB = 125
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw")
+"""The last one's router does not renormalize."""
+
+CASES = [f"{family}-{tied}" for family in FAMILIES for tied in ("tied", "untied")]
+EACH = pytest.mark.parametrize("case", CASES)
+
+
+def _reference(family: str, tied: bool) -> Any:
+    """A transformers model, every weight of it random, norms, biases and experts too."""
+    import transformers
+
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": tied,
+    }
+    if family.startswith("qwen3"):
+        values["head_dim"] = 16
+    if family.startswith("qwen3_moe"):
+        values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        values["norm_topk_prob"] = not family.endswith("raw")
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family, "Qwen3Moe")
+    config = getattr(transformers, f"{name}Config")(**values)
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            around = 1.0 if "norm" in key else 0.0
+            parameter.copy_(around + (0.2 if "norm" in key else 0.1) * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Folder and transformers model of every case."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    made = {}
+    for case in CASES:
+        family, tied = case.split("-")
+        folder, model = tmp_path_factory.mktemp("models") / case, _reference(family, tied == "tied")
+        model.save_pretrained(folder)
+        made[case] = (folder, model)
+    return made
+
+
+def _policy(folder: Path, **changes: Any) -> TrainablePolicy:
+    """A policy of the model, weights in place."""
+    policy = TrainablePolicy(
+        read_shape(folder),
+        OptimizerConfig(**changes),
+        steps=4,
+        device=torch.device("cpu"),
+        seed=0,
+        threads=1,
+    )
+    policy.load_weights(read_weights(folder))
+    return policy
+
+
+def _micro(rows: int = 3, length: int = 11) -> MicroBatch:
+    """Random tokens, each row padded at another place, the mask random."""
+    rng = np.random.default_rng(0)
+    shape = (rows, length)
+    mask = rng.random(shape) < 0.7
+    mask[:, 0] = False
+    temperatures = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+    return MicroBatch(
+        rng.integers(0, 100, shape),
+        mask,
+        np.zeros(shape, np.float32),
+        temperatures,
+        np.ones(shape, np.float32),
+    )
+
+
+def _masked_loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    tokens, temperatures = torch.from_numpy(micro.tokens), torch.from_numpy(micro.temperatures)
+    loss = sft_loss(token_logprobs(logits, tokens, temperatures))
+    return loss[torch.from_numpy(micro.loss_mask[:, 1:])].mean()
+
+
+def _run(policy: TrainablePolicy, micro: MicroBatch) -> tuple[torch.Tensor, float]:
+    """Logits and loss of one forward and backward pass; the gradients stay in the policy."""
+    seen: list[Any] = []
+
+    def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
+        loss = _masked_loss(logits, one)
+        seen.extend((logits.detach().clone(), float(loss)))
+        return loss
+
+    policy.forward_backward((micro,), loss_of)
+    return seen[0], seen[1]
+
+
+@EACH
+def test_weights_survive_the_round_trip(models: Any, case: str) -> None:
+    """Hugging Face to Megatron and back is bit for bit, as is a trip through a live policy."""
+    folder, _ = models[case]
+    shape, tensors = read_shape(folder), read_weights(folder)
+    assert ("lm_head.weight" in tensors) == case.endswith("-untied")
+    mapped = to_megatron(tensors, shape)
+    assert mapped["embedding.word_embeddings.weight"].shape == (128, 32)
+    assert not mapped["embedding.word_embeddings.weight"][VOCAB:].any()
+    policy = _policy(folder)
+    for back in (to_huggingface(mapped, shape), policy.weights(), dict(policy.stream_weights())):
+        assert back.keys() == tensors.keys()
+        assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    assert policy.weights_digest() == digest_tensors(tensors)
+
+
+@EACH
+def test_logits_are_transformers(models: Any, case: str) -> None:
+    """The logits are those of transformers within float32 rounding, over the true vocabulary."""
+    folder, reference = models[case]
+    micro = _micro()
+    logits, _ = _run(_policy(folder), micro)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(micro.tokens)).logits
+    assert logits.shape == expected.shape == (3, 11, VOCAB)
+    assert float(expected.abs().max()) > 1, "logits too small to tell anything"
+    assert float((logits - expected).abs().max()) < 2e-6
+
+
+@EACH
+def test_gradients_are_transformers(models: Any, case: str) -> None:
+    """The gradient of the supervised loss is that of transformers' autograd, for every tensor."""
+    folder, reference = models[case]
+    micro, policy = _micro(), _policy(folder)
+    _, loss = _run(policy, micro)
+    reference.zero_grad()
+    expected_loss = _masked_loss(reference(torch.from_numpy(micro.tokens)).logits, micro)
+    expected_loss.backward()
+    assert loss == pytest.approx(float(expected_loss), rel=1e-5)
+    found = to_huggingface(policy.gradients(), policy.shape)
+    expected = checked({n: p.grad for n, p in reference.named_parameters()}, policy.shape)
+    for name, gradient in found.items():
+        # A key's bias shifts all scores of a query alike: its gradient is rounding about zero.
+        scale = max(float(expected[name].abs().max()), 1e-3)
+        error = float((gradient - expected[name]).abs().max()) / scale
+        assert error < 1e-5, f"{name}: {error}"
+
+
+@EACH
+def test_a_step_trains(models: Any, case: str) -> None:
+    """A step lowers the loss, changes every tensor, and gives the same weights from the same start."""
+    folder, _ = models[case]
+    micro, before, digests = _micro(), read_weights(folder), []
+    for _ in range(2):
+        policy = _policy(folder)
+        _, first = _run(policy, micro)
+        assert policy.optimizer_step(0.01) > 0
+        digests.append(policy.weights_digest())
+        moved = {name.rsplit(".", 1)[0] for name in policy.optimizer_state()}
+        assert moved == {w.megatron for w in plan(policy.shape)}
+        unchanged = [n for n, t in policy.stream_weights() if torch.equal(t, before[n])]
+        assert unchanged == []
+        assert _run(policy, micro)[1] < first
+    assert digests[0] == digests[1]
+
+
+def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
+    """Rows in one micro-batch, or each in its own, add up to the same gradient (to rounding)."""
+    micro, policy = _micro(), _policy(models["qwen3-tied"][0])
+
+    def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
+        tokens, temperatures = torch.from_numpy(one.tokens), torch.from_numpy(one.temperatures)
+        loss = sft_loss(token_logprobs(logits, tokens, temperatures))
+        return torch.where(torch.from_numpy(one.loss_mask[:, 1:]), loss, 0.0).sum() / 7
+
+    policy.forward_backward((micro,), loss_of)
+    whole = {name: g.clone() for name, g in policy.gradients().items()}
+    names = ("tokens", "loss_mask", "old_logprobs", "temperatures", "advantages")
+    rows = tuple(MicroBatch(*(getattr(micro, n)[i : i + 1] for n in names)) for i in range(3))
+    policy.forward_backward(rows, loss_of)
+    for name, gradient in policy.gradients().items():
+        assert torch.allclose(gradient, whole[name], rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "qwen3-untied", "qwen2-untied"])
+def test_padded_rows_take_no_part(models: Any, case: str) -> None:
+    """Rows that only pad the vocabulary change neither loss nor gradient, and stay zero in training."""
+    policy, micro = _policy(models[case][0], lr=0.1, weight_decay=0.1), _micro()
+    logits, loss = _run(policy, micro)
+    padded = [
+        p for n, p in policy._parts.module.named_parameters() if p.shape[0] == 128 and "layers" not in n
+    ]
+    assert len(padded) == (1 if case.endswith("-tied") else 2)
+    assert all(not p.main_grad[VOCAB:].any() for p in padded)
+    policy.optimizer_step(0.1)
+    assert all(not p[VOCAB:].any() for p in padded)
+    fresh = _policy(models[case][0])
+    with torch.no_grad():
+        for name, parameter in fresh._parts.module.named_parameters():
+            if parameter.shape[0] == 128 and "layers" not in name:
+                parameter[VOCAB:] = 1000.0
+    assert _run(fresh, micro)[1] == loss
+    assert torch.equal(_run(fresh, micro)[0], logits)
+
+
+# Names --------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_the_stream(models: Any) -> None:
+    """Names come in the plan's order: what an engine merges is adjacent, biases after the weights."""
+    attention = [f"self_attn.{x}_proj" for x in "qkv"]
+    norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    gated = [f"{x}_proj.weight" for x in ("gate", "up", "down")]
+    expected = {
+        "qwen2-untied": [f"{n}.{kind}" for kind in ("weight", "bias") for n in attention]
+        + ["self_attn.o_proj.weight", "post_attention_layernorm.weight"]
+        + [f"mlp.{n}" for n in gated],
+        "qwen3_moe-tied": [f"{n}.weight" for n in attention]
+        + [*norms, "self_attn.o_proj.weight", "post_attention_layernorm.weight", "mlp.gate.weight"]
+        + [f"mlp.experts.{e}.{n}" for e in range(4) for n in gated],
+    }
+    for case, inner in expected.items():
+        layers = [f"model.layers.{i}.{n}" for i in range(2) for n in ("input_layernorm.weight", *inner)]
+        names = [n for n, _ in _policy(models[case][0]).stream_weights()]
+        tail = [] if case.endswith("-tied") else ["lm_head.weight"]
+        assert names == ["model.embed_tokens.weight", *layers, "model.norm.weight", *tail]
+        assert names == list(weight_shapes(read_shape(models[case][0])))
+
+
+def test_fused_experts_are_read(models: Any) -> None:
+    """Experts stacked as transformers 5 holds them give the weights of the per-expert names."""
+    folder, reference = models["qwen3_moe-untied"]
+    fused = {name: p.detach() for name, p in reference.named_parameters()}
+    assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 48, 32)
+    shape = read_shape(folder)
+    assert digest_tensors(to_megatron(fused, shape)) == digest_tensors(
+        to_megatron(read_weights(folder), shape)
+    )
+    fused["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 24, 32)
+    with pytest.raises(
+        ModelError, match=r"layers.1.mlp.experts.down_proj is \(4, 24, 32\), not \(4, 32, 24\)"
+    ):
+        to_megatron(fused, shape)
+
+
+# What does not fit --------------------------------------------------------------------------------
+
+
+LAYER = "model.layers.1."
+EXPERT = LAYER + "mlp.experts.3."
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("model.embed_tokens.weight", 124),
+        ("model.embed_tokens.weight", 126),
+        ("lm_head.weight", 128),
+        ("model.norm.weight", 31),
+        (LAYER + "self_attn.q_proj.weight", 16),
+        (LAYER + "self_attn.q_norm.weight", 9),
+        (LAYER + "mlp.gate_proj.weight", 63),
+        (LAYER + "mlp.down_proj.weight", None),
+        (LAYER + "self_attn.v_proj.weight", None),
+        ("lm_head.weight", None),
+        (EXPERT + "gate_proj.weight", 23),
+        (EXPERT + "down_proj.weight", None),
+    ],
+)
+def test_weights_that_do_not_fit(models: Any, name: str, rows: int | None) -> None:
+    """A tensor that is missing, or has another shape, is named; nothing is padded or cut to fit."""
+    folder, _ = models["qwen3_moe-untied" if "experts" in name else "qwen3-untied"]
+    shape, tensors = read_shape(folder), read_weights(folder)
+    if rows is None:
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(rows, *tensors[name].shape[1:])
+    with pytest.raises(ModelError, match=name):
+        to_megatron(tensors, shape)
+
+
+def test_transposed_weights_do_not_fit(models: Any) -> None:
+    """As many numbers in another order are no match."""
+    folder, _ = models["qwen3-untied"]
+    shape, tensors = read_shape(folder), read_weights(folder)
+    name = LAYER + "self_attn.q_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    with pytest.raises(ModelError, match=name):
+        to_megatron(tensors, shape)
