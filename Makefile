@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
+SGLANG := .venv-sglang
 PIP_EXACT := install --quiet --disable-pip-version-check --no-deps --requirement
 
-.PHONY: demo test test-clients check lint types fmt bench wheel clean
+.PHONY: demo test test-clients test-sglang check lint types fmt bench wheel clean
 
 $(STAMP): pyproject.toml constraints.txt tests/corpus.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -37,6 +38,15 @@ $(CLIENTS)/verifiers/.installed: tests/clients/verifiers.txt | $(CLIENTS)/.insta
 	@$(CLIENTS)/verifiers/bin/pip $(PIP_EXACT) tests/clients/verifiers.txt
 	@touch $@
 
+test-sglang: $(STAMP) $(SGLANG)/.installed  ## a real SGLang on this CPU; one process: its servers take minutes to start
+	$(BIN)/pytest tests/sglang
+
+$(SGLANG)/.installed: tests/sglang/requirements.txt
+	@echo "setting up $(SGLANG) (two or three minutes the first time, 3 GB)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/pip $(PIP_EXACT) tests/sglang/requirements.txt
+	@touch $@
+
 check: lint types test  ## what a change must pass
 
 lint: $(STAMP)
@@ -58,4 +68,4 @@ wheel: $(STAMP)  ## build the wheel and check that it works where nothing else i
 	bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) tests/clients/node_modules dist demo-store
+	rm -rf $(VENV) $(CLIENTS) $(SGLANG) tests/clients/node_modules dist demo-store

@@ -106,6 +106,7 @@ def completed_record(
         logprob_semantics=made.logprob_semantics,
         flags=flags,
         timings=made.timings,
+        routed_experts=made.routed_experts,
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from rollbook.store.bodies import resolve
 from rollbook.store.errors import CorruptionError, FormatError
 from rollbook.store.event_json import as_json, from_json
-from rollbook.store.events import RECORDS, Event, TurnRequested, VersionSpan
+from rollbook.store.events import RECORDS, Event, TurnCompleted, TurnRequested, VersionSpan
 from rollbook.store.schema import ENVELOPE, HOT, LOG_SCHEMA
 from rollbook.store.upcast import upcast, version_of
 
@@ -26,7 +26,7 @@ __all__ = ["as_json", "conform", "decode", "encode", "from_json", "inline_bodies
 
 Row = tuple[Any, ...]
 Body = Callable[[str], Any]
-"""Digest -> the body that a request refers to."""
+"""Digest -> the body that a request or a completion refers to."""
 
 ROW_NAMES = tuple(LOG_SCHEMA.names[1:])
 # Arrow makes new Python objects whenever a schema is asked for its parts, and every batch needs the types.
@@ -37,8 +37,11 @@ ARRAYS = {
 }
 """Columns of arrays, and what the arrays hold."""
 _INTEGERS = ("policy_version", "step")
-_MAY_REFER = ("messages", "request", "wire")
-"""Fields of `turn.requested` that may hold references to bodies."""
+MAY_REFER = {
+    TurnRequested.KIND: ("messages", "request", "wire"),
+    TurnCompleted.KIND: ("routed_experts",),
+}
+"""Kind -> its fields that may hold references to bodies."""
 
 
 class _Fields:
@@ -204,7 +207,7 @@ def no_body(digest: str) -> Any:
     Raises:
         CorruptionError: always.
     """
-    raise CorruptionError(f"a request refers to body {digest}, which its segment does not hold")
+    raise CorruptionError(f"a turn refers to body {digest}, which its segment does not hold")
 
 
 def decode(batch: pa.RecordBatch, lane: str, body: Body = no_body) -> Iterator[Event]:
@@ -247,8 +250,8 @@ def _record(columns: Mapping[str, Any], i: int, body: Body) -> Any:
     values = upcast(kind, version, values)
     if "version_spans" in values:
         values["version_spans"] = tuple(VersionSpan(**s) for s in values["version_spans"] or ())
-    if record_type is TurnRequested and '"$body"' in extra:
-        values |= {name: resolve(values[name], body) for name in _MAY_REFER}
+    if kind in MAY_REFER and '"$body"' in extra:
+        values |= {name: resolve(values[name], body) for name in MAY_REFER[kind]}
     return record_type(**values)
 
 
@@ -267,15 +270,15 @@ def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
         CorruptionError: a body is missing.
     """
     column = batch.column("extra")
-    refers = pc.and_(
-        pc.equal(batch.column("kind"), TurnRequested.KIND), pc.match_substring(column, '"$body"')
-    )
+    kinds = batch.column("kind")
+    refers = pc.and_(pc.is_in(kinds, pa.array(list(MAY_REFER))), pc.match_substring(column, '"$body"'))
     if not pc.any(refers).as_py():
         return batch
     texts = column.to_pylist()
     for i in np.flatnonzero(refers.to_numpy(zero_copy_only=False)):
         values = orjson.loads(texts[i])
-        values |= {name: resolve(values[name], body) for name in _MAY_REFER if name in values}
+        names = MAY_REFER[kinds[int(i)].as_py()]
+        values |= {name: resolve(values[name], body) for name in names if name in values}
         texts[i] = orjson.dumps(values).decode()
     return batch.set_column(batch.schema.get_field_index("extra"), "extra", pa.array(texts, pa.string()))
 

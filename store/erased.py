@@ -50,6 +50,8 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
                 extra["upstream"] = MARK
             extra["flags"] = [*extra["flags"], *(f for f in flags if f not in extra["flags"])]
             if not keep_tokens:
+                if extra.get("routed_experts"):
+                    extra["routed_experts"] = {}
                 extra["prompt_sha256"] = ""  # a short prompt could be found again by trying
                 erased |= {name: _no_tokens(row[name]) for name in ("prompt_ids", "completion_ids")}
                 erased["logprobs"] = None
@@ -81,10 +83,11 @@ def _no_tokens(ids: Any) -> Any:
 
 
 def named_bodies(extra: str) -> Iterator[str]:
-    """Digests of the bodies that a stored request refers to."""
+    """Digests of the bodies that a stored request or completion refers to."""
     if f'"{KEY}"' in extra:
         values = orjson.loads(extra)
-        yield from _references([values[name] for name in ("messages", "request", "wire") if name in values])
+        names = ("messages", "request", "wire", "routed_experts")
+        yield from _references([values[name] for name in names if name in values])
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
     ├── EngineError              an engine failed, or was given what it cannot serve
+    │   └── EngineLostError      an engine went away, or may not be believed: another may answer
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── TrainError               a training run that cannot go on
@@ -88,6 +89,10 @@ class RequestError(RollbookError):
 
 class EngineError(RollbookError):
     """An engine failed, or was given what it cannot serve."""
+
+
+class EngineLostError(EngineError):
+    """An engine cannot be reached any more, or holds weights that nobody verified. Another may answer."""
 
 
 class ModelError(RollbookError):

@@ -170,7 +170,9 @@ class TurnCompleted:
     whole prompt of a root); `prompt_sha256` is over the little-endian int32 ids really sent.
     `logprobs` is null where the engine gave none (a teacher). `logprob_semantics` says what each
     number is a logprob of; `flags` names oddities (`malformed_tool_call`). `upstream` is what an upstream
-    that was only recorded said besides, such as its id and usage.
+    that was only recorded said besides, such as its id and usage. `routed_experts`, empty where the engine
+    was not asked, is what `store.routed_experts` packs: the experts of the positions of prompt and completion
+    from `start` on, but for the last, which was sampled and never passed through the model.
     """
 
     KIND: ClassVar[str] = "turn.completed"
@@ -190,6 +192,7 @@ class TurnCompleted:
     flags: list[str]
     timings: Json
     upstream: Json = field(default_factory=dict)
+    routed_experts: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

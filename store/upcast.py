@@ -12,7 +12,7 @@ from typing import Any
 
 Values = dict[str, Any]
 
-VERSIONS: Mapping[str, int] = {"sample.dropped": 2, "turn.completed": 2, "turn.requested": 2}
+VERSIONS: Mapping[str, int] = {"sample.dropped": 2, "turn.completed": 3, "turn.requested": 2}
 """Kind -> version of its record in this release; 1 where it is not named."""
 
 
@@ -31,9 +31,15 @@ def _turn_completed_1(values: Values) -> Values:
     return values | {"upstream": {}}
 
 
+def _turn_completed_2(values: Values) -> Values:
+    """Version 3 keeps which experts the tokens went to. Before, no engine was asked."""
+    return values | {"routed_experts": {}}
+
+
 UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("sample.dropped", 1): _sample_dropped_1,
     ("turn.completed", 1): _turn_completed_1,
+    ("turn.completed", 2): _turn_completed_2,
     ("turn.requested", 1): _turn_requested_1,
 }
 """(kind, version) -> what makes the next version of it."""

@@ -51,6 +51,7 @@ class Prompt:
         request_id: unique; `Engine.abort` goes by it.
         trajectory_id: requests of one trajectory share prefixes, so an engine may keep them together.
         images: data URLs or links, in the order of their places in the messages.
+        known_tokens: of `ids`, those of the parent's prompt and completion; 0 for a root.
     """
 
     ids: TokenIds
@@ -59,11 +60,15 @@ class Prompt:
     request_id: str = ""
     trajectory_id: str = ""
     images: tuple[str, ...] = ()
+    known_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """An engine's answer. `finish_reason` is stop, length or abort; spans cover the completion."""
+    """An engine's answer. `finish_reason` is stop, length or abort; spans cover the completion.
+
+    `routed_experts` are packed as the log has them, from the first position that the parent's do not hold.
+    """
 
     completion_ids: TokenIds
     logprobs: Logprobs | None
@@ -71,6 +76,7 @@ class Generation:
     finish_reason: str
     logprob_semantics: Json
     timings: Json = field(default_factory=dict)
+    routed_experts: Json = field(default_factory=dict)
 
 
 Activated = Callable[[int, str, Path], Awaitable[None]]

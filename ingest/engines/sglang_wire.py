@@ -2,32 +2,88 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.ingest.engines.engine import Prompt, Sampling
+from rollbook.ingest.engines.weight_name import policy_version_of
 from rollbook.store.errors import EngineError
-from rollbook.store.events import Json, VersionSpan, token_ids
+from rollbook.store.events import Json, Logprobs, TokenIds, VersionSpan, token_ids
 
 SEMANTICS = {"kind": "sampled", "of": "softmax(logits / temperature)", "filters": []}
-FIRST_VERSION = "default"
-"""What SGLang calls the weights it was started with, unless it was told a name."""
-_NOT_SGLANGS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What its logprobs are of: not filtered by top-p, top-k or min-p; at temperature 0, of softmax(logits)."""
+OLDEST_SERVER = "0.5.19"
+"""The first SGLang whose answers say which weights made which tokens (`weight_versions`)."""
+_NOT_SGLANGS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, binascii.Error)
 """What reading raises where an answer is of another form."""
-ALTERING = (
-    "constraint",
-    "frequency_penalty",
-    "logit_bias",
-    "min_new_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-)
-"""Sampling parameters that change the logits before the softmax that logprobs are of."""
 
 
-def request_body(prompt: Prompt, sampling: Sampling, stream: bool) -> Json:
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a mixture-of-experts model is made of: SGLang tells expert ids without saying of which shape."""
+
+    layers: int
+    topk: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one request of a completion has brought. `version_spans` are places in this part.
+
+    Attributes:
+        finish: SGLang's finish_reason.
+        experts: int32 [positions, layers, topk], None where the server tells none.
+        numbers: of cached tokens, and how often the request was retracted, where there is something to say.
+    """
+
+    ids: TokenIds
+    logprobs: Logprobs
+    version_spans: tuple[VersionSpan, ...]
+    finish: Json
+    experts: npt.NDArray[np.int32] | None
+    numbers: dict[str, int]
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was ended from outside, by no fault of its own."""
+        return self.finish["type"] == "abort" and self.finish.get("status_code") is None
+
+
+def check_version(told: Any, url: str) -> str | None:
+    """A note where a server's version is unknown, such as behind a router; None where it is new enough.
+
+    Args:
+        told: what /server_info answers.
+
+    Raises:
+        EngineError: it is older than `OLDEST_SERVER`.
+    """
+    version = told.get("version") if isinstance(told, dict) else None
+    found = _release(version)
+    if found is None:
+        return f"{url} does not say which SGLang it is: nothing older than {OLDEST_SERVER} is supported"
+    if found < (_release(OLDEST_SERVER) or ()):
+        raise EngineError(
+            f"{url} is SGLang {version}, whose answers do not say which weights made which tokens: "
+            f"use {OLDEST_SERVER} or newer"
+        )
+    return None
+
+
+def _release(version: Any) -> tuple[int, ...] | None:
+    """The numbers that a version begins with; None of what is no version."""
+    found = re.match(r"\d+(\.\d+)+", version) if isinstance(version, str) else None
+    return tuple(map(int, found[0].split("."))) if found else None
+
+
+def request_body(prompt: Prompt, sampling: Sampling, stream: bool, routing: Routing | None = None) -> Json:
     """A request for a completion of the prompt's ids."""
     body: Json = {
         "rid": prompt.request_id,
@@ -36,17 +92,31 @@ def request_body(prompt: Prompt, sampling: Sampling, stream: bool) -> Json:
         "return_logprob": True,
         "stream": stream,
     }
+    if routing is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": experts_start(prompt)}
     return body | ({"image_data": list(prompt.images)} if prompt.images else {})
+
+
+def experts_start(prompt: Prompt) -> int:
+    """The first position whose experts the parent's turn does not hold: that of its last token."""
+    return max(prompt.known_tokens - 1, 0)
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the likeliest token is always taken."""
+    return sampling.temperature == 0 or sampling.top_k == 1
 
 
 def sampling_params(sampling: Sampling) -> Json:
     """SGLang's sampling parameters; what is as by default is left out.
 
-    `no_stop_trim` and the two below keep the ids and what they spell untouched.
+    `no_stop_trim` and the two below keep the ids and what they spell untouched. Top-k 1 is asked for as
+    temperature 0, which samples the same: SGLang scales the logits of such a request by its temperature only
+    while another request of its batch is not greedy, so what its logprobs are of would be anyone's guess.
     """
     params: Json = {
         "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
+        "temperature": 0.0 if is_greedy(sampling) else sampling.temperature,
         "sampling_seed": sampling.seed & (2**31 - 1),
         "no_stop_trim": True,
         "skip_special_tokens": False,
@@ -88,53 +158,61 @@ def _number(logprob: float | None) -> float:
     return float("nan") if logprob is None else logprob
 
 
-def generation(answer: Json, sampling: Sampling, policy: str, timings: Json) -> Generation:
-    """A server's answer in our terms. Pure.
+def part(
+    answer: Json, prompt: Prompt, policy: str, routing: Routing | None = None, run: str | None = None
+) -> Part:
+    """A server's answer to a request.
 
     Raises:
-        EngineError: it is not what was asked for.
+        EngineError: it is not what was asked for, or says that the request has failed.
     """
     try:
         meta = answer["meta_info"]
         entries = meta["output_token_logprobs"]
         ids = [entry[1] for entry in entries]
         logprobs = np.asarray([_number(entry[0]) for entry in entries], dtype=np.float32)
-        reason = meta["finish_reason"]["type"]
         if ids != list(answer["output_ids"]):
             raise EngineError("the server's output_ids and output_token_logprobs are not of the same tokens")
-        spans = _spans(meta, policy, len(ids))
-        completion = token_ids(ids)
+        made = Part(
+            token_ids(ids),
+            logprobs,
+            _spans(meta, run, policy, len(ids)),
+            dict(meta["finish_reason"]),
+            _experts(
+                meta.get("routed_experts"), len(prompt.ids) + len(ids) - 1 - experts_start(prompt), routing
+            ),
+            {name: int(meta[name]) for name in ("cached_tokens", "num_retractions") if meta.get(name)},
+        )
+        failed = made.finish["type"] == "abort" and not made.aborted
     except _NOT_SGLANGS as error:
         raise EngineError(f"the server's answer is not SGLang's: {error!r}") from error
-    if not ids:
-        raise EngineError(f"the server answered without a token: {meta['finish_reason']}")
-    semantics: Json = SEMANTICS | {"temperature": sampling.temperature}
-    asked = sampling.as_json()
-    altered = [name for name in ALTERING if name in asked]
-    if altered:
-        semantics["altered"] = altered
-    for name in ("cached_tokens", "num_retractions"):
-        if meta.get(name):
-            timings = timings | {name: meta[name]}
-    return Generation(completion, logprobs, spans, reason, semantics, timings)
+    if failed:
+        raise EngineError(f"the server gave the request up: {made.finish}")
+    if not ids and not made.aborted:
+        raise EngineError(f"the server answered without a token: {made.finish}")
+    return made
 
 
-def _spans(meta: Json, policy: str, length: int) -> tuple[VersionSpan, ...]:
-    """Which version made which tokens; none where the server names no version that is a number."""
+def _experts(told: str | None, positions: int, routing: Routing | None) -> npt.NDArray[np.int32] | None:
+    if told is None or routing is None:
+        return None
+    found = np.frombuffer(base64.b64decode(told, validate=True), np.dtype("<i4"))
+    return found.reshape(positions, routing.layers, routing.topk)
+
+
+def _spans(meta: Json, run: str | None, policy: str, length: int) -> tuple[VersionSpan, ...]:
+    """Which version made which tokens; none where the server names no version of this run and policy."""
     told = meta.get("weight_versions")
     if not told:
         told = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
     spans = []
     for span in told:
-        version = policy_version_of(span["version"])
+        version = policy_version_of(span["version"], run, policy)
         if version is not None and span["end"] > span["start"]:
             spans.append(VersionSpan(policy, version, int(span["start"]), int(span["end"])))
     return tuple(spans)
 
 
-def policy_version_of(name: Any) -> int | None:
-    """The policy version that SGLang's name of its weights says, an int64; the first are version 0."""
-    if name == FIRST_VERSION:
-        return 0
-    text = str(name)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+def moved(span: VersionSpan, by: int) -> VersionSpan:
+    """The span so many tokens further on."""
+    return replace(span, start=span.start + by, end=span.end + by)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from rollbook.store.bodies import KEY, externalize
-from rollbook.store.codec import Row, row_of
-from rollbook.store.events import Event, TurnRequested
+from rollbook.store.codec import MAY_REFER, Row, row_of
+from rollbook.store.events import Event, TurnCompleted, TurnRequested
 from rollbook.store.lane.batches import encode_batch
 from rollbook.store.lane.flusher import Acknowledged, Job
 from rollbook.store.lane.frame import BATCH_FRAME, HEADER_FRAME, ROW_FRAME, encode_frame
@@ -128,10 +128,15 @@ class Framer:
         """The event's row, after those of the bodies that it is the first of this segment to name."""
         row = row_of(event)
         record = event.record
-        if not isinstance(record, TurnRequested):
-            return [row]
         limit = self._settings.body_bytes
-        if len(row[-1]) <= limit and _REFERENCE not in row[-1]:
+        match record:
+            case TurnRequested():
+                small_enough = len(row[-1]) <= limit and _REFERENCE not in row[-1]
+            case TurnCompleted():
+                small_enough = not record.routed_experts
+            case _:
+                small_enough = True
+        if small_enough:
             return [row]
         rows: list[Row] = []
 
@@ -140,11 +145,8 @@ class Framer:
                 self._bodies.add(digest)
                 rows.append(row_of(Event(BodyStored(digest, body), event.run, time_us=event.time_us)))
 
-        messages = externalize(record.messages, limit, store)
-        request = externalize(record.request, limit, store)
-        wire = externalize(record.wire, limit, store)
-        small = replace(event, record=replace(record, messages=messages, request=request, wire=wire))
-        return [*rows, row_of(small)]
+        small = {name: externalize(getattr(record, name), limit, store) for name in MAY_REFER[event.kind]}
+        return [*rows, row_of(replace(event, record=replace(record, **small)))]
 
     def _encode(self, rows: list[Row], first_seq: int) -> tuple[int, Any, int] | None:
         """(frame kind, payload, events)"""

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from rollbook.store.erased import CHANGED, TEXT_KINDS, erase_row, named_bodies
 from rollbook.store.errors import LaneLockedError
-from rollbook.store.events import Event, TurnRequested
+from rollbook.store.events import Event, TurnCompleted, TurnRequested
 from rollbook.store.ids import now_us
 from rollbook.store.lane.files import lane_folder, read_watermark, segment_path
 from rollbook.store.lane.frame import ALIGN, first_seq_of
@@ -93,7 +93,7 @@ def erase_trajectory(
             _seal_all_of(log, found)
             units = units_with(log, found.trajectory_id)
             # All are read before the first is rewritten, so that a damaged one stops this before it begins.
-            rows = [_rows_of(unit_table(log.path, unit), found.trajectory_id) for unit in units]
+            rows = [_rows_of(unit_table(log.path, unit), found.trajectory_id, keep_tokens) for unit in units]
             made = [_rewrite(log, unit, found.trajectory_id, keep_tokens) for unit in units]
             _remove_what_was_replaced(log)
             report = EraseReport(
@@ -156,10 +156,14 @@ def _open_segment_start(store: Path, lane: str) -> int:
 # Rewriting ------------------------------------------------------------------------------------------
 
 
-def _rows_of(table: pa.Table, trajectory_id: str) -> _Rows:
-    """The rows with text of the trajectory, and those of bodies that only its requests name."""
+def _rows_of(table: pa.Table, trajectory_id: str, keep_tokens: bool) -> _Rows:
+    """The rows with text of the trajectory, and those of bodies that only it names.
+
+    What a completion names (the experts its tokens went to) goes with the tokens.
+    """
     mine = pc.fill_null(pc.equal(table["trajectory_id"], trajectory_id), False)
-    asked = pc.equal(table["kind"], TurnRequested.KIND)
+    naming = [TurnRequested.KIND] if keep_tokens else [TurnRequested.KIND, TurnCompleted.KIND]
+    asked = pc.is_in(table["kind"], pa.array(naming))
     named, named_by_others = (
         {d for extra in table["extra"].filter(pc.and_(asked, of)).to_pylist() for d in named_bodies(extra)}
         for of in (mine, pc.invert(mine))
@@ -178,7 +182,7 @@ def _places(mask: Any) -> list[int]:
 def _rewrite(log: Store, unit: Unit, trajectory_id: str, keep_tokens: bool) -> Unit | None:
     """The unit's next generation, without the text; None where it holds none."""
     table = unit_table(log.path, unit)
-    rows = _rows_of(table, trajectory_id)
+    rows = _rows_of(table, trajectory_id, keep_tokens)
     places = pa.array([*rows.own, *rows.bodies], pa.int64())
     before = table.take(places)
     after = _erased(before, keep_tokens)

@@ -160,9 +160,23 @@ def unit_body(store: Path, unit: Unit, digest: str) -> Any:
     Raises:
         CorruptionError: the unit does not hold it.
     """
+    extras, places = _bodies(store, unit)
+    if digest not in places:
+        raise CorruptionError(f"an event refers to body {digest}, which its sealed unit does not hold")
+    return orjson.loads(extras[places[digest]].as_py())["body"]
+
+
+@lru_cache(maxsize=1)  # a trajectory's bodies are asked for one after the other; they may be large
+def _bodies(store: Path, unit: Unit) -> tuple[pa.ChunkedArray, dict[str, int]]:
+    """(the unit's bodies as stored, digest -> place)"""
     marks = read_file(store, unit, MARKS, ["kind", "extra"])
-    for extra in marks.filter(pc.equal(marks["kind"], BodyStored.KIND))["extra"].to_pylist():
-        values = orjson.loads(extra)
-        if values["digest"] == digest:
-            return values["body"]
-    raise CorruptionError(f"a request refers to body {digest}, which its sealed unit does not hold")
+    extras = marks.filter(pc.equal(marks["kind"], BodyStored.KIND))["extra"]
+    return extras, {_digest(extra): place for place, extra in enumerate(extras.to_pylist())}
+
+
+def _digest(extra: str) -> str:
+    """The digest that a stored body has; it is written first, so that the body need not be parsed."""
+    head = '{"digest":"'
+    if extra.startswith(head):
+        return extra[len(head) :].partition('"')[0]
+    return str(orjson.loads(extra)["digest"])

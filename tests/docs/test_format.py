@@ -145,7 +145,7 @@ def test_the_row(page: str) -> None:
         assert code.size == int(size)
         head[field.split("`")[1] if "`" in field else field] = code.unpack_from(data, int(at))
     assert list(head)[:5] == ["time", "policy_version", "step", "reward", "schema_version"]
-    assert [head[name][0] for name in list(head)[:5]] == [9, 5, 0, 0.0, 2]
+    assert [head[name][0] for name in list(head)[:5]] == [9, 5, 0, 0.0, 3]
     bits = re.findall(r"`(\w+)`", table[5][3])
     nulls = head["trajectory_id"][0]  # the first name in the field that says which columns are null
     assert [name for bit, name in enumerate(bits) if nulls >> bit & 1] == ["policy", "step", "reward"]

@@ -112,7 +112,7 @@ def test_hot_fields_are_columns_and_the_rest_is_extra(story: Any) -> None:
     assert row["completion_ids"] == [10, 11]
     assert row["logprobs"] == [-0.5, -0.25]
     assert row["version_spans"] == [{"policy": "actor", "version": 0, "start": 0, "end": 2}]
-    assert (row["seq"], row["schema_version"], row["step"], row["reward"]) == (5, 2, None, None)
+    assert (row["seq"], row["schema_version"], row["step"], row["reward"]) == (5, 3, None, None)
     assert set(extra) == {f.name for f in fields(TurnCompleted)} - {c.name for c in COLUMNS}
     assert extra["prompt_length"] == 3
 

@@ -26,7 +26,10 @@ from rollbook.bench.scripted_job import Options
 from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.ingest.engines.engine import Prompt, Sampling
 from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.engines.sglang_wire import generation, policy_version_of, sampling_params
+from rollbook.ingest.engines.sglang_parts import joined
+from rollbook.ingest.engines.sglang_wire import part, sampling_params
+from rollbook.ingest.engines.weight_name import policy_version_of, weight_name
+from rollbook.ingest.turns import ATTEMPTS
 from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.trajectory import fold
@@ -225,6 +228,18 @@ NAMED = {"default": 0, "0": 0, "12": 12, "9" * 18: 10**18 - 1} | dict.fromkeys(
 )
 
 
+def test_names_say_whose_weights_they_are() -> None:
+    """A version of another run or policy is none here; a bare number and the first weights are anybody's."""
+    name = weight_name("ours", "actor", 7)
+    assert name == "ours/actor/7"
+    assert [policy_version_of(name, *line) for line in (("ours", "actor"), (None, "actor"), ())] == [7, 7, 7]
+    assert policy_version_of(name, "theirs", "actor") is None
+    assert policy_version_of(name, "ours", "critic") is None
+    assert [policy_version_of(n, "ours", "actor") for n in ("7", "default", "ours/7", "a/b/c/7")] == [
+        *(7, 0, None, None)
+    ]
+
+
 def test_names_of_weights(proxied: Make, ids_of: Any) -> None:
     """Numbers are versions, SGLang's first name is version 0; any other name says nothing, and no span."""
     proxy, app = proxied(ids_of("a"))
@@ -245,18 +260,18 @@ def test_names_of_weights(proxied: Make, ids_of: Any) -> None:
 
 @pytest.mark.parametrize("failure", ["error", "drop", "refuse"])
 def test_a_server_that_fails_at_once(proxied: Make, ids_of: Any, failure: Any) -> None:
-    """500, 400 or a broken connection: 502 in the API's form, and a failed turn that says why."""
+    """500 or 400: 502 in the API's form, and a failed turn that says why. A broken connection: once more."""
     proxy, _ = proxied(Answer(ids_of("one two"), failure=Failure(0, failure)))
     for kind, stream in itertools.product(KINDS, (False, True)):
         name = f"{kind}-{stream}"
         reply = proxy.ask(f"/t/{name}{PATHS[kind]}", asked(kind, stream=stream))
         assert reply.status == 502, name
         assert reply.json["error"]["code"] == "engine_failed"
-        (turn,) = _turns(proxy, name)
-        assert turn.completed is None
-        assert "EngineError" in turn.failed.error
-        if failure != "drop":
-            assert "the script says so" in turn.failed.error
+        turns = _turns(proxy, name)
+        assert len(turns) == (ATTEMPTS if failure == "drop" else 1)
+        assert all(turn.completed is None for turn in turns)
+        why = "EngineLostError" if failure == "drop" else "the script says so"
+        assert all(why in turn.failed.error for turn in turns)
 
 
 @pytest.mark.parametrize("failure", ["error", "drop"])
@@ -279,10 +294,12 @@ def test_a_server_that_fails_on_the_way(proxied: Make, ids_of: Any, failure: Any
 
 
 def test_after_a_failure_all_goes_on(proxied: Make, ids_of: Any) -> None:
-    """A server that comes back is used again, on new connections."""
+    """A server that comes back is asked again, on new connections: only the log notices."""
     proxy, _ = proxied(Answer(ids_of("x"), failure=Failure(0, "drop")), ids_of("fine"))
-    assert proxy.ask(f"/t/t{CHAT}", asked("chat")).status == 502
     assert proxy.ask(f"/t/t{CHAT}", asked("chat")).json["choices"][0]["message"]["content"] == "fine"
+    lost, answered = _turns(proxy)
+    assert (lost.completed, answered.failed) == (None, None)
+    assert answered.requested.wire["instead_of"] == lost.turn_id
 
 
 class Raw:
@@ -300,8 +317,8 @@ class Raw:
             self.heads.append(head)
             length = [h for h in head.lower().split(b"\r\n") if h.startswith(b"content-length")]
             body = await reader.readexactly(int(length[0].split(b":")[1])) if length else b""
-            if b"/model_info" in head:
-                info = orjson.dumps({"weight_version": "4"})
+            if b"_info" in head:
+                info = orjson.dumps({"weight_version": "4", "version": "0.5.23"})
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(info) + info)
             else:
                 self.bodies.append(orjson.loads(body))
@@ -490,7 +507,7 @@ def test_the_answer_of_an_older_server() -> None:
     """Without spans, the one version it names is of all tokens."""
     answer = _whole(weight_version="3")
     del answer["meta_info"]["weight_versions"]
-    made = generation(answer, SAMPLING, "critic", {})
+    made = joined(PROMPT, SAMPLING, [part(answer, PROMPT, "critic")], {})
     assert made.version_spans == (VersionSpan("critic", 3, 0, 2),)
 
 

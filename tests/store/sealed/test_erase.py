@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CorruptionError, LaneLockedError, UpkeepError
 from rollbook.store.lane.reader import LaneReader
+from rollbook.store.routed_experts import pack
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.erase import erase_trajectory
 from rollbook.store.sealed.leases import lease_units
@@ -242,6 +244,30 @@ def test_keeping_the_tokens(log: Store) -> None:
     assert _leaks(log, *_needles()) == []
     kept = [e.record.tokens_kept for e in log.events() if isinstance(e.record, kinds.TrajectoryErased)]
     assert kept == [True, False]
+
+
+@pytest.mark.parametrize("keep_tokens", [False, True])
+def test_routed_experts_go_with_the_tokens(tmp_path: Path, keep_tokens: bool) -> None:
+    """They tell of the tokens, also where they stand apart as a body; another trajectory's stay."""
+    chosen = np.random.default_rng(0).integers(0, 128, (40, 48, 8))
+    experts = {name: pack(np.roll(chosen, shift), 0) for shift, name in enumerate(("ours", "other"))}
+    made = rb.open(tmp_path / "store", create=True)
+    with made.writer("serve", SMALL) as writer:
+        for name, packed in experts.items():
+            records = _trajectory(name, PROMPT, COMPLETION, SECRET)
+            records = [
+                replace(r, routed_experts=packed) if hasattr(r, "finish_reason") else r for r in records
+            ]
+            writer.append([Event(r, "run") for r in records]).result(30)
+    erase_trajectory(made, "ours", "test", keep_tokens=keep_tokens)
+    seen = {}
+    for name, packed in experts.items():
+        trajectory = made.trajectory(name)
+        assert trajectory is not None
+        done = [turn.completed for turn in trajectory.turns.values() if turn.completed is not None]
+        seen[name] = {one.routed_experts == packed for one in done}
+    assert seen == {"ours": {keep_tokens}, "other": {True}}
+    assert bool(_leaks(made, experts["ours"]["data"][:64].encode())) == keep_tokens
 
 
 def test_asking_again_changes_nothing(log: Store) -> None:

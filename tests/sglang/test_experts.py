@@ -1,0 +1,108 @@
+"""Routed experts of a real server are those that transformers chooses; and names that it does not know."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.sglang.conftest import PROMPT, ROUTING, Client
+from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, environment
+
+from rollbook.ingest.engines.engine import Sampling
+from rollbook.ingest.engines.sglang_parts import routing_of
+from rollbook.store.errors import EngineError
+from rollbook.store.routed_experts import unpack
+
+PLAIN = Sampling(40, 1.0, 7)
+SEND = Path(__file__).parent / "programs" / "send_experts.py"
+
+
+def _check(made: Any, prompt: Any, start: int, path: Path, reference: Any) -> None:
+    """As sets: the order among the chosen means nothing."""
+    whole = [*prompt, *made.completion_ids.tolist()]
+    experts = unpack(made.routed_experts)
+    assert made.routed_experts["start"] == start
+    assert experts.shape == (len(whole) - 1 - start, ROUTING.layers, ROUTING.topk)
+    wanted = reference.experts(path, whole)[start:-1]
+    assert np.array_equal(np.sort(experts, -1), np.sort(wanted, -1))
+
+
+def test_experts_are_those_of_transformers(moe: Any, client: Any, reference: Any) -> None:
+    """Of every position and layer, whether its keys and values came out of the cache or not."""
+    one = client(moe, routed_experts=ROUTING)
+    heard: list[int] = []
+    for _ in range(2):
+        made = one.generate(PLAIN, lambda ids, _: heard.extend(ids))
+        _check(made, PROMPT, 0, moe.model, reference)
+    assert made.timings["cached_tokens"] == len(PROMPT) - 1
+    assert len(set(unpack(made.routed_experts).reshape(-1).tolist())) > 2
+
+
+def test_a_child_has_only_what_its_parent_has_not(moe: Any, client: Any, reference: Any) -> None:
+    """From the parent's last token on, which passes through the model only now."""
+    one = client(moe, routed_experts=ROUTING)
+    first = one.generate(PLAIN)
+    prompt = [*PROMPT, *first.completion_ids.tolist(), 8, 9]
+    known = len(prompt) - 2
+    second = one.generate(PLAIN, ids=prompt, known_tokens=known)
+    _check(second, prompt, known - 1, moe.model, reference)
+    positions = len(unpack(first.routed_experts)) + len(unpack(second.routed_experts))
+    assert positions == len(prompt) + len(second.completion_ids) - 1
+
+
+def test_nobody_is_told_who_did_not_ask(moe: Any, dense: Any, client: Any, models: Any) -> None:
+    """None by default; a server that was not started so is refused at the start."""
+    assert client(moe).generate(PLAIN).routed_experts == {}
+    assert routing_of(models["moe"]) == ROUTING
+    assert routing_of(models["dense"]) is None
+    with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+        Client(dense.url, routed_experts=ROUTING)
+
+
+def _checksums(server: Any) -> dict[str, str]:
+    [rank] = server.post("/weights_checker", {"action": "checksum"})["ranks"]
+    found: dict[str, str] = rank["checksums"]
+    return found
+
+
+def _send(server: Any, path: Path, version: int, form: str) -> Any:
+    with (
+        server.process.log.open("ab") as log,
+        subprocess.Popen(
+            [ENVIRONMENT / "bin" / "python", SEND, server.url, path, str(version), form],
+            env=environment(server.folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as sender,
+    ):
+        assert sender.stdout is not None
+        told = sender.stdout.readline()  # not to its end: what tends the shared files holds it open
+        status = sender.wait(120)
+    for file in SHARED_MEMORY.glob(f"torch_{sender.pid}_*"):
+        file.unlink(missing_ok=True)
+    assert status == 0, server.process.tail()
+    return json.loads(told)
+
+
+def test_names_that_a_server_does_not_know_are_passed_over(
+    moe: Any, weights: Any, client: Any, reference: Any
+) -> None:
+    """Experts sent fused, as transformers names them: success, a new version, and the old weights.
+
+    Sent one by one they are taken. So only checksums tell what is served.
+    """
+    changing = weights(moe)
+    before, old = _checksums(moe), changing.rename()
+    assert _send(moe, changing.next_model(), old + 1000, "fused")["success"] is True
+    assert moe.get("/model_info")["weight_version"] == str(old + 1000)
+    assert _checksums(moe) == before
+    _check(client(moe, routed_experts=ROUTING).generate(PLAIN), PROMPT, 0, moe.model, reference)
+    assert _send(moe, changing.next_model(), old + 1001, "each")["success"] is True
+    after = _checksums(moe)
+    assert {name for name in before if after[name] != before[name]} == {n for n in before if ".experts." in n}

@@ -1,0 +1,181 @@
+"""`rollbook serve` between an OpenAI client and a real server: the log holds what SGLang said."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import orjson
+import pytest
+from tests.ingest.conftest import Served
+from tests.sglang.conftest import ROUTING
+
+from rollbook import store
+from rollbook.bench.asgi import read_body, serving
+from rollbook.store.routed_experts import unpack
+from rollbook.store.trajectory import Trajectory, fold
+
+
+class Tap:
+    """Passes everything on to a server, and keeps each `/generate` with its last answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.said: list[tuple[Any, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = await read_body(receive)
+        # A client of its own for each request: a test's loop ends with its server.
+        async with (
+            httpx.AsyncClient(timeout=120) as client,
+            client.stream(
+                scope["method"],
+                self.url + scope["path"],
+                content=body,
+                headers={"content-type": "application/json"},
+            ) as reply,
+        ):
+            kind = reply.headers.get("content-type", "text/plain").encode()
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": reply.status_code,
+                    "headers": [(b"content-type", kind)],
+                }
+            )
+            whole = b""
+            async for part in reply.aiter_raw():
+                whole += part
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            if scope["path"] == "/generate":
+                self.said.append((orjson.loads(body), whole))
+            await send({"type": "http.response.body", "body": b""})
+
+
+def _chunks(whole: bytes) -> list[Any]:
+    """An answer's chunks; one that is not streamed is one."""
+    if not whole.startswith(b"data:"):
+        return [orjson.loads(whole)]
+    lines = [line.removeprefix(b"data:").strip() for line in whole.splitlines() if line.startswith(b"data:")]
+    return [orjson.loads(line) for line in lines if line != b"[DONE]"]
+
+
+def _said(whole: bytes, incremental: bool) -> tuple[list[int], list[float], Any]:
+    """(ids, logprobs, the last chunk's meta_info)"""
+    chunks = _chunks(whole)
+    counted = chunks if incremental else chunks[-1:]
+    ids = [i for chunk in counted for i in chunk["output_ids"]]
+    told = [e[0] for chunk in counted for e in chunk["meta_info"]["output_token_logprobs"]]
+    return ids, told, chunks[-1]["meta_info"]
+
+
+Serve = Callable[..., tuple[Served, Tap, Any]]
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[Serve]:
+    """Starts `rollbook serve` before a server, with a tap between them, and an OpenAI client."""
+    stop: list[Any] = []
+
+    def start(server: Any, *options: str) -> tuple[Served, Tap, Any]:
+        tap = Tap(server.url)
+        context = serving(tap)
+        url = context.__enter__()
+        stop.append(lambda: context.__exit__(None, None, None))
+        words = ["--model", str(server.model), "--engine", "sglang", "--engine-url", url, *options]
+        served = Served(tmp_path / "store", words)
+        stop.append(served.stop)
+        client = openai.OpenAI(base_url=f"{served.url}/t/one/v1", api_key="none", max_retries=0, timeout=60)
+        return served, tap, client
+
+    yield start
+    for end in reversed(stop):
+        end()
+
+
+def _trajectory(served: Served, turns: int) -> Trajectory:
+    for _ in range(200):
+        found = {t.opened.name: t for t in fold(store.open(served.path).events()).values()}.get("one")
+        if found is not None and sum(t.delivered is not None for t in found.turns.values()) == turns:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no {turns} delivered turns:\n{served.log.read_text()}")
+
+
+def _converse(client: Any) -> None:
+    """Three turns, the second one streamed."""
+    messages: list[Any] = [{"role": "user", "content": "What is 37 + 58?"}]
+    for turn in range(3):
+        asked: Any = {"model": "m", "messages": messages, "max_tokens": 24, "temperature": 0.8}
+        if turn == 1:
+            text = "".join(
+                chunk.choices[0].delta.content or ""
+                for chunk in client.chat.completions.create(**asked, stream=True)
+                if chunk.choices
+            )
+        else:
+            text = client.chat.completions.create(**asked).choices[0].message.content or ""
+        messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_the_log_holds_what_the_server_said(servers: Any, weights: Any, proxied: Serve, name: str) -> None:
+    """Ids, logprobs, versions and experts, of whole and streamed replies, bit for bit."""
+    server, incremental = servers[name], name == "moe"
+    version = weights(server).rename()
+    served, tap, client = proxied(server, *(["--routed-experts"] if incremental else []))
+    _converse(client)
+    trajectory = _trajectory(served, 3)
+    for turn, (asked, whole) in zip(trajectory.turns.values(), tap.said, strict=True):
+        done = turn.completed
+        assert done is not None
+        ids, logprobs, meta = _said(whole, incremental)
+        assert trajectory.prompt_ids(turn).tolist() == asked["input_ids"]
+        assert (done.completion_ids.tolist(), asked["rid"]) == (ids, turn.turn_id)
+        assert done.logprobs is not None
+        assert done.logprobs.tolist() == np.float32(logprobs).tolist()
+        assert meta["weight_versions"] == [{"version": str(version), "start": 0, "end": len(ids)}]
+        assert [(s.policy, s.version, s.start, s.end) for s in done.version_spans] == [
+            ("actor", version, 0, len(ids))
+        ]
+        assert done.logprob_semantics["temperature"] == 0.8
+        if incremental:
+            raw = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+            stored = unpack(done.routed_experts)
+            assert done.routed_experts["start"] == asked["routed_experts_start_len"]
+            assert np.array_equal(stored, raw.reshape(-1, ROUTING.layers, ROUTING.topk))
+            assert len(stored) + done.routed_experts["start"] == len(asked["input_ids"]) + len(ids) - 1
+        else:
+            assert done.routed_experts == {}
+
+
+def test_a_client_that_leaves_ends_the_servers_request(dense: Any, weights: Any, proxied: Serve) -> None:
+    """The request ends at the server at once, and the log has what there was, with its version."""
+    version = weights(dense).rename()
+    served, tap, client = proxied(dense)
+    begun = time.monotonic()
+    asked: Any = {"model": "m", "max_tokens": 3000, "messages": [{"role": "user", "content": "Count."}]}
+    asked["extra_body"] = {"min_tokens": 3000}
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        for _, _chunk in zip(range(20), stream, strict=False):
+            pass
+    while not tap.said and time.monotonic() < begun + 30:
+        time.sleep(0.05)
+    ids, logprobs, meta = _said(tap.said[0][1], False)
+    assert meta["finish_reason"]["type"] == "abort"
+    assert len(ids) < 3000
+    served.stop()
+    (trajectory,) = fold(store.open(served.path).events()).values()
+    (turn,) = trajectory.turns.values()
+    assert turn.completed is not None
+    assert turn.completed.logprobs is not None
+    assert turn.completed.completion_ids.tolist() == ids
+    assert turn.completed.logprobs.tolist() == np.float32(logprobs).tolist()
+    assert [(s.version, s.end) for s in turn.completed.version_spans] == [(version, len(ids))]
+    assert (turn.completed.finish_reason, turn.delivered) == ("abort", None)

@@ -1,0 +1,122 @@
+"""Weights that change while a request runs, in every mode of pausing: which version made which token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.sglang.conftest import PROMPT, ROUTING, TOLERANCE, greatest_difference
+
+from rollbook.ingest.engines.engine import Generation, Sampling
+from rollbook.store.routed_experts import unpack
+
+LONG = Sampling(240, 1.0, 3)
+MODES = ("abort", "in_place", "retract")
+
+
+def _cut(made: Generation, before: int | None, after: int) -> int:
+    """Where the spans change from one version to the other; they cover all tokens."""
+    first, second = made.version_spans
+    assert (first.start, first.end, second.end) == (0, second.start, len(made.completion_ids))
+    assert (first.version, second.version) == (before, after)
+    return first.end
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_loaded_in_the_middle(
+    server: Any, client: Any, weights: Any, reference: Any, mode: str
+) -> None:
+    """Each token's logprob is that of the weights that its span names; none is lost or heard twice.
+
+    In place, keys and values of the old weights stay, so what comes after the change is of neither model.
+    """
+    changing = weights(server)
+    before = changing.rename()
+    told: list[int] = []
+
+    def act() -> None:
+        server.post("/pause_generation", {"mode": mode})
+        told.append(changing.load(changing.next_model(), flush=mode != "in_place"))
+        server.post("/continue_generation")
+
+    made, heard = client(server).meanwhile(LONG, act)
+    ids = made.completion_ids.tolist()
+    assert heard == ids
+    assert (made.finish_reason, len(ids)) == ("length", 240)
+    cut = _cut(made, before, told[0])
+    assert 60 <= cut < 240
+    old = reference.logprobs(server.model, PROMPT, ids[:cut], 1.0)
+    assert greatest_difference(made, old) <= TOLERANCE
+    new = reference.logprobs(changing.next_model(), [*PROMPT, *ids[:cut]], ids[cut:], 1.0)
+    difference = greatest_difference(made, new, cut)
+    assert difference > 0.01 if mode == "in_place" else difference <= TOLERANCE
+    assert made.timings.get("resumed") == (1 if mode == "abort" else None)
+    assert made.timings.get("num_retractions") == (1 if mode == "retract" else None)
+
+
+@pytest.mark.parametrize("mode", [*MODES, None])
+def test_a_version_that_is_only_renamed(
+    dense: Any, client: Any, weights: Any, reference: Any, mode: Any
+) -> None:
+    """In the middle of a request, paused or not: two spans, and logprobs of the one model throughout."""
+    changing = weights(dense)
+    before = changing.rename()
+    told: list[int] = []
+
+    def act() -> None:
+        if mode:
+            dense.post("/pause_generation", {"mode": mode})
+        told.append(changing.rename())
+        if mode:
+            dense.post("/continue_generation")
+
+    made, heard = client(dense).meanwhile(LONG, act)
+    ids = made.completion_ids.tolist()
+    assert heard == ids
+    assert len(ids) == 240
+    assert 60 <= _cut(made, before, told[0]) < 240
+    assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
+
+
+def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, reference: Any) -> None:
+    """SGLang's default: all requests end, and go on from here."""
+    changing = weights(dense)
+    before = changing.rename()
+    told: list[int] = []
+    made, heard = client(dense).meanwhile(LONG, lambda: told.append(changing.rename(abort=True)))
+    ids = made.completion_ids.tolist()
+    assert heard == ids
+    assert (len(ids), made.timings["resumed"]) == (240, 1)
+    _cut(made, before, told[0])
+    assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
+
+
+def test_several_pauses_of_one_request(moe: Any, client: Any, weights: Any, reference: Any) -> None:
+    """Every part under its own weights, with its own experts, and one turn of all."""
+    changing = weights(moe)
+    paths = [moe.model, changing.next_model(), moe.model]
+    versions = [changing.rename()]
+
+    def act() -> None:
+        for path in paths[1:]:
+            moe.post("/pause_generation", {"mode": "abort"})
+            versions.append(changing.load(path))
+            moe.post("/continue_generation")
+
+    made, heard = client(moe, routed_experts=ROUTING).meanwhile(LONG, act)
+    ids = made.completion_ids.tolist()
+    assert heard == ids
+    spans = made.version_spans
+    assert made.timings["resumed"] == len(spans) - 1 >= 1
+    assert [span.version for span in spans] == [v for v in versions if v in {s.version for s in spans}]
+    experts = unpack(made.routed_experts)
+    assert experts.shape == (len(PROMPT) + len(ids) - 1, *experts.shape[1:])
+    for span in spans:
+        path = paths[versions.index(span.version)]
+        new = reference.logprobs(path, [*PROMPT, *ids[: span.start]], ids[span.start : span.end], 1.0)
+        assert greatest_difference(made, new, span.start) <= TOLERANCE
+        # The token that ends a span passes through the model only under the next weights.
+        there = slice(len(PROMPT) + span.start - 1 if span.start else 0, len(PROMPT) + span.end - 1)
+        wanted = reference.experts(path, [*PROMPT, *ids[: span.end]])[there]
+        assert np.array_equal(np.sort(experts[there], -1), np.sort(wanted, -1))
