@@ -22,6 +22,8 @@ class Options:
         interval: tokens that come at a time, and so a chunk.
         tokenizer: a tokenizer.json: with it there is text, and stop strings stop.
         log: requests to remember, with their answers.
+        weights: keep checksums of the weights at `model_path`, as held in this torch type (`float32`); empty:
+            keep none.
     """
 
     model_path: str = "scripted"
@@ -32,6 +34,7 @@ class Options:
     images: bool = False
     tokenizer: Path | None = None
     log: int = 0
+    weights: str = ""
 
 
 class Failed(Exception):

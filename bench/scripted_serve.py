@@ -12,6 +12,7 @@ import orjson
 
 from rollbook.bench.asgi import listen, server_of
 from rollbook.bench.scripted_answers import Script, hashed, in_turn
+from rollbook.bench.scripted_faults import Fault
 from rollbook.bench.scripted_job import Options
 from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.bench.tied import end_with_parent
@@ -35,6 +36,8 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, for text and stop strings")
     parser.add_argument("--images", action="store_true", help="claim to understand them")
     parser.add_argument("--log", type=int, default=0, help="requests shown by GET /scripted/seen")
+    parser.add_argument("--weights", default="", help="keep checksums of the weights, in this torch type")
+    parser.add_argument("--fault", action="append", default=[], help="JSON: the fields of a Fault")
     return parser.parse_args(words)
 
 
@@ -61,8 +64,11 @@ def main(words: list[str] | None = None) -> None:
         given.images,
         given.tokenizer,
         given.log,
+        given.weights,
     )
     app, listener = ScriptedSGLang(_script(given), options), listen(given.port)
+    for fault in given.fault:
+        app.faults.add(Fault(**orjson.loads(fault)))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}")
     sys.stdout.flush()
     gc.collect()

@@ -20,21 +20,31 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
-from rollbook.bench.asgi import Message, Receive, Send, drop, read_body, reply, send_part, until_gone
+from rollbook.bench.asgi import Message, Receive, Send, drop, read_body, reply
 from rollbook.bench.scripted_answers import Script, draft, hashed
+from rollbook.bench.scripted_faults import Fault, Faults
 from rollbook.bench.scripted_job import Failed, Job, Options
+from rollbook.bench.scripted_replies import DONE, end_with_client, fail, show
+from rollbook.bench.scripted_weights import ScriptedWeights
 
 VERSION = "0.5.23"
-DONE = b"data: [DONE]\n\n"
 
 
 class ScriptedSGLang:
-    """The server as an ASGI application. `seen`: what was asked and answered, if `Options.log` is set."""
+    """The server as an ASGI application.
+
+    Attributes:
+        weight_version: of the tokens that come now.
+        stale_version: what /model_info says where that is another one.
+        seen: what was asked and answered, if `Options.log` is set.
+    """
 
     def __init__(self, script: Script | None = None, options: Options | None = None) -> None:
         self.options = options or Options()
         self.script = script or hashed()
         self.weight_version = self.options.weight_version
+        self.stale_version: str | None = None
+        self.faults = Faults()
         self.paused: str | None = None
         self.running: dict[str, Job] = {}
         self.seen: deque[Message] = deque(maxlen=self.options.log)
@@ -50,10 +60,13 @@ class ScriptedSGLang:
             "/flush_cache": self._flush_cache,
             "/model_info": self._model_info,
             "/server_info": self._server_info,
+            "/v1/loads": self._loads,
             "/health": self._health,
             "/health_generate": self._health,
             "/scripted/seen": self._seen,
+            "/scripted/fault": self._fault,
         }
+        self.weights = ScriptedWeights(self)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One HTTP request."""
@@ -64,12 +77,16 @@ class ScriptedSGLang:
             body = orjson.loads(raw) if raw else {}
         except orjson.JSONDecodeError as error:
             return await reply(send, 400, {"error": {"message": f"bad JSON: {error}"}})
-        if scope["path"] == "/generate":
+        path = scope["path"]
+        if self.faults.faults and (fault := await self.faults.befall(path)) is not None:
+            return await (drop(scope) if fault == "drop" else reply(send, 500, b"Internal Server Error"))
+        if path == "/generate":
             return await self._generate(body, scope, receive, send)
-        route = self._routes.get(scope["path"])
-        if route is None:
-            return await reply(send, 404, {"detail": "Not Found"})
-        status, content = route(body)
+        status, content = 404, {"detail": "Not Found"}
+        if path in self.weights.routes:
+            status, content = await self.weights.routes[path](body)
+        elif path in self._routes:
+            status, content = self._routes[path](body)
         await reply(send, status, content)
 
     # Generation -------------------------------------------------------------------------------
@@ -85,11 +102,11 @@ class ScriptedSGLang:
         made = draft(self.script(ids, params), params, self.options.eos_ids, self._decode)
         job = Job(rid, len(ids), made, body, held=self.paused is not None)
         self.running[rid] = job
-        watch = asyncio.create_task(_watch(receive, job)) if job.slow or job.held else None
+        watch = asyncio.create_task(end_with_client(receive, job)) if job.slow or job.held else None
         try:
             await (self._stream if job.stream else self._whole)(job, send)
         except Failed as failed:
-            await _fail(failed, job, scope, send)
+            await fail(failed, job, scope, send)
         finally:
             self.running.pop(rid, None)
             if watch is not None:
@@ -104,9 +121,9 @@ class ScriptedSGLang:
         shown = 0
         async for _ in self._sampled(job):
             if not job.finish:
-                await _show(job, send, self._chunk(job, shown))
+                await show(job, send, self._chunk(job, shown))
                 shown = job.made if self.options.incremental else 0
-        await _show(job, send, self._chunk(job, shown))
+        await show(job, send, self._chunk(job, shown))
         await send({"type": "http.response.body", "body": DONE})
 
     async def _sampled(self, job: Job) -> AsyncIterator[None]:
@@ -149,7 +166,7 @@ class ScriptedSGLang:
         for after, version in job.draft.answer.versions:
             if job.made <= after < end:
                 job.emit(after, self.weight_version)
-                self.weight_version = version
+                self.weight_version, self.stale_version = version, None
         job.emit(end, self.weight_version)
 
     def _chunk(self, job: Job, start: int) -> Message:
@@ -171,7 +188,7 @@ class ScriptedSGLang:
         meta["completion_tokens"] = job.made
         meta["cached_tokens"] = job.draft.answer.cached_tokens
         if job.finish is not None:
-            meta["weight_versions"] = job.spans or [_span(self.weight_version, 0, 0)]
+            meta["weight_versions"] = job.spans or [{"version": self.weight_version, "start": 0, "end": 0}]
             meta["weight_version"] = meta["weight_versions"][-1]["version"]
             meta["e2e_latency"] = time.perf_counter() - job.begun
         found: Message = {"output_ids": job.draft.ids[shown], "meta_info": meta}
@@ -197,21 +214,22 @@ class ScriptedSGLang:
     def _abort(self, body: Message) -> tuple[int, Any]:
         rid = body.get("rid") or ""
         if body.get("abort_all"):
-            self._abort_all()
+            self.abort_all()
         elif rid in self.running:
             # The real scheduler ends every request whose id starts so.
             for job in [job for name, job in self.running.items() if name.startswith(rid)]:
                 job.abort()
         return 200, b""
 
-    def _abort_all(self) -> None:
+    def abort_all(self) -> None:
+        """End everything that runs."""
         for job in self.running.values():
             job.abort()
 
     def _pause(self, body: Message) -> tuple[int, Any]:
         self.paused = body.get("mode") or "abort"
         if self.paused == "abort":
-            self._abort_all()
+            self.abort_all()
         elif self.paused == "retract":
             for job in self.running.values():
                 job.retractions += not job.held
@@ -225,13 +243,18 @@ class ScriptedSGLang:
 
     def _update_weight_version(self, body: Message) -> tuple[int, Any]:
         if body.get("abort_all_requests", True):
-            self._abort_all()
-        self.weight_version = version = body["new_version"]
+            self.abort_all()
+        version = body["new_version"]
+        self.weight_version, self.stale_version = version, None
         message = f"Weight version updated to {version}"
         return 200, {"success": True, "message": message, "new_version": version}
 
+    def can_flush(self) -> bool:
+        """Whether nothing that runs needs the cache."""
+        return self.paused == "retract" or all(job.held for job in self.running.values())
+
     def _flush_cache(self, body: Message) -> tuple[int, Any]:
-        if self.paused == "retract" or all(job.held for job in self.running.values()):
+        if self.can_flush():
             return 200, b"Cache flushed.\n"
         return 400, b"Flush cache failed.\n"
 
@@ -240,7 +263,7 @@ class ScriptedSGLang:
         found = {"model_path": path, "served_model_name": path, "tokenizer_path": path, "is_generation": True}
         return 200, found | {
             "preferred_sampling_params": None,
-            "weight_version": self.weight_version,
+            "weight_version": self.stale_version or self.weight_version,
             "has_image_understanding": self.options.images,
             "has_audio_understanding": False,
             "model_type": "qwen3",
@@ -249,10 +272,16 @@ class ScriptedSGLang:
 
     def _server_info(self, body: Message) -> tuple[int, Any]:
         found = {"model_path": self.options.model_path, "dp_size": 1, "tp_size": 1, "version": VERSION}
+        found["device"] = "cpu"
         return 200, found | {
             "incremental_streaming_output": self.options.incremental,
             "weight_version": self.options.weight_version,
         }
+
+    def _loads(self, body: Message) -> tuple[int, Any]:
+        queued = sum(job.held or self.paused == "retract" for job in self.running.values())
+        load = {"dp_rank": 0, "num_running_reqs": len(self.running) - queued, "num_waiting_reqs": queued}
+        return 200, {"timestamp": time.time(), "version": VERSION, "loads": [load]}
 
     def _health(self, body: Message) -> tuple[int, Any]:
         return 200, b""
@@ -260,33 +289,9 @@ class ScriptedSGLang:
     def _seen(self, body: Message) -> tuple[int, Any]:
         return 200, list(self.seen)
 
-
-def _span(version: str, start: int, end: int) -> Message:
-    return {"version": version, "start": start, "end": end}
-
-
-async def _watch(receive: Receive, job: Job) -> None:
-    """A client that goes away ends its request."""
-    await until_gone(receive)
-    job.abort()
-
-
-async def _show(job: Job, send: Send, content: Message) -> None:
-    await send_part(send, b"data: " + orjson.dumps(content) + b"\n\n", first=not job.streaming)
-    job.streaming = True
-
-
-async def _fail(failed: Failed, job: Job, scope: Message, send: Send) -> None:
-    failure = failed.failure
-    if failure.kind == "drop":
-        await drop(scope)
-    elif job.streaming:
-        error = {"message": failure.message, "type": "invalid_request_error", "code": 500, "retryable": False}
-        await _show(job, send, {"error": error})
-        await send({"type": "http.response.body", "body": DONE})
-    else:
-        status = 400 if failure.kind == "refuse" else 500
-        await reply(send, status, {"error": {"message": failure.message}})
+    def _fault(self, body: Message) -> tuple[int, Any]:
+        self.faults.add(Fault(**body))
+        return 200, {"success": True}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ BELOW = {
 }
 TORCH = {"torch", "transformers", "megatron", "safetensors"}
 # A model that ships a schema of its replies is read by transformers, which is imported only then.
-TORCH_IN_INGEST = {"embedded.py", "sampling.py", "weights.py", "response_schema.py"}
+TORCH_IN_INGEST = {
+    "batching.py",
+    "embedded.py",
+    "held_weights.py",
+    "response_schema.py",
+    "sampling.py",
+    "sent_tensors.py",
+    "weights.py",
+}
 
 
 def _imports(source: str) -> set[str]:

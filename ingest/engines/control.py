@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
-from typing import Protocol
+import time
+from typing import Protocol, cast, get_args
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
+from rollbook import __version__
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.ingest.engines.held_weights import HeldWeights
+from rollbook.ingest.engines.weight_control import Mode, WeightControl
+from rollbook.ingest.engines.weight_routes import add_weight_routes, refused
 from rollbook.ingest.requests import Temperature
 from rollbook.store.errors import ModelError, RequestError
 from rollbook.store.events import Json, token_ids
+
+KIND = "rollbook-embedded"
+"""What /server_info calls this engine; SGLang's own says nothing there."""
 
 
 class Controlled(Protocol):
     """What these routes need of an engine."""
 
-    path: Path
-    weights_digest: str
     vocabulary: int
     context_length: int
+    device: str
+    weights: HeldWeights
+    updates: WeightControl
 
-    def policy_version(self) -> int | None: ...
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-    async def flush_cache(self) -> None: ...
-    async def update_weights(self, path: Path, version: int | None) -> str: ...
+    def failure(self) -> str | None: ...
+    def load(self) -> tuple[int, int]: ...
 
 
-class UpdateWeights(BaseModel):
-    """Body of /update_weights_from_disk; SGLang's other fields are accepted."""
+class PauseGeneration(BaseModel):
+    """Body of /pause_generation."""
 
     model_config = ConfigDict(extra="allow")
-    model_path: str
-    weight_version: str | None = None
+    mode: str = "abort"
 
 
 class SamplingParams(BaseModel):
@@ -93,7 +98,23 @@ def control_routes(engine: Controlled) -> APIRouter:
     @routes.get("/model_info")
     @routes.get("/get_model_info")
     async def model_info() -> Json:
-        return {"model_path": str(engine.path), "weight_version": str(engine.policy_version())}
+        weights = engine.weights
+        info = {"model_path": str(weights.path), "weight_version": str(weights.version)}
+        return info | {"is_generation": True, "weights": weights.state, "failure": engine.failure()}
+
+    @routes.get("/server_info")
+    @routes.get("/get_server_info")
+    async def server_info() -> Json:
+        ranks = {"tp_size": 1, "dp_size": 1, "pp_size": 1}
+        own: Json = {"version": __version__, "engine": KIND, "device": engine.device} | ranks
+        paths = {"model_path": str(engine.weights.path), "weight_version": str(engine.weights.version)}
+        return own | paths | {"paused": engine.updates.paused}
+
+    @routes.get("/v1/loads")
+    async def loads() -> Json:
+        running, waiting = engine.load()
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
+        return {"timestamp": time.time(), "version": __version__, "loads": [load]}
 
     @routes.post("/generate")
     async def generate(body: GenerateBody) -> Json:
@@ -103,44 +124,35 @@ def control_routes(engine: Controlled) -> APIRouter:
         made = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)
         return _generated(made, len(body.input_ids))
 
-    _add_weight_routes(routes, engine)
-    _add_flow_routes(routes, engine)
+    add_weight_routes(routes, engine.weights, engine.updates)
+    _add_flow_routes(routes, engine.updates)
     return routes
 
 
-def _add_weight_routes(routes: APIRouter, engine: Controlled) -> None:
-    @routes.post("/update_weights_from_disk")
-    async def update_weights(body: UpdateWeights) -> Json:
-        version = None if body.weight_version is None else _version(body.weight_version)
-        try:
-            digest = await engine.update_weights(Path(body.model_path), version)
-        except ModelError as error:
-            raise RequestError(400, "update_failed", str(error)) from error
-        message = f"serving {body.model_path} as version {engine.policy_version()}"
-        return {"success": True, "message": message, "num_paused_requests": 0, "digest": digest}
-
-    @routes.get("/weights_checker")
-    @routes.post("/weights_checker")
-    async def weights_checker() -> Json:
-        return {"success": True, "digest": engine.weights_digest}
-
-
-def _add_flow_routes(routes: APIRouter, engine: Controlled) -> None:
+def _add_flow_routes(routes: APIRouter, updates: WeightControl) -> None:
     @routes.post("/pause_generation")
-    async def pause() -> Json:
-        await engine.pause()
-        return {"status": "paused"}
+    async def pause(body: PauseGeneration | None = None) -> Json:
+        mode = "abort" if body is None else body.mode
+        if mode not in get_args(Mode):
+            text = f"mode is {mode!r}: send one of {', '.join(get_args(Mode))}"
+            raise RequestError(400, "bad_request", text)
+        await updates.pause(cast(Mode, mode))
+        return {"message": "Generation paused successfully.", "status": "ok"}
 
-    @routes.post("/continue_generation")
-    async def resume() -> Json:
-        await engine.resume()
-        return {"status": "running"}
+    @routes.post("/continue_generation", response_model=None)
+    async def resume() -> Json | JSONResponse:
+        try:
+            await updates.resume()
+        except ModelError as error:
+            return refused(error)
+        return {"message": "Generation continued successfully.", "status": "ok"}
 
-    @routes.get("/flush_cache")
-    @routes.post("/flush_cache")
-    async def flush() -> Json:
-        await engine.flush_cache()
-        return {"success": True}
+    @routes.api_route("/flush_cache", methods=["GET", "POST"], response_model=None)
+    async def flush() -> PlainTextResponse:
+        if await updates.flush_cache():
+            return PlainTextResponse("Cache flushed.\n")
+        text = "Flush cache failed.\nRequests stand still in the batch: pause with mode retract to flush.\n"
+        return PlainTextResponse(text, 400)
 
 
 def _generated(made: Generation, prompt_tokens: int) -> Json:
@@ -159,10 +171,3 @@ def _generated(made: Generation, prompt_tokens: int) -> Json:
         "weight_version": spans[-1]["version"],
     }
     return {"output_ids": ids, "meta_info": meta}
-
-
-def _version(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        message = f"weight_version {text!r} is not a policy version: send a non-negative integer"
-        raise RequestError(400, "bad_version", message)
-    return int(text)

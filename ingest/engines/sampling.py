@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
 )
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 GREEDY = -1.0
 """Stands for a draw where the most probable token is taken."""
@@ -67,7 +65,7 @@ class Temperature(_PerRequest):
 class Draws(_PerRequest):
     """Leaves the logits alone and keeps each row's draw for the sampler."""
 
-    supported_kwargs = {"seed": int}  # noqa: RUF012
+    supported_kwargs = {"seed": int, "prompt_tokens": int}  # noqa: RUF012
     default = GREEDY
 
     def __init__(self) -> None:
@@ -77,7 +75,9 @@ class Draws(_PerRequest):
         kwargs = state.logit_processor_kwargs
         if float(kwargs.get("temperature", 1.0)) <= 0:
             return GREEDY
-        return uniform_draw(int(kwargs["seed"]), state.generated_len())
+        # A request that was put back into the queue has its own tokens behind its prompt.
+        position = len(state.initial_tokens) - int(kwargs["prompt_tokens"]) + state.generated_len()
+        return uniform_draw(int(kwargs["seed"]), position)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         self.rows = tensor_arg[: scores.size(0)].view(dtype=torch.float32)
@@ -101,29 +101,3 @@ def sample(scores: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, tor
     drawn = drawn.clamp_(max=scores.size(-1) - 1)
     tokens = torch.where(draws < 0, logprobs.argmax(-1), drawn)
     return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
-class SeededManager(ContinuousBatchingManager):
-    """Continuous batching whose sampler draws per request."""
-
-    def __init__(self, model: Any, generation_config: Any, config: Any) -> None:
-        self._draws = Draws()
-        super().__init__(model, generation_config, config)
-        self.logit_processor.logits_processor = LogitsProcessorList([Temperature(), self._draws])
-        self.logit_processor.tensors_required = 2
-        self.logit_processor.do_processing = True
-        self.logit_processor._retrieve_processors_kwargs()
-
-    def _create_batch_processor(self) -> Any:
-        processor = super()._create_batch_processor()
-        draws = self._draws
-
-        def write_samples(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-            tokens, logprobs = sample(scores[0].float(), draws.rows)
-            count = tokens.size(0)
-            output_ids[0, :count].copy_(tokens)
-            # Logprobs travel in the int32 output tensor as their own bits.
-            output_ids[1, :count].copy_(logprobs.float().view(dtype=torch.int32))
-
-        processor.model_runner._sample = write_samples
-        return processor

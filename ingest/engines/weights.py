@@ -5,6 +5,7 @@ Engines verify what they loaded with this, and the trainer what it wrote: one di
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import orjson
@@ -26,6 +27,16 @@ def digest_tensors(tensors: Tensors) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
         lines.append(tensor_line(name, dtype, tensor.shape, data))
     return combine(lines)
+
+
+def checksums(tensors: Tensors) -> dict[str, str]:
+    """SGLang's checksum of each tensor where it runs on a CPU: the first 8 bytes of SHA-256, hexadecimal."""
+    found = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+        found[name] = hashlib.sha256(data).hexdigest()[:16]
+    return found
 
 
 def read_weights(model: Path) -> Tensors:

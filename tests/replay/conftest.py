@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rollbook import store as rb
-from rollbook.ingest.engines.embedded import digest_tensors
+from rollbook.ingest.engines.weights import digest_tensors
 from rollbook.store import Event, Store
 from rollbook.store.codec import decode, encode, row_of, to_batch
 from rollbook.store.lane.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +26,9 @@ from rollbook.store.errors import ModelError
 from rollbook.store.events import PolicyActivated
 from rollbook.store.trajectory import fold
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 USER = {"role": "user", "content": "What is 37 plus 58?"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The machine is shared: one torch thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A second checkpoint of the same architecture: perturbed weights, saved by transformers."""
-    folder = tmp_path_factory.mktemp("other-model")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
-    model.save_pretrained(folder)
-    return folder
 
 
 def _forward(model: Path, prompt: Any, completion: Any, temperature: float) -> np.ndarray:
@@ -66,12 +44,6 @@ def _forward(model: Path, prompt: Any, completion: Any, temperature: float) -> n
 @pytest.fixture(scope="module")
 def steady(tiny_model: Path, in_process: Any) -> Any:
     """An in-process proxy over the embedded engine, for tests that leave its weights alone."""
-    return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))
-
-
-@pytest.fixture
-def served(tiny_model: Path, in_process: Any) -> Any:
-    """An in-process proxy over an embedded engine of its own."""
     return in_process(EmbeddedEngine(tiny_model), load_chat_tokenizer(tiny_model))
 
 
@@ -247,7 +219,8 @@ def test_new_weights_answer_also_where_the_prefix_was_cached(
     assert [(a.policy_version, a.path) for a in activated] == [(0, str(tiny_model)), (7, str(other_model))]
     assert activated[1].weights_digest == answer.json()["digest"] != activated[0].weights_digest
     info = served.run(served.client.get("/engine/model_info")).json()
-    assert info == {"model_path": str(other_model), "weight_version": "7"}
+    assert (info["model_path"], info["weight_version"]) == (str(other_model), "7")
+    assert (info["weights"], info["failure"]) == ("whole", None)
     assert served.run(served.client.get("/healthz")).json()["policy_version"] == 7
 
 
@@ -316,7 +289,7 @@ def test_a_bfloat16_checkpoint_is_widened(served: Any, other_model: Path, tmp_pa
     answer = _update(served, folder, 9)
     assert answer.status_code == 200, answer.text
     expected = digest_tensors({n: t.float() for n, t in read_weights(folder).items()})
-    assert answer.json()["digest"] == expected == served.engine.weights_digest
+    assert answer.json()["digest"] == expected == served.engine.weights.digest
     assert served.engine.policy_version() == 9
 
 
@@ -346,7 +319,7 @@ def test_requests_in_flight_end_with_the_weights_they_began_with(
                 json={"model_path": str(other_model), "weight_version": "1"},
             )
         )
-        while served.engine._open.is_set():
+        while served.engine.gate.open.is_set():
             await asyncio.sleep(0)
         late = [asyncio.create_task(served.engine.generate(prompt, Sampling(20, 1.0, s))) for s in range(6)]
         assert (await update).status_code == 200
@@ -454,7 +427,7 @@ def test_control_is_for_this_host_only(steady: Any) -> None:
 
     answer = steady.run(scenario())
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "loopback_only")
-    assert steady.engine._open.is_set()
+    assert steady.engine.gate.open.is_set()
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,0 +1,461 @@
+"""Several engines as one: who gets a request, who may get none, and what becomes of those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook.ingest.engines import fleet as fleets
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.ingest.engines.fleet import OWN, Fleet
+from rollbook.store.errors import EngineError, EngineLostError
+from rollbook.store.events import SyncFailed, SyncFinished, SyncStarted, token_ids
+
+SAMPLING = Sampling(8, 1.0, 0)
+
+
+class Server:
+    """An engine that answers when it is told to."""
+
+    name, takes_images = "fake", True
+
+    def __init__(self, version: int | None = None, honoured: str = "stop seed") -> None:
+        self.version, self.honoured = version, frozenset(honoured.split())
+        self.reachable = True
+        self.starts = self.closes = 0
+        self.running: dict[str, asyncio.Future[Generation]] = {}
+        self.aborted: list[str] = []
+
+    async def start(self, activated: Any) -> None:
+        self.starts += 1
+        if not self.reachable:
+            raise EngineLostError("nothing answers")
+
+    async def close(self) -> None:
+        self.closes += 1
+
+    async def ready(self) -> None:
+        pass
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Any) -> Generation:
+        answer = self.running[prompt.request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self.running[prompt.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def policy_version(self) -> int | None:
+        return self.version
+
+    def failure(self) -> str | None:
+        return None
+
+    def control(self) -> None:
+        return None
+
+    def ends(self, error: Exception | None = None) -> None:
+        """Answer whatever runs."""
+        for answer in self.running.values():
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(Generation(token_ids([1]), np.zeros(1, np.float32), (), "stop", {}))
+
+
+def prompt(request: str, trajectory: str = "") -> Prompt:
+    """A request of a trajectory."""
+    return Prompt(token_ids([1]), [], None, request, trajectory)
+
+
+def url(number: int) -> str:
+    """Address of a server."""
+    return f"http://127.0.0.1:{3000 + number}"
+
+
+def started(number: int, version: int = 1, sync: str = "s", host: str = "localhost") -> SyncStarted:
+    """A trainer begins to write to a server, which it knows by another name of this host."""
+    return SyncStarted("actor", version, sync, f"http://{host}:{3000 + number}/", "disk")
+
+
+def finished(number: int, version: int = 1, sync: str = "s") -> SyncFinished:
+    """It is done."""
+    return SyncFinished("actor", version, sync, url(number), 1, 0.1)
+
+
+def failed(number: int, version: int = 1, sync: str = "s") -> SyncFailed:
+    """It could not."""
+    return SyncFailed("actor", version, sync, url(number), "half of it came")
+
+
+def run(scenario: Callable[[SimpleNamespace], Awaitable[None]], *servers: Server, lost: int = 0) -> None:
+    """Run a scenario with a fleet of these, of which the first `lost` answer only later."""
+
+    async def activated(*_: Any) -> None:
+        pass
+
+    async def whole() -> None:
+        given = servers or (Server(), Server())
+        for server in given[:lost]:
+            server.reachable = False
+        fleet = Fleet({url(i): server for i, server in enumerate(given)})
+        await fleet.start(activated)
+        asks: dict[str, asyncio.Task[Generation]] = {}
+
+        async def ask(request: str, trajectory: str = "") -> int | None:
+            """Begin a request; which server has it."""
+            asks[request] = asyncio.create_task(fleet.generate(prompt(request, trajectory), SAMPLING))
+            await pause()
+            return next((i for i, one in enumerate(given) if request in one.running), None)
+
+        try:
+            await scenario(SimpleNamespace(fleet=fleet, servers=given, ask=ask, asks=asks))
+        finally:
+            await fleet.close()
+            for task in asks.values():
+                task.cancel()
+            await asyncio.gather(*asks.values(), return_exceptions=True)
+
+    asyncio.run(whole())
+
+
+async def pause() -> None:
+    """Let everybody go on."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def opens(fleet: Fleet) -> bool:
+    """Whether it lets requests in now."""
+    ready = asyncio.create_task(fleet.ready())
+    await pause()
+    ready.cancel()
+    return ready.done() and not ready.cancelled()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are asked often whether they are back."""
+    monkeypatch.setattr(fleets, "PROBE_S", 0.01)
+
+
+# Who gets a request -------------------------------------------------------------------------------
+
+
+def test_new_trajectories_go_where_the_fewest_run() -> None:
+    """Each to the server with the fewest requests then; what has ended does not count."""
+
+    async def scenario(it: Any) -> None:
+        assert [await it.ask(f"r{i}", f"t{i}") for i in range(4)] == [0, 1, 0, 1]
+        it.servers[1].ends()
+        await pause()
+        assert [await it.ask(f"s{i}", f"u{i}") for i in range(3)] == [1, 1, 0]
+
+    run(scenario)
+
+
+def test_a_trajectory_stays_where_it_was() -> None:
+    """However much runs there, while that takes requests; else it moves, and stays there."""
+
+    async def scenario(it: Any) -> None:
+        assert [await it.ask(f"r{i}", "t") for i in range(3)] == [0, 0, 0]
+        it.fleet.heard(started(0))
+        assert await it.ask("r3", "t") == 1
+        it.fleet.heard(finished(0))
+        assert await it.ask("r4", "t") == 1
+        assert await it.ask("r5") == 1, "2 run there, and 3 on the other"
+
+    run(scenario)
+
+
+def test_the_memory_of_trajectories_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was heard of least lately is forgotten."""
+    monkeypatch.setattr(fleets, "STICKY_KEPT", 2)
+
+    async def scenario(it: Any) -> None:
+        for name in ("a", "b", "a", "c"):
+            await it.ask(f"{name}{len(it.asks)}", name)
+        assert list(it.fleet._of) == ["a", "c"]
+
+    run(scenario)
+
+
+def test_an_abort_goes_where_the_request_runs() -> None:
+    """And nowhere once it has ended."""
+
+    async def scenario(it: Any) -> None:
+        for i in range(2):
+            await it.ask(f"r{i}")
+        await it.fleet.abort("r1")
+        assert [server.aborted for server in it.servers] == [[], ["r1"]]
+        it.servers[1].ends()
+        await pause()
+        await it.fleet.abort("r1")
+        assert it.servers[1].aborted == ["r1"]
+
+    run(scenario)
+
+
+def test_what_a_fleet_says_of_itself() -> None:
+    """What all honour; the oldest version that may be asked; the name of the first."""
+
+    async def scenario(it: Any) -> None:
+        fleet = it.fleet
+        assert (fleet.name, fleet.honoured, fleet.takes_images) == ("fake", frozenset({"seed"}), True)
+        assert fleet.policy_version() == 4
+        fleet.heard(finished(1, 7))
+        assert fleet.policy_version() == 5
+        fleet.heard(failed(0, 7))
+        assert fleet.policy_version() == 7
+        assert fleet.failure() is None
+        fleet.heard(failed(1, 8))
+        assert fleet.failure() is not None
+        assert fleet.failure().count("half of it came") == 2
+
+    run(scenario, Server(5, "stop seed"), Server(4, "seed"))
+
+
+# Syncs --------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_synced_takes_no_new_requests() -> None:
+    """What runs there goes on; while all are synced requests wait; that of another server changes nothing."""
+
+    async def scenario(it: Any) -> None:
+        assert await it.ask("r0", "t") == 0
+        it.fleet.heard(started(0))
+        it.fleet.heard(started(9, host="elsewhere"))
+        assert await it.ask("r1", "u") == 1
+        it.fleet.heard(started(1))
+        assert not await opens(it.fleet)
+        assert await it.ask("r2") is None
+        assert isinstance(it.asks["r2"].exception(), EngineLostError)
+        it.fleet.heard(finished(0))
+        assert await opens(it.fleet)
+        it.servers[0].ends()
+        assert (await it.asks["r0"]).finish_reason == "stop"
+
+    run(scenario)
+
+
+def test_a_sync_that_failed_takes_a_server_out() -> None:
+    """What it was answering fails at once and names why; only a whole sync brings it back."""
+
+    async def scenario(it: Any) -> None:
+        assert await it.ask("r0", "t") == 0
+        assert await it.ask("r1", "u") == 1
+        it.fleet.heard(started(0))
+        it.fleet.heard(failed(0, 3))
+        await pause()
+        error = it.asks["r0"].exception()
+        assert isinstance(error, EngineLostError)
+        assert "the sync of version 3 failed: half of it came" in str(error)
+        assert not it.asks["r1"].done()
+        it.fleet.heard(started(0, sync="again"))
+        assert await it.ask("r2", "t") == 1
+        it.fleet.heard(finished(0, sync="again"))
+        assert await it.ask("r3", "v") == 0
+        assert it.servers[0].starts == 1, "its connection was whole all the time"
+
+    run(scenario)
+
+
+def test_a_failed_sync_and_the_one_that_mends_it_in_one_breath() -> None:
+    """Those who waited fail, and the server is back all the same."""
+
+    async def scenario(it: Any) -> None:
+        await it.ask("r0")
+        for record in (started(0), failed(0), started(0, sync="2"), finished(0, sync="2")):
+            it.fleet.heard(record)
+        await pause()
+        assert isinstance(it.asks["r0"].exception(), EngineLostError)
+        assert "half of it came" in str(it.asks["r0"].exception())
+        assert await it.ask("r1") == 0
+
+    run(scenario, Server())
+
+
+def test_who_waits_since_before_a_sync_hears_of_the_next_failure() -> None:
+    """A request may run through several syncs."""
+
+    async def scenario(it: Any) -> None:
+        await it.ask("r0")
+        for record in (started(0), finished(0), started(0, 2, "2"), failed(0, 2, "2")):
+            it.fleet.heard(record)
+        await pause()
+        assert isinstance(it.asks["r0"].exception(), EngineLostError)
+
+    run(scenario, Server())
+
+
+def test_a_trainer_that_died_in_a_sync_is_followed_by_another() -> None:
+    """The sync that finishes counts, though an earlier one never ended."""
+
+    async def scenario(it: Any) -> None:
+        for record in (started(0, sync="dead"), started(0, sync="2")):
+            it.fleet.heard(record)
+        assert not await opens(it.fleet)
+        it.fleet.heard(finished(0, sync="2"))
+        assert await opens(it.fleet)
+
+    run(scenario, Server())
+
+
+def test_what_the_log_says_at_the_beginning() -> None:
+    """A server's syncs are remembered; an engine in this process began with this process."""
+
+    async def scenario(it: Any) -> None:
+        it.fleet.remember([started(0), failed(0), started(1)])
+        assert not await opens(it.fleet)
+        it.fleet.remember([finished(1, 4)])
+        assert await opens(it.fleet)
+        assert it.fleet.policy_version() == 4
+
+    run(scenario)
+
+    async def own() -> None:
+        fleet = Fleet({OWN: Server(2)})
+        fleet.remember([SyncFailed("actor", 1, "s", "http://10.0.0.1:8000/engine", "no")])
+        assert await opens(fleet)
+        fleet.heard(SyncStarted("actor", 3, "t", "http://10.0.0.1:8000/engine/", "disk"))
+        assert not await opens(fleet)
+        fleet.heard(SyncFinished("actor", 3, "t", "http://10.0.0.1:8000/engine", 1, 0.1))
+        assert fleet.policy_version() == 2, "it knows by itself what it serves"
+
+    asyncio.run(own())
+
+
+# Connections --------------------------------------------------------------------------------------
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something to come true."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_a_server_that_is_gone_is_asked_until_it_is_back() -> None:
+    """Whatever it was answering fails at once; others take the rest."""
+
+    async def scenario(it: Any) -> None:
+        for request, trajectory in (("r0", "t"), ("r1", "u"), ("r2", "t")):
+            await it.ask(request, trajectory)
+        first = it.servers[0]
+        first.reachable = False
+        first.running["r0"].set_exception(EngineLostError("connection reset"))
+        await pause()
+        assert isinstance(it.asks["r0"].exception(), EngineLostError)
+        assert "connection reset" in str(it.asks["r2"].exception())
+        assert not it.asks["r1"].done()
+        assert await it.ask("r3", "t") == 1
+        await until(lambda: first.starts > 3)
+        assert await it.ask("r4", "w") == 1
+        first.reachable = True
+        await until(lambda: it.fleet.members[0].usable)
+        assert await it.ask("r5", "w2") == 0
+        assert len(it.fleet._probing) == 0
+
+    run(scenario)
+
+
+def test_a_server_that_comes_later() -> None:
+    """One that answers is enough to begin with; that none does is an error."""
+
+    async def scenario(it: Any) -> None:
+        assert [await it.ask("r0"), await it.ask("r1")] == [1, 1]
+        it.servers[0].reachable = True
+        await until(lambda: it.fleet.members[0].usable)
+        assert await it.ask("r2") == 0
+
+    run(scenario, Server(), Server(), lost=1)
+    with pytest.raises(EngineLostError, match="nothing answers"):
+        run(scenario, Server(), Server(), lost=2)
+
+
+@pytest.mark.parametrize("version", [3, 0, None])
+def test_a_synced_server_that_was_gone(version: int | None) -> None:
+    """With the weights that it was given it goes on; one that began anew waits for a sync."""
+
+    async def scenario(it: Any) -> None:
+        server = it.servers[0]
+        it.fleet.heard(finished(0, 3))
+        await it.ask("r0")
+        server.version = version
+        server.ends(EngineLostError("connection reset"))
+        await until(lambda: server.starts == 2 and not it.fleet._probing)
+        assert await opens(it.fleet) == (version == 3)
+        it.fleet.heard(finished(0, 4))
+        assert await it.ask("r1") == 0
+
+    run(scenario, Server())
+
+
+def test_a_sync_finishes_before_the_connection_is_back() -> None:
+    """It is asked once it can be."""
+
+    async def scenario(it: Any) -> None:
+        server = it.servers[0]
+        it.fleet.heard(finished(0, 3))
+        await it.ask("r0")
+        server.reachable = False
+        server.ends(EngineLostError("connection reset"))
+        await until(lambda: server.starts > 2)
+        it.fleet.heard(started(0, 4))
+        it.fleet.heard(finished(0, 4))
+        assert not await opens(it.fleet)
+        server.version, server.reachable = 4, True
+        await until(lambda: it.fleet.members[0].usable)
+        assert await it.ask("r1") == 0
+
+    run(scenario, Server())
+
+
+def test_a_failed_sync_outlasts_a_new_connection() -> None:
+    """That a server answers again says nothing of its weights."""
+
+    async def scenario(it: Any) -> None:
+        server = it.servers[0]
+        it.fleet.heard(finished(0, 3))
+        server.version = 3
+        await it.ask("r0")
+        server.ends(EngineLostError("connection reset"))
+        await pause()
+        it.fleet.heard(failed(0, 4))
+        await until(lambda: server.starts == 2 and not it.fleet._probing)
+        assert not await opens(it.fleet)
+
+    run(scenario, Server())
+
+
+def test_a_refusal_is_nobodys_end() -> None:
+    """An engine that cannot serve this request can serve others."""
+
+    async def scenario(it: Any) -> None:
+        await it.ask("r0")
+        it.servers[0].ends(EngineError("no such adapter"))
+        await pause()
+        assert type(it.asks["r0"].exception()) is EngineError
+        assert await it.ask("r1") == 0
+
+    run(scenario, Server())
+
+
+def test_a_request_that_is_given_up_leaves_nothing() -> None:
+    """Neither in the count of those that run, nor at the engine."""
+
+    async def scenario(it: Any) -> None:
+        await it.ask("r0")
+        it.asks["r0"].cancel()
+        await pause()
+        member = it.fleet.members[0]
+        assert (member.running, member.requests, it.servers[0].running) == (0, set(), {})
+
+    run(scenario, Server())
