@@ -78,7 +78,7 @@ warmup_steps = 5
 betas = [0.9, 0.98]
 
 [sync]
-engine = "{engine}"
+engines = ["{engine}"]
 """
 
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
+from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.identity import Identity, check_key, key_name, sent_key, split_path
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.requests import OpenTrajectory
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -37,11 +39,18 @@ class BodyRoom:
             await self._changed.wait_for(lambda: self._free >= size)
             self._free -= size
         try:
-            yield await self._read(request, size)
+            raw = await self._read(request, size)
+            if len(raw) < size:  # its length was not declared, and it may be kept for long
+                await self._give_back(size - len(raw))
+                size = len(raw)
+            yield raw
         finally:
-            async with self._changed:
-                self._free += size
-                self._changed.notify_all()
+            await self._give_back(size)
+
+    async def _give_back(self, size: int) -> None:
+        async with self._changed:
+            self._free += size
+            self._changed.notify_all()
 
     def _declared(self, request: Request) -> int:
         length = request.headers.get("content-length", "")
@@ -71,6 +80,30 @@ class FrontDoor:
 
     recorder: Recorder
     options: ProxyOptions
+    gate: AdmissionGate | None = None
+    """Holds new trajectories while an online training could not use them in time."""
+
+    async def admit(
+        self, name: str, wanted: OpenTrajectory, request: Request, places: contextlib.ExitStack
+    ) -> None:
+        """Wait until a new trajectory may begin.
+
+        Args:
+            request: the one that begins it, whose body was read.
+            places: keeps its place until it is closed: the trajectory has begun by then, or will not.
+
+        Raises:
+            RequestError: 503, it may not within the time that requests are held; 499, its client has left.
+        """
+        if self.gate is None or self.recorder.find(name) is not None:
+            return
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        if await self.gate.enter(name, wanted.group, wanted.split, gone):
+            places.callback(self.gate.leave, name)
 
     def check(self, request: Request) -> str | None:
         """The API key, if it may come in.
@@ -120,7 +153,7 @@ class FrontDoor:
         """
         if identity.name is None:
             return self.recorder.unnamed(messages)
-        wanted = self._clean(identity).wanted()
+        wanted = self.wanted(identity)
         live = self.recorder.find(identity.name)
         if live is None:
             return self.recorder.draft(wanted)
@@ -133,6 +166,10 @@ class FrontDoor:
             text = f"trajectory {identity.name!r} is finished: open another for more turns"
             raise RequestError(409, "trajectory_finished", text)
         return live
+
+    def wanted(self, identity: Identity) -> OpenTrajectory:
+        """The trajectory that a request opens if there is none of its name."""
+        return self._clean(identity).wanted()
 
     def label(self, live: LiveTrajectory, identity: Identity) -> None:
         """Note the labels of a request, which is recorded by now."""

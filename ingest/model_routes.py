@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,11 +76,14 @@ class ModelRoutes:
         self._running += 1
         try:
             async with self.room.body(request) as raw:
-                body = self.door.options.redactor.body(json_object(raw))
-                identity = identify(said, request.headers, body, key)
-                live, call, planned = await self._read(endpoint, identity, body, len(raw))
-                arrival = Arrival.of(endpoint.path, raw, retry_count(request))
-                running = await self._running_call(live, call, arrival, planned)
+                with contextlib.ExitStack() as places:
+                    body = self.door.options.redactor.body(json_object(raw))
+                    identity = identify(said, request.headers, body, key)
+                    live, call, planned = await self._read(
+                        endpoint, identity, body, len(raw), request, places
+                    )
+                    arrival = Arrival.of(endpoint.path, raw, retry_count(request))
+                    running = await self._running_call(live, call, arrival, planned)
                 self.door.label(live, identity)
         except BaseException as error:
             self._running -= 1
@@ -131,15 +135,32 @@ class ModelRoutes:
                 self.metrics.answered(turn, delivered=delivered)
 
     async def _read(
-        self, endpoint: Endpoint, identity: Identity, body: Json, size: int
+        self,
+        endpoint: Endpoint,
+        identity: Identity,
+        body: Json,
+        size: int,
+        request: Request,
+        places: contextlib.ExitStack,
     ) -> tuple[LiveTrajectory, ModelCall, Planned | None]:
-        """The trajectory and what is asked. Who names none is told apart by what it goes on from."""
+        """The trajectory and what is asked. Who names none is told apart by what it goes on from.
+
+        Args:
+            places: keeps the place of a trajectory that is new, until it is recorded.
+        """
         named = _named_turn(body) if identity.name is None else None
         if named is not None and (found := self.recorder.of_turn(named)) is not None:
             identity = replace(identity, name=found.opened.name)
         known = self.recorder.find(identity.name) if identity.name is not None else None
         call = endpoint.read(body, lambda turn_id: _earlier(known, turn_id))
         call = replace(call, messages=await self.images.resolved(call.messages))
+        if identity.name is not None and known is None:
+            self._running -= 1  # who is held must not keep those out that others wait for
+            try:
+                await self.door.admit(identity.name, self.door.wanted(identity), request, places)
+            finally:
+                self._running += 1
+            known = self.recorder.find(identity.name)
         tree = TurnTree() if known is None else known.tree
         planned = await self.taker.planned(tree, call, size) if identity.name is not None else None
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.

@@ -20,6 +20,7 @@ class ProxyOptions:
         max_running: requests answered at once; more are a 429.
         redactor: takes secrets out of what comes in.
         image_hosts: hosts that links to images are fetched from.
+        admission: hold trajectories that would be too old by the time an online training uses them.
         abandoned_s: a trajectory not heard of for so long is finished as aborted; 0: never.
     """
 
@@ -27,6 +28,7 @@ class ProxyOptions:
     max_body_bytes: int = 64 * 2**20
     max_bodies_bytes: int = 512 * 2**20
     max_running: int = 4096
+    admission: bool = True
     abandoned_s: float = 0.0
     image_hosts: tuple[str, ...] = ()
     redactor: Redactor = field(default_factory=Redactor)
@@ -38,6 +40,7 @@ class ProxyOptions:
             "api_keys": len(self.api_keys),
             "max_body_bytes": self.max_body_bytes,
             "max_running": self.max_running,
+            "admission": self.admission,
             "abandoned_s": self.abandoned_s,
             "image_hosts": list(self.image_hosts),
         }

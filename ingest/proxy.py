@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 
+from rollbook.ingest.admission.gate import AdmissionGate
+from rollbook.ingest.admission.outstanding import KINDS
+from rollbook.ingest.engines.engine import Engine
+from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
+from rollbook.ingest.follow import Follower
 from rollbook.ingest.front_door import BodyRoom, FrontDoor
 from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_routes import ModelRoutes
 from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turns import TurnTaker
-from rollbook.store.events import Json, PolicyActivated
+from rollbook.store.events import (
+    Event,
+    Json,
+    PolicyActivated,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
+from rollbook.store.tail import Filter
 
 
 def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name: str = "rollbook") -> FastAPI:
     """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
     options = options or ProxyOptions()
     recorder, engine = taker.recorder, taker.engine
-    metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
+    gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, taker.hold_s)
+    door = FrontDoor(recorder, options, gate if options.admission else None)
+    metrics, room = Metrics(), BodyRoom(options)
+    recorder.on_events = gate.take
 
     async def activated(version: int, digest: str, path: Path) -> None:
         policy = getattr(engine, "policy", "actor")
@@ -35,9 +53,11 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(activated)
+        follower = _follow(recorder, engine, gate)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         yield
         sweeping.cancel()
+        await follower.stop()
         await engine.close()
         await taker.drained()
         streams.close()
@@ -56,6 +76,26 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     if control is not None:
         app.include_router(control, prefix="/engine")
     return app
+
+
+def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate) -> Follower:
+    """Hear what the trainer and other proxies write, from where the recorder has read."""
+    syncs = engine.heard if isinstance(engine, Fleet) else lambda record: None
+    if isinstance(engine, Fleet):
+        engine.remember(recorder.known_run.syncs)
+
+    def heard(events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
+                syncs(event.record)
+        gate.take(events)  # after the syncs: what is served decides how many may begin
+
+    kinds = KINDS | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
+    wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))
+    failed = logging.getLogger("rollbook").error
+    follower = Follower(recorder.store, recorder.known_run.cut, wanted, heard, failed)
+    follower.start()
+    return follower
 
 
 def _add_health(app: FastAPI, taker: TurnTaker) -> None:

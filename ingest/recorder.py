@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -55,6 +56,8 @@ class Recorder:
         self._tips: dict[bytes, LiveTrajectory] = {}
         self.adopted: dict[str, int] = {}
         """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
+        self.on_events: Callable[[list[Event]], None] = lambda events: None
+        """Told of every event as it is appended or noted."""
         try:
             self._restore()
         except BaseException:
@@ -67,7 +70,7 @@ class Recorder:
         Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
         one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
         """
-        runs = RunReader(self.store, self.run)
+        runs = self.known_run = RunReader(self.store, self.run)
         tried = {self.lane}
         with contextlib.ExitStack() as locks:
             while lanes := {t.lane for t in runs.open()} - tried:
@@ -100,13 +103,18 @@ class Recorder:
         Raises:
             WriteFailedError: they are not.
         """
-        events = [Event(record, self.run) for record in records]
+        events = self._events(records)
         await asyncio.wrap_future(self._append(events))
         return events
 
     def append(self, *records: Record) -> Future[int]:
         """Append records at once, behind what was noted; resolved once they are durable."""
-        return self._append([Event(record, self.run) for record in records])
+        return self._append(self._events(records))
+
+    def _events(self, records: tuple[Record, ...]) -> list[Event]:
+        events = [Event(record, self.run) for record in records]
+        self.on_events(events)
+        return events
 
     def _append(self, events: list[Event]) -> Future[int]:
         noted, self._waiting = self._waiting, []
@@ -118,7 +126,7 @@ class Recorder:
 
         They go with the next `write`, or by themselves a moment later: one commit instead of two.
         """
-        self._waiting += [Event(record, self.run) for record in records]
+        self._waiting += self._events(records)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

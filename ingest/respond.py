@@ -103,7 +103,7 @@ class TurnResponse(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the reply. What fails before the first byte is raised, for a status of its own."""
-        client = _Client(receive, send)
+        client = _Client(receive, send, self._running)
         woken = self._running.listen()
         client.on_gone = woken.set
         try:
@@ -131,22 +131,26 @@ class TurnResponse(Response):
 
     async def _stream(self, client: _Client, woken: asyncio.Event) -> None:
         running, done = self._running, self._running.done
-        turn_ids = [turn.turn_id for turn in running.turns]
-        writer = self._endpoint.writer(running.call, turn_ids, running.reading.tokenizer)
-        head = self._head(None, "text/event-stream; charset=utf-8")
-        shown = [_Shown() for _ in turn_ids]
-        opening = writer.begin()  # made before all else, as events are numbered; sent with the first of them
+        turn_ids: list[str] = []
+        silent = False
         while not client.gone:
             woken.clear()
+            if not client.begun and turn_ids != [turn.turn_id for turn in running.turns]:
+                # At first, and where a turn was begun anew elsewhere before anybody saw anything of it.
+                turn_ids = [turn.turn_id for turn in running.turns]
+                writer = self._endpoint.writer(running.call, turn_ids, running.reading.tokenizer)
+                head = self._head(None, "text/event-stream; charset=utf-8")
+                shown = [_Shown() for _ in turn_ids]
+                opening = writer.begin()  # before all else, as events are numbered; sent with the first
             data = b"".join(self._pieces(writer, shown))
+            if silent and not data and not done.done():
+                data = writer.keep_alive
             if data:
                 await client.body(opening + data, head)
                 opening = b""
             if done.done():
                 break
-            if not await _wait(woken, self._keep_alive.stream_s):
-                await client.body(opening + writer.keep_alive, head)
-                opening = b""
+            silent = not await _wait(woken, self._keep_alive.stream_s)
         if not done.done():
             return
         error = done.exception()
@@ -223,8 +227,8 @@ class _Shown:
 class _Client:
     """The other end of the connection: knows when it has gone."""
 
-    def __init__(self, receive: Any, send: Any) -> None:
-        self._receive, self._send = receive, send
+    def __init__(self, receive: Any, send: Any, running: RunningCall) -> None:
+        self._receive, self._send, self._running = receive, send, running
         self.begun = False
         self.gone = False
         self.on_gone: Callable[[], None] = lambda: None
@@ -241,7 +245,7 @@ class _Client:
         if not more:
             self.close()  # with the last byte out, "disconnect" no longer means that the client left
         if not self.begun:
-            self.begun = True
+            self.begun = self._running.shown = True
             if not more:
                 head = [*head, (b"content-length", str(len(data)).encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": head})

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.reply import STOP_STRING
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
 from rollbook.store import Store
-from rollbook.store.events import QUARANTINE, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.events import (
+    QUARANTINE,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+)
 from rollbook.store.trajectory import Trajectory, Turn
 
 
 class RunReader:
-    """Which trajectories of a run there are, and the open ones whole."""
+    """Which trajectories of a run there are, and the open ones whole.
+
+    Attributes:
+        outstanding: those that wait to be trained on.
+        syncs: what became of engines' weights.
+        cut: how far it has read.
+    """
 
     def __init__(self, store: Store, run: str) -> None:
         self.opened: dict[str, tuple[TrajectoryOpened, str]] = {}
+        self.outstanding = Outstanding(run)
+        self.syncs: list[SyncStarted | SyncFinished | SyncFailed] = []
         self._store, self._run = store, run
         self._finished: set[str] = set()
-        self._cut: dict[str, int] = {}
+        self.cut: dict[str, int] = {}
         self._open: list[Trajectory] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Read what became durable since the last time."""
         head = self._store.head()
-        for event in self._store.events(head, self._cut):
+        for event in self._store.events(head, self.cut):
             record = event.record
             if event.run != self._run:
                 continue
+            self.outstanding.add(event)
             if isinstance(record, TrajectoryOpened):
                 self.opened[record.trajectory_id] = (record, event.lane)
             elif isinstance(record, TrajectoryFinished):
                 self._finished.add(record.trajectory_id)
-        self._cut = head
+            elif isinstance(record, SyncStarted | SyncFinished | SyncFailed):
+                self.syncs.append(record)
+        self.outstanding.add_all(())  # that was all up to the head
+        self.cut = head
         ids = set(self.opened) - self._finished
         self._open = list(self._store.trajectories(head, ids).values()) if ids else []
 
@@ -50,9 +70,10 @@ def restored(trajectory: Trajectory, lane: str, tips: dict[bytes, LiveTrajectory
     quarantined = trajectory.opened.split == QUARANTINE
     live = LiveTrajectory(trajectory.opened, lane, tips=tips if quarantined else None)
     arrivals: dict[str, list[Turn]] = {}
+    replaced = {turn.requested.wire.get("instead_of") for turn in trajectory.turns.values()}
     for turn in trajectory.turns.values():
         asked = turn.requested
-        if digest := asked.wire.get("digest"):
+        if (digest := asked.wire.get("digest")) and turn.turn_id not in replaced:
             arrivals.setdefault(f"{digest} {asked.request_id}", []).append(turn)
         if turn.completed is not None:
             live.take(tree_turn(live.tree, trajectory, turn))

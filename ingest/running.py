@@ -23,12 +23,22 @@ class RunningTurn:
         self.requested, self.sampling = requested, sampling
         self.ended = False
         """Whether the log says, or will say, how it came out."""
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.ids: list[int]
+        self.logprobs: list[float]
         self.grows = grows
-        self._growing = GrowingReply(reading) if grows else None
+        self._reading = reading
+        self._begin()
+
+    def _begin(self) -> None:
+        self.ids, self.logprobs = [], []
+        self._growing = GrowingReply(self._reading) if self.grows else None
         self._certain = NOTHING
         self._read = 0
+
+    def again(self, requested: TurnRequested) -> None:
+        """Begin anew, as another turn: the one before failed, and nobody has seen anything of it."""
+        self.requested, self.ended = requested, False
+        self._begin()
 
     @property
     def turn_id(self) -> str:
@@ -74,6 +84,8 @@ class RunningCall:
         self._listeners: set[asyncio.Event] = set()
         self.abandoned = False
         """Whether everybody who waited has gone."""
+        self.shown = False
+        """Whether a client was sent a byte of the reply."""
         self.counted = False
         """Whether the metrics know how it came out."""
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import orjson
+
 from rollbook.ingest.engines.engine import Engine
+from rollbook.ingest.engines.fleet import OWN, Fleet
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.engines.sglang import SglangEngine
+from rollbook.ingest.engines.sglang_wire import Routing
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
@@ -25,7 +29,9 @@ class ServeOptions:
     Attributes:
         reply_format: a family of `ingest.replies`, or auto: by the chat template.
         engine_ask: fields that an upstream is asked for beyond what agents send.
+        engine_urls: one for an upstream, one or several for SGLang.
         images: the engine's model takes them.
+        routed_experts: have the engine tell, and keep, which experts each token went to.
         hold_s: how long a request waits while weights are being replaced.
     """
 
@@ -41,10 +47,11 @@ class ServeOptions:
     device: str = "cpu"
     threads: int | None = None
     seal: bool = True
-    engine_url: str | None = None
+    engine_urls: tuple[str, ...] = ()
     engine_key: str | None = None
     engine_ask: Json | None = None
     images: bool = False
+    routed_experts: bool = False
     reply_format: str = "auto"
     tree: TreePolicy = field(default_factory=TreePolicy)
     hold_s: float = 110.0
@@ -58,7 +65,7 @@ class ServeOptions:
             "proxy": self.proxy.as_json(),
             "tree": asdict(self.tree),
         }
-        shown["engine_url"] = None if self.engine_url is None else _without_login(self.engine_url)
+        shown["engine_urls"] = [_without_login(url) for url in self.engine_urls]
         return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
 
 
@@ -80,19 +87,42 @@ def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
                 raise ConfigError("--engine scripted needs --script file.py:function or file.jsonl")
             return ScriptedEngine(tokenizer, load_script(options.script))
         case "sglang":
-            if options.engine_url is None:
-                raise ConfigError("--engine sglang needs --engine-url, such as http://127.0.0.1:30000")
-            return SglangEngine(
-                options.engine_url,
-                policy=options.policy,
-                takes_images=options.images,
-                key=options.engine_key,
-            )
+            return _sglang(options)
         case "embedded":
             return _embedded(options)
         case "upstream":
             raise ConfigError("--engine upstream passes requests on and has no engine here")
     raise ConfigError(f"--engine {options.engine!r}: use one of {', '.join(ENGINES)}")
+
+
+def _sglang(options: ServeOptions) -> Engine:
+    if not options.engine_urls:
+        raise ConfigError("--engine sglang needs --engine-url, such as http://127.0.0.1:30000")
+    if len(set(options.engine_urls)) < len(options.engine_urls):
+        raise ConfigError("--engine-url names a server twice: name each once")
+    return Fleet(
+        {
+            url: SglangEngine(
+                url,
+                policy=options.policy,
+                run=options.run,
+                takes_images=options.images,
+                key=options.engine_key,
+                routed_experts=_routing(options) if options.routed_experts else None,
+            )
+            for url in options.engine_urls
+        }
+    )
+
+
+def _routing(options: ServeOptions) -> Routing:
+    """What the mixture of experts in the model's config.json is made of."""
+    file = model_of(options) / "config.json"
+    try:
+        config = orjson.loads(file.read_bytes())
+        return Routing(int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--routed-experts: {file} is of no mixture of experts ({error!r})") from error
 
 
 def _embedded(options: ServeOptions) -> Engine:
@@ -102,9 +132,10 @@ def _embedded(options: ServeOptions) -> Engine:
         raise EngineError(
             f"the embedded engine needs torch and transformers ({error}): pip install 'rollbook[engine]'"
         ) from error
-    return EmbeddedEngine(
+    engine = EmbeddedEngine(
         model_of(options), policy=options.policy, device=options.device, threads=options.threads
     )
+    return Fleet({OWN: engine})
 
 
 def model_of(options: ServeOptions) -> Path:
@@ -126,6 +157,6 @@ def upstream_of(options: ServeOptions) -> Upstream:
     Raises:
         ConfigError: it is not said.
     """
-    if options.engine_url is None:
-        raise ConfigError("--engine upstream needs --engine-url, such as https://api.openai.com/v1")
-    return Upstream(options.engine_url, options.engine_key, options.engine_ask)
+    if len(options.engine_urls) != 1:
+        raise ConfigError("--engine upstream needs one --engine-url, such as https://api.openai.com/v1")
+    return Upstream(options.engine_urls[0], options.engine_key, options.engine_ask)

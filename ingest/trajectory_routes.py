@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
@@ -69,8 +70,12 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
     async def open_trajectory(request: Request) -> Json:
         body = await desk.read(request, OpenTrajectory)
         desk.enter(request, body.id)
-        live = desk.recorder.draft(body)
-        desk.recorder.record_opening(live)
+        live = desk.recorder.draft(body)  # refuses a name that is taken before there is anything to wait for
+        with contextlib.ExitStack() as places:
+            await desk.door.admit(live.opened.name, body, request, places)
+            if body.id is not None:
+                desk.recorder.draft(body)  # refuses a name that somebody took meanwhile
+            desk.recorder.record_opening(live)
         await desk.recorder.settle()
         name = live.opened.name
         secret = next(iter(desk.door.options.api_keys), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.engines.engine import Engine, Prompt, Sampling, unheard
@@ -19,11 +19,14 @@ from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
-from rollbook.store.errors import EngineError, RequestError
+from rollbook.store.errors import EngineError, EngineLostError, RequestError
 from rollbook.store.events import TurnFailed
+from rollbook.store.ids import new_id
 
 RAW = "raw prompts"
 LARGE_BYTES = 256 * 2**10
+ATTEMPTS = 4
+"""How often a request is asked of engines, each of which went away, before its client hears of it."""
 
 Planned = tuple[Plan, str]
 """How a request is sent, and its context key."""
@@ -125,8 +128,7 @@ class TurnTaker:
         """Answer a request; whatever happens, its future is resolved and the trajectory knows."""
         try:
             await self._let_in()
-            if running.abandoned:
-                raise EngineError("its client left before the engine took it")
+            _check_wanted(running)
             # All siblings come to an end, also where one fails: each is a turn of its own.
             ends = [self._turn(live, running, turn, plan) for turn in running.turns]
             answers = await asyncio.gather(*ends, return_exceptions=True)
@@ -158,7 +160,27 @@ class TurnTaker:
     async def _turn(
         self, live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan
     ) -> AnsweredTurn:
-        """Sample one completion and record it."""
+        """Sample one completion and record it; elsewhere, as a turn of its own, where an engine goes away."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._attempt(live, running, turn, plan)
+            except EngineLostError:
+                if running.shown or running.abandoned:
+                    raise
+            # At once: from here on nothing of the turn that failed may reach the client.
+            wire = turn.requested.wire | {"instead_of": turn.turn_id}
+            again = replace(turn.requested, turn_id=new_id(), wire=wire)
+            self.recorder.note(again)
+            turn.again(again)
+            running.changed()
+            await self._let_in()
+            _check_wanted(running)
+        return await self._attempt(live, running, turn, plan)
+
+    async def _attempt(
+        self, live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan
+    ) -> AnsweredTurn:
+        """Ask an engine, once."""
         stopping: list[asyncio.Task[None]] = []
 
         def heard(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
@@ -175,6 +197,7 @@ class TurnTaker:
             turn.turn_id,
             live.opened.trajectory_id,
             images_of(call.messages),
+            len(plan.prompt_ids) - len(plan.delta_ids),
         )
         try:
             # Who needs only the end is not told on the way: an engine may then answer all at once.
@@ -189,3 +212,8 @@ class TurnTaker:
         await self.recorder.write(completed)
         live.completed_turn(plan, turn.requested, completed, running.items)
         return AnsweredTurn(turn.requested, completed)
+
+
+def _check_wanted(running: RunningCall) -> None:
+    if running.abandoned:
+        raise EngineError("its client left before the engine took it")

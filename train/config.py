@@ -88,11 +88,37 @@ class OptimizerConfig(_Table):
 
 
 class SyncConfig(_Table):
-    """Where new weights go after each step."""
+    """Where new weights go, how often, and what becomes of requests that run."""
 
-    engine: str
-    """Control URL of an engine, such as http://127.0.0.1:8000/engine."""
+    engines: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
+    transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
+    """From a directory that engines see too, from this host's memory, or by broadcast."""
+    sync_every: Positive = 1
+    """Optimizer steps between syncs."""
+    partial_rollout: bool = False
+    """Update in the middle of requests, which go on under the new version; else they end before."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """With partial_rollout: compute their KV cache anew, keep the old one, or end and resume them."""
+    drain_s: Annotated[float, Field(ge=0)] = 600.0
+    """Without: longest wait for them to end; then they are retracted."""
+    bucket_mb: Positive = 512
+    """Size of a bucket of tensors; two are in flight."""
+    address: str = "127.0.0.1"
+    """Of this host, as engines reach it; for broadcasts."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for an answer of an engine, or for a collective."""
+
+
+class AdmissionConfig(_Table):
+    """How data is kept from becoming too old before it is used; see `ingest.admission.policy`."""
+
+    hold: bool = True
+    """Have the proxies hold trajectories that would exceed the recipe's `max_staleness`."""
+    order: Literal["windowed", "fifo", "age"] = "windowed"
+    """What is used first: what completes, or would become too old; what began first; what is oldest."""
+    wait_s: Annotated[float, Field(ge=0)] = 300.0
+    """Longest wait for running trajectories that `order` waits for."""
 
 
 class TrainConfig(_Table):
@@ -116,6 +142,7 @@ class TrainConfig(_Table):
     """--source tail: give up after so long without a full batch."""
     algorithm: Annotated[SftConfig | GrpoConfig, Field(discriminator="name")]
     recipe: RecipeConfig = RecipeConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: SyncConfig | None = None
 
@@ -128,7 +155,16 @@ class TrainConfig(_Table):
 
         Left out is what may change between restarts of the same training.
         """
-        free = {"steps", "checkpoint_every", "threads", "device", "idle_timeout_s", "sync", "model"}
+        free = {
+            "steps",
+            "checkpoint_every",
+            "threads",
+            "device",
+            "idle_timeout_s",
+            "sync",
+            "model",
+            "admission",
+        }
         return digest_json([{k: v for k, v in self.as_json().items() if k not in free}, source])
 
 

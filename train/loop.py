@@ -15,7 +15,8 @@ from rollbook.store.events import RunOpened
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
 from rollbook.train.history import History, family_of, fold_history
-from rollbook.train.source import Selection, Source, make_source
+from rollbook.train.selection import Selection, Source
+from rollbook.train.source import make_source
 from rollbook.train.trainer import StepOutcome, Trainer
 
 
@@ -42,7 +43,12 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
         try:
             _announce(console, trainer, config, source, cut)
             trainer.write(
-                RunOpened("train", config.as_json(), environment=fingerprint(trainer.policy.device))
+                RunOpened(
+                    "train",
+                    # With these two the proxies know what is used, and for how long.
+                    config.as_json() | {"source": source, "steps_done": done},
+                    environment=fingerprint(trainer.policy.device),
+                )
             )
             trainer.sync_current()
             feed = make_source(config, log, history, source, cut, family, trainer.version)
@@ -102,8 +108,7 @@ def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Sour
                 console.print(f"{trainer.done} of {config.steps} steps: no further batch fills at this cut")
                 break
             outcome = trainer.take_step(selection)
-            due = trainer.done % config.checkpoint_every == 0 or trainer.done == config.steps
-            trainer.publish(checkpoint=due)
+            trainer.publish()
             progress.update(bar, completed=trainer.done, description=_describe(outcome))
         # Also where a crash came between the last step and its checkpoint: what follows starts from it.
         trainer.ensure_checkpoint()
@@ -113,7 +118,7 @@ def _next(trainer: Trainer, source: Source) -> Selection | None:
     """The next selection; where none comes, what the recipe dropped is recorded all the same."""
     selection = None
     try:
-        selection = source.take(trainer.version)
+        selection = source.take(trainer.version, trainer.served, trainer.note_drops)
     finally:
         if selection is None:
             trainer.note_drops(source.unfilled(trainer.version))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.engines.weights import digest_tensors, read_weights, widened
-from rollbook.store import Event, Store, format_cut
+from rollbook.ingest.engines.weights import digest_tensors
+from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ModelError, TrainError
 from rollbook.store.events import (
     CheckpointWritten,
-    PolicyPublished,
     Record,
     SampleDropped,
     StepCommitted,
@@ -22,18 +21,18 @@ from rollbook.store.events import (
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition
-from rollbook.train.checkpoint import read_checkpoint, write_checkpoint
+from rollbook.train.checkpoint import read_checkpoint
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import differences, fingerprint
 from rollbook.train.history import History
 from rollbook.train.megatron_model import choose_device, set_deterministic
-from rollbook.train.qwen3 import read_shape
+from rollbook.train.model_shape import read_shape
+from rollbook.train.publish import Publisher
 from rollbook.train.recipe import Drop
 from rollbook.train.rerun import rerun_steps
 from rollbook.train.samples import Sample
-from rollbook.train.source import Selection
+from rollbook.train.selection import Selection
 from rollbook.train.step import batch_of, input_digests, run_step, step_seed
-from rollbook.train.sync import sync_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,11 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, log: Store, writer: LaneWriter, history: History, family: str
     ) -> None:
-        self._config, self._log, self._writer = config, log, writer
+        self._config, self._log = config, log
         self._history, self._phase = history, history.phase_to_train(family)
-        self._catalog = log.catalog()
+        self._publisher = Publisher(config, log, writer, history)
         if not history.checkpoints:
-            self._adopt_model()
+            self._publisher.adopt_model()
         base, between = history.base_for(history.next_step, self._phase)
         self._like = log.path / base.path
         device = choose_device(config.device)
@@ -75,19 +74,11 @@ class Trainer:
         self.version = base.policy_version + len(between)
         self.step = history.next_step
         self.done = len(history.of_family(family))
+        self.served = self.version
+        """The version that the engines have; without engines here, whatever was published last."""
         self._environment = fingerprint(device)
-        self._checkpointed = base.policy_version if not between else -1
-
-    def _adopt_model(self) -> None:
-        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed."""
-        model = self._config.model
-        read_shape(model)
-        config = self._config
-        weights = widened(read_weights(model))  # training is in float32
-        record = write_checkpoint(
-            self._log.path, config.run, config.policy, 0, weights, None, like=model, phase=None
-        )
-        self._note_checkpoint(record)
+        if not between:
+            self._publisher.restored(self.version)
 
     def _restore(self, base: CheckpointWritten, steps: list[int]) -> None:
         held = read_checkpoint(self._log.path / base.path)
@@ -110,7 +101,7 @@ class Trainer:
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
-        self._writer.append([Event(r, self._config.run) for r in records]).result()
+        self._publisher.write(*records)
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -182,58 +173,31 @@ class Trainer:
 
     # Checkpoints and engines ------------------------------------------------------------------
 
-    def publish(self, *, checkpoint: bool) -> None:
-        """Write this version's weights (and optimizer, if a checkpoint), and give them to the engine."""
-        config = self._config
-        wanted = checkpoint and self._checkpointed != self.version
-        if not wanted and config.sync is None:
-            return
-        record = write_checkpoint(
-            self._log.path,
-            config.run,
-            config.policy,
+    def publish(self) -> None:
+        """After a step: write a checkpoint and give the version to the engines, where either is due."""
+        config, last = self._config, self.done == self._config.steps
+        sync = config.sync is not None and (last or self.done % config.sync.sync_every == 0)
+        self.served = self.version if sync or config.sync is None else self.served
+        self._publisher.publish(
+            self.policy,
             self.version,
-            self.policy.weights(),
-            self.policy.optimizer_state() if wanted else None,
-            like=self._like,
-            phase=self._phase,
+            self._like,
+            self._phase,
+            checkpoint=last or self.done % config.checkpoint_every == 0,
+            sync=sync,
         )
-        if wanted:
-            self._checkpointed = self.version
-        self._note_checkpoint(record)
-        if config.sync is not None:
-            self._sync(record)
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of this version, unless one is there."""
-        if self._checkpointed != self.version:
-            self.publish(checkpoint=True)
-
-    def _sync(self, record: CheckpointWritten) -> None:
-        assert self._config.sync is not None
-        path = self._log.path / record.path
-        sync_weights(self._config.sync, path, record.policy_version, record.weights_digest)
-
-    def _note_checkpoint(self, record: CheckpointWritten) -> None:
-        earlier = [c.policy_version for c in self._history.checkpoints]
-        parent = max((v for v in earlier if v < record.policy_version), default=None)
-        published = PolicyPublished(
-            record.policy, record.policy_version, parent, record.path, record.weights_digest
+        self._publisher.publish(
+            self.policy, self.version, self._like, self._phase, checkpoint=True, sync=False
         )
-        self.write(record, published)
-        self._history.checkpoints.append(record)
-        self._catalog.record_checkpoint(self._config.run, record)
 
     def sync_current(self) -> None:
-        """Give the engine the version that training starts from."""
-        if self._config.sync is None:
-            return
-        held = [c for c in self._history.checkpoints if c.policy_version == self.version]
-        if held:
-            self._sync(held[-1])
-        else:
-            self.publish(checkpoint=False)
+        """Give the engines the version that training starts from."""
+        self.served = self.version
+        self._publisher.sync_current(self.policy, self.version, self._like, self._phase)
 
     def close(self) -> None:
-        """Give the catalog's connections back."""
-        self._catalog.close()
+        """Give connections back."""
+        self._publisher.close()

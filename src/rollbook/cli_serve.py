@@ -38,7 +38,10 @@ def serve(  # size: one option a line
         Path | None, typer.Option(help="Model directory; for sglang its tokenizer and template do.")
     ] = None,
     engine: Annotated[str, typer.Option(help="embedded, sglang, upstream or scripted.")] = "embedded",
-    engine_url: Annotated[str | None, typer.Option(help="For sglang and upstream: the address.")] = None,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(help="For sglang and upstream: the address; several SGLang servers: once each."),
+    ] = None,
     engine_key: Annotated[
         str | None, typer.Option(envvar="ROLLBOOK_ENGINE_KEY", help="The engine's API key.")
     ] = None,
@@ -55,6 +58,9 @@ def serve(  # size: one option a line
     device: Annotated[str, typer.Option(help="For embedded: cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")] = None,
     images: Annotated[bool, typer.Option(help="For sglang: its model takes images.")] = False,
+    routed_experts: Annotated[
+        bool, typer.Option(help="For sglang with --enable-return-routed-experts: keep each token's experts.")
+    ] = False,
     image_host: Annotated[
         list[str] | None,
         typer.Option(help="Fetch linked images from this host; other links pass on."),
@@ -84,6 +90,10 @@ def serve(  # size: one option a line
     ] = None,
     max_body_mb: Annotated[float, typer.Option(help="Largest request body.")] = 64.0,
     max_running: Annotated[int, typer.Option(help="Most requests answered at once; more get a 429.")] = 4096,
+    admission: Annotated[
+        bool,
+        typer.Option(help="Hold new trajectories that would be too old before an online training uses them."),
+    ] = True,
     seal: Annotated[
         bool, typer.Option(help="Seal closed segments beside it, in a process of low priority.")
     ] = True,
@@ -104,6 +114,7 @@ def serve(  # size: one option a line
         max_body_bytes=int(max_body_mb * 2**20),
         max_running=max_running,
         abandoned_s=abandon_s,
+        admission=admission,
         image_hosts=tuple(image_host or ()),
         redactor=Redactor(redact or ()),
     )
@@ -121,10 +132,11 @@ def serve(  # size: one option a line
             device=device,
             threads=threads,
             seal=seal,
-            engine_url=engine_url,
+            engine_urls=tuple(engine_url or ()),
             engine_key=engine_key,
             engine_ask=json_object(engine_ask.encode()) if engine_ask else None,
             images=images,
+            routed_experts=routed_experts,
             reply_format=reply_format,
             tree=TreePolicy(reasoning.value, history.value, unfinished.value),
             hold_s=hold_s,

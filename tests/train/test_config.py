@@ -64,7 +64,7 @@ def test_defaults(tmp_path: Path) -> None:
         ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, "optimizer: Value error, min_lr"),
         ({"optimizer": {"decay": "WSD"}}, "optimizer: Value error, wsd_decay_steps"),
         ({"optimizer": {"wsd_decay_steps": 3}}, "optimizer: Value error, wsd_decay_steps"),
-        ({"sync": {}}, "sync.engine: is missing"),
+        ({"sync": {}}, "sync.engines: is missing"),
     ],
 )
 def test_a_wrong_key_is_named(values: dict[str, Any], key: str) -> None:
@@ -120,13 +120,13 @@ def test_overrides(tmp_path: Path) -> None:
         "run=night",
         'recipe.splits=["teacher"]',
         "algorithm.batch_size=2",
-        'sync.engine="http://x/engine"',
+        'sync.engines=["http://x/engine"]',
     )
     assert (config.steps, config.optimizer.lr, config.run) == (7, 1e-3, "night")
     assert config.recipe.splits == ("teacher",)
     assert config.algorithm == SftConfig(name="sft", batch_size=2)
     assert config.sync is not None
-    assert config.sync.engine == "http://x/engine"
+    assert config.sync.engines == ("http://x/engine",)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_phase_is_what_decides_the_course(fabric: Any) -> None:
     """What may change between restarts leaves the phase alone; everything else, and the source, do not."""
     base = fabric.config(fabric.SFT).phase("cut")
     free = {"steps": 99, "checkpoint_every": 1, "threads": 2, "device": "cpu", "idle_timeout_s": 1.0}
-    free |= {"sync": {"engine": "http://x"}, "model": "elsewhere"}
+    free |= {"sync": {"engines": ["http://x"]}, "model": "elsewhere"}
     for key, value in free.items():
         assert fabric.config(fabric.SFT, **{key: value}).phase("cut") == base, key
     bound = {"seed": 4, "micro_batch_size": 2, "recipe": {"splits": ["train"]}, "optimizer": {"lr": 1.0}}

@@ -22,6 +22,7 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
+from rollbook.train.publish import Publisher
 from rollbook.train.trainer import Trainer
 
 Stores = Callable[..., Store]
@@ -44,7 +45,7 @@ class Killed(BaseException):
 
 def _crash(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
     """Have the trainer die at a place of a step, leaving what a kill would leave."""
-    write, publish = Trainer.write, Trainer.publish
+    write, publish, note = Trainer.write, Trainer.publish, Publisher.write
 
     def dying_write(self: Trainer, *records: Any) -> None:
         at = getattr(self, "step", None) == step
@@ -53,14 +54,19 @@ def _crash(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
         if at and place == "after plan" and isinstance(records[-1], StepCommitted):
             raise Killed
         write(self, *records)
-        if place == "after checkpoint" and isinstance(records[0], CheckpointWritten) and at:
+
+    def dying_note(self: Publisher, *records: Any) -> None:
+        note(self, *records)
+        written = isinstance(records[0], CheckpointWritten) and records[0].policy_version == step
+        if place == "after checkpoint" and written:
             raise Killed
 
-    def dying_publish(self: Trainer, *, checkpoint: bool) -> None:
+    def dying_publish(self: Trainer) -> None:
         if place == "after commit" and self.step == step:
             raise Killed
-        publish(self, checkpoint=checkpoint)
+        publish(self)
 
+    monkeypatch.setattr(Publisher, "write", dying_note)
     monkeypatch.setattr(Trainer, "write", dying_write)
     monkeypatch.setattr(Trainer, "publish", dying_publish)
 

@@ -61,7 +61,7 @@ def test_no_step_gets_it(fabric: Any, recorded: Callable[..., Store], values: st
     source = make_source(config, log, History("demo", "actor"), "cut", log.head(), "family", 0)
     drops, used = [], set()
     for _ in range(3):
-        selection = source.take(0)
+        selection = source.take(0, 0, lambda drops: None)
         assert selection is not None
         drops += selection.drops
         used |= {s.trajectory_id for s in selection.samples}

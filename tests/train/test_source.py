@@ -16,7 +16,9 @@ from rollbook.store.trajectory import fold
 from rollbook.store.upkeep_events import TrajectoryAdopted
 from rollbook.train.history import History, fold_history
 from rollbook.train.samples import all_samples
-from rollbook.train.source import EpochSource, QueueSource, make_source
+from rollbook.train.queue_source import QueueSource
+from rollbook.train.recipe import Drop
+from rollbook.train.source import EpochSource, make_source
 
 
 def _queue(fabric: Any, log: Store, history: History | None = None, **changes: Any) -> QueueSource:
@@ -26,6 +28,11 @@ def _queue(fabric: Any, log: Store, history: History | None = None, **changes: A
     source = make_source(config, log, history or History(fabric.RUN, "actor"), "tail", {}, "family", 0)
     assert isinstance(source, QueueSource)
     return source
+
+
+def _next(source: Any, version: int, evicted: list[Drop] | None = None) -> Any:
+    """What a source gives to a trainer whose engines serve its version."""
+    return source.take(version, version, (evicted if evicted is not None else []).extend)
 
 
 def _names(selection: Any) -> list[str]:
@@ -44,7 +51,7 @@ def _epochs(fabric: Any, count: int, size: int, seed: int, done: int = 0) -> Epo
 
 
 def _take(source: EpochSource, steps: int) -> list[str]:
-    return [name for _ in range(steps) for name in _names(source.take(0))]
+    return [name for _ in range(steps) for name in _names(_next(source, 0))]
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 99))
@@ -86,7 +93,7 @@ def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store:
     fabric.append(store, fabric.records("b"), run="other")
     config = fabric.config(fabric.SFT, recipe={}, algorithm={"name": "sft", "batch_size": 4})
     source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 0)
-    assert _names(source.take(0)) == ["a"] * 4
+    assert _names(_next(source, 0)) == ["a"] * 4
 
 
 # A queue over a growing log -----------------------------------------------------------------------
@@ -104,18 +111,18 @@ def test_a_group_is_complete_with_its_last_trajectory(fabric: Any, store: Store)
         add("a0", "a", 0.0)
         add("b0", "b", 0.0)
         with pytest.raises(TrainError, match="2 groups are incomplete"):
-            source.take(0)
+            _next(source, 0)
         add("b1", "b", 1.0, finished=False)
         with pytest.raises(TrainError, match="2 groups are incomplete"):
-            source.take(0)
+            _next(source, 0)
         add("b2", "b", 1.0)
         add("a1", "a", 1.0)
-        taken = [source.take(0) for _ in range(2)]
+        taken = [_next(source, 0) for _ in range(2)]
         assert [_names(t) for t in taken] == [["b0", "b2"], ["a0", "a1"]]
         assert taken[0] is not None
         assert taken[0].cut == store.head()
         with pytest.raises(TrainError, match="0 groups are incomplete"):
-            source.take(0)
+            _next(source, 0)
 
 
 def test_a_step_takes_as_many_groups_as_wanted(fabric: Any, store: Store) -> None:
@@ -123,9 +130,9 @@ def test_a_step_takes_as_many_groups_as_wanted(fabric: Any, store: Store) -> Non
     for i in range(6):
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))
     source = _queue(fabric, store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
-    assert _names(source.take(0)) == ["t0", "t1", "t2", "t3"]
+    assert _names(_next(source, 0)) == ["t0", "t1", "t2", "t3"]
     with pytest.raises(TrainError, match=r"no complete batch for 0\.05 s"):
-        source.take(1)
+        _next(source, 1)
 
 
 def test_supervised_samples_come_one_by_one(fabric: Any, store: Store) -> None:
@@ -134,11 +141,11 @@ def test_supervised_samples_come_one_by_one(fabric: Any, store: Store) -> None:
     for name in "ab":
         fabric.append(store, fabric.records(name, turns))
     source = _queue(fabric, store, algorithm={"name": "sft", "batch_size": 3})
-    taken = source.take(0)
+    taken = _next(source, 0)
     assert taken is not None
     assert [s.leaf_turn_id for s in taken.samples] == ["a.0", "a.1", "b.0"]
     with pytest.raises(TrainError):
-        source.take(0)
+        _next(source, 0)
 
 
 def test_evaluation_and_other_runs_never_come_out(fabric: Any, store: Store) -> None:
@@ -148,21 +155,23 @@ def test_evaluation_and_other_runs_never_come_out(fabric: Any, store: Store) -> 
     for i in range(2):
         fabric.append(store, fabric.records(f"y{i}", group="g", reward=float(i)), run="other")
     with pytest.raises(TrainError):
-        _queue(fabric, store).take(0)
+        _next(_queue(fabric, store), 0)
     with pytest.raises(TrainError):
-        _queue(fabric, store, algorithm={"name": "sft", "batch_size": 1}).take(0)
+        _next(_queue(fabric, store, algorithm={"name": "sft", "batch_size": 1}), 0)
 
 
 def test_stale_samples_are_dropped_with_their_rule(fabric: Any, store: Store) -> None:
-    """A stale group gives its place back: the step is filled with the next one, and says what it left."""
+    """A stale group gives its place back at once: it is told, and the step is filled with the next one."""
     for group, version in (("old", 1), ("new", 5)):
         for i in range(2):
             made = fabric.records(f"{group}{i}", [fabric.T(version=version)], group=group, reward=float(i))
             fabric.append(store, made)
-    taken = _queue(fabric, store, recipe={"max_staleness": 2}).take(5)
+    evicted: list[Drop] = []
+    taken = _next(_queue(fabric, store, recipe={"max_staleness": 2}), 5, evicted)
     assert taken is not None
     assert _names(taken) == ["new0", "new1"]
-    assert [(d.sample.name, d.rule, d.detail) for d in taken.drops] == [
+    assert taken.drops == []
+    assert [(d.sample.name, d.rule, d.detail) for d in evicted] == [
         (f"old{i}", "staleness", {"staleness": 4, "max_staleness": 2, "oldest_version": 1}) for i in (0, 1)
     ]
 
@@ -173,7 +182,7 @@ def test_unusable_trajectories_are_dropped_with_their_rule(fabric: Any, store: S
     fabric.append(store, fabric.records("b", group="g"))
     fabric.append(store, fabric.records("c", [fabric.T(logprobs=None)], group="g", reward=0.0))
     fabric.append(store, fabric.records("d", group="g", reward=0.0))
-    taken = _queue(fabric, store, algorithm={"name": "grpo", "groups": 1, "group_size": 4}).take(0)
+    taken = _next(_queue(fabric, store, algorithm={"name": "grpo", "groups": 1, "group_size": 4}), 0)
     assert taken is not None
     assert _names(taken) == ["a", "d"]
     assert [(d.sample.name, d.rule) for d in taken.drops] == [("b", "no_reward"), ("c", "no_logprobs")]
@@ -185,12 +194,12 @@ def test_a_flat_group_has_had_its_turn(fabric: Any, store: Store) -> None:
         for i, reward in enumerate(rewards):
             fabric.append(store, fabric.records(f"{group}{i}", group=group, reward=reward))
     source = _queue(fabric, store, algorithm={"name": "grpo", "groups": 2, "group_size": 2})
-    taken = source.take(0)
+    taken = _next(source, 0)
     assert taken is not None
     assert _names(taken) == ["steep0", "steep1"]
     assert {(d.sample.name, d.rule) for d in taken.drops} == {(f"flat{i}", "zero_variance") for i in (0, 1)}
     with pytest.raises(TrainError):
-        source.take(0)
+        _next(source, 0)
 
 
 def test_history_is_not_repeated(fabric: Any, store: Store) -> None:
@@ -200,7 +209,7 @@ def test_history_is_not_repeated(fabric: Any, store: Store) -> None:
     done = [fabric.planned(0, 0, turns=["t0.0", "t1.0"]), fabric.committed(0, 1)]
     history = fold_history(fabric.events(done), fabric.RUN, "actor")
     history.dropped |= {"t2.0", "t3.0"}
-    assert _names(_queue(fabric, store, history).take(0)) == ["t4", "t5"]
+    assert _names(_next(_queue(fabric, store, history), 0)) == ["t4", "t5"]
 
 
 def test_a_group_read_in_another_order_is_not_mixed(fabric: Any, store: Store) -> None:
@@ -209,9 +218,9 @@ def test_a_group_read_in_another_order_is_not_mixed(fabric: Any, store: Store) -
         fabric.append(store, fabric.records(f"t{i}", group="g", reward=float(i)))
     done = [fabric.planned(0, 0, turns=["t0.0", "t2.0"]), fabric.committed(0, 1)]
     history = fold_history(fabric.events(done), fabric.RUN, "actor")
-    assert _names(_queue(fabric, store, history).take(1)) == ["t1", "t3"]
+    assert _names(_next(_queue(fabric, store, history), 1)) == ["t1", "t3"]
     source = _queue(fabric, store, history, algorithm={"name": "sft", "batch_size": 1})
-    assert [_names(source.take(1)) for _ in range(2)] == [["t1"], ["t3"]]
+    assert [_names(_next(source, 1)) for _ in range(2)] == [["t1"], ["t3"]]
 
 
 @pytest.mark.parametrize("source", ["cut", "tail"])
@@ -228,7 +237,7 @@ def test_what_comes_after_the_finish_counts(fabric: Any, store: Store, source: s
         fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2}, idle_timeout_s=0.05
     )
     made = make_source(config, store, History(fabric.RUN, "actor"), source, store.head(), "family", 0)
-    taken = made.take(0)
+    taken = _next(made, 0)
     assert taken is not None
     at_cut = {s.leaf_turn_id: s for s in all_samples(store.trajectories(taken.cut).values())}
     for sample in taken.samples:
@@ -245,11 +254,11 @@ def test_a_reward_that_comes_while_waiting_counts(fabric: Any, store: Store) -> 
     for name, reward in rewards.items():
         fabric.append(store, fabric.records(name, group="g", reward=reward))
     with pytest.raises(TrainError):
-        source.take(0)
+        _next(source, 0)
     fabric.append(store, [RewardAssigned("a", None, 0.5)])
     for name, reward in {"c": 0.0, "d": 1.0}.items():
         fabric.append(store, fabric.records(name, group="h", reward=reward))
-    taken = source.take(0)
+    taken = _next(source, 0)
     assert taken is not None
     assert [s.reward for s in taken.samples] == [0.5, 1.0, 0.0, 1.0]
     assert taken.cut == store.head()
@@ -261,7 +270,7 @@ def test_a_cut_ends(fabric: Any, store: Store) -> None:
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))
     config = fabric.config(fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2})
     source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 0)
-    taken = [source.take(0) for _ in range(3)]
+    taken = [_next(source, 0) for _ in range(3)]
     assert [_names(t) for t in taken[:2]] == [["t0", "t1"], ["t2", "t3"]]
     assert taken[2] is None
 
@@ -278,7 +287,7 @@ def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
     config = fabric.config(fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2})
     source = QueueSource(config, History(fabric.RUN, "actor"), lambda: next(polls, None), dict)
     taken: list[list[str]] = []
-    while (selection := source.take(0)) is not None:
+    while (selection := _next(source, 0)) is not None:
         taken.append(_names(selection))
     counts = Counter(name for unit in taken for name in unit)
     assert set(counts.values()) <= {1}
@@ -294,28 +303,30 @@ def test_supervised_samples_at_a_cut_may_be_stale(fabric: Any) -> None:
     config = fabric.config(
         fabric.SFT, recipe={"max_staleness": 1}, algorithm={"name": "sft", "batch_size": 2}
     )
-    first = EpochSource(config, samples, {}, 0, 3).take(3)
+    first = _next(EpochSource(config, samples, {}, 0, 3), 3)
     assert first is not None
     assert {s.name for s in first.samples} == {"t2", "t3"}
     assert [(d.sample.name, d.rule, d.detail["staleness"]) for d in first.drops] == [
         ("t0", "staleness", 3),
         ("t1", "staleness", 2),
     ]
-    later = EpochSource(config, samples, {}, 1, 3).take(4)
+    later = _next(EpochSource(config, samples, {}, 1, 3), 4)
     assert later is not None
     assert later.drops == []
 
 
 def test_drops_of_a_step_that_never_fills_are_told(fabric: Any, store: Store) -> None:
-    """When the cut ends before a step is full, what the recipe dropped on the way is not lost."""
+    """When the cut ends before a step is full, what the recipe dropped on the way was told."""
     for i in range(2):
         fabric.append(store, fabric.records(f"t{i}", [fabric.T(version=0)], group="g", reward=float(i)))
     config = fabric.config(
         fabric.GRPO, recipe={"max_staleness": 1}, algorithm={"name": "grpo", "groups": 1, "group_size": 2}
     )
     source = make_source(config, store, History(fabric.RUN, "actor"), "cut", store.head(), "family", 4)
-    assert source.take(4) is None
-    assert [(d.sample.name, d.rule) for d in source.unfilled(4)] == [("t0", "staleness"), ("t1", "staleness")]
+    evicted: list[Drop] = []
+    assert _next(source, 4, evicted) is None
+    assert source.unfilled(4) == []
+    assert [(d.sample.name, d.rule) for d in evicted] == [("t0", "staleness"), ("t1", "staleness")]
 
 
 def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any) -> None:
@@ -342,7 +353,7 @@ def test_the_tail_gives_adopted_trajectories(fabric: Any, store: Store, adopter:
     for lane, part in (("serve", events[:half]), (adopter, [*fabric.events([adopted]), *events[half:]])):
         with store.writer(lane) as writer:
             writer.append(part).result(30)
-    taken = source.take(0)
+    taken = _next(source, 0)
     assert _names(taken) == ["t0"]
     assert taken is not None
     [expected] = all_samples(fold(events).values())

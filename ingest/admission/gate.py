@@ -1,0 +1,183 @@
+"""Holds trajectories that would be too old by the time they are trained on, until there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollbook.ingest.admission.outstanding import Outstanding
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Event, TrajectoryOpened
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A trajectory that wants to begin."""
+
+    name: str
+    group: str | None
+    admitted: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A place kept for a trajectory that is to begin.
+
+    Attributes:
+        asked: by how many requests.
+        begun: it is in the log, and counts there.
+    """
+
+    group: str | None
+    asked: int = 1
+    begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class AdmissionGate:
+    """Lets trajectories begin, first come first served; the rest of a group follows its first member at once.
+
+    Not thread-safe: it belongs to the proxy's event loop.
+
+    Attributes:
+        outstanding: what was admitted so far.
+        served: tells the version that the engines serve.
+        hold_s: how long a trajectory waits.
+    """
+
+    outstanding: Outstanding
+    served: Callable[[], int | None]
+    hold_s: float
+    held: int = 0
+    """Trajectories that were not admitted at once."""
+    _waiting: deque[_Waiting] = field(default_factory=deque)
+    _reserved: dict[str, _Place] = field(default_factory=dict)
+    _seen: tuple[object, ...] = ()
+    """What the last look at those who wait went by."""
+
+    async def enter(
+        self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
+    ) -> bool:
+        """Wait until the trajectory may begin. Whether a place is kept for it: if so, `leave` once it began.
+
+        Args:
+            gone: returns when nobody waits for it any more.
+
+        Raises:
+            RequestError: 503, there is no room for it within `hold_s`; 499, nobody waits for it any more.
+        """
+        training = self.outstanding.training
+        if training is None or not training.uses(split, group):
+            return False
+        if name in self._reserved or self._joins(group) or (not self._waiting and self._has_room()):
+            self._keep(name, group)
+            return True
+        self.held += 1
+        one = _Waiting(name, group, asyncio.get_running_loop().create_future())
+        if not self._waiting:
+            self._seen = ()
+        self._waiting.append(one)
+        self.changed()  # engines may serve something else by now
+        left = asyncio.ensure_future(gone())
+        try:
+            both: set[asyncio.Future[Any]] = {one.admitted, left}
+            await asyncio.wait(both, timeout=self.hold_s, return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                if one.admitted.done():
+                    self.leave(name)
+                raise RequestError(499, "client_left", f"trajectory {name!r} was held, and its client left")
+            if one.admitted.done():
+                return True
+            raise RequestError(503, "trajectory_held", self._why())
+        except asyncio.CancelledError:
+            if one.admitted.done():
+                self.leave(name)  # it was let in, and is not there any more
+            raise
+        finally:
+            left.cancel()
+            if not one.admitted.done():
+                self._waiting.remove(one)
+
+    def leave(self, name: str) -> None:
+        """The trajectory is in the log now, or will not be: its place is kept no more."""
+        place = self._reserved[name]
+        place.asked -= 1
+        if not place.asked:
+            del self._reserved[name]
+            self._let_in()
+
+    def take(self, events: list[Event]) -> None:
+        """Fold what happened, and let in whom that makes room for."""
+        self.outstanding.add_all(events)
+        if self._reserved:
+            for event in events:
+                if isinstance(event.record, TrajectoryOpened) and event.record.name in self._reserved:
+                    self._reserved[event.record.name].begun = True
+        self.changed()
+
+    def changed(self) -> None:
+        """Let in whoever fits, if the log or the engines make that another than the last time."""
+        if self._waiting:
+            now = (*self.outstanding.state, self.served())
+            if now != self._seen:
+                self._seen = now
+                self._let_in()
+
+    def _let_in(self) -> None:
+        """The rest of admitted groups, then whoever came first."""
+        room = True
+        for one in list(self._waiting):
+            joins = one.name in self._reserved or self._joins(one.group)
+            room = room and (joins or self._has_room())  # who finds none keeps its turn
+            if joins or room:
+                self._waiting.remove(one)
+                self._keep(one.name, one.group)
+                one.admitted.set_result(None)
+
+    def _keep(self, name: str, group: str | None) -> None:
+        """Keep a place; several requests of one new trajectory share it."""
+        if name in self._reserved:
+            self._reserved[name].asked += 1
+        else:
+            self._reserved[name] = _Place(group)
+
+    def _joins(self, group: str | None) -> bool:
+        """Whether a trajectory of this group belongs to a unit that was admitted."""
+        training = self.outstanding.training
+        if training is None:
+            return True
+        if group is None or training.group_size == 1:
+            return False
+        kept = sum(place.group == group and not place.begun for place in self._reserved.values())
+        return (self.outstanding.room(group) - kept) % training.group_size > 0
+
+    def _has_room(self) -> bool:
+        """Whether one more unit fits."""
+        training, version = self.outstanding.training, self.outstanding.version
+        if training is None:
+            return True
+        served = self.served()
+        count = self.outstanding.count + self._reserved_units(training.group_size)
+        room = training.policy.capacity(count, version, version if served is None else served)
+        return room is None or room > 0
+
+    def _reserved_units(self, size: int) -> int:
+        """How many units will be made by those for which places are kept."""
+        kept = Counter(place.group for place in self._reserved.values() if not place.begun)
+        if size == 1:
+            return kept.total()
+        beyond = [max(number - self.outstanding.room(group), 0) for group, number in kept.items()]
+        return sum(-(-number // size) for number in beyond)
+
+    def _why(self) -> str:
+        training, version = self.outstanding.training, self.outstanding.version
+        limit = "" if training is None else f" of at most {training.policy.max_staleness} versions"
+        return (
+            f"{self.outstanding.count} trajectories or groups wait for the trainer, which is at version "
+            f"{version}; one more would exceed a staleness{limit}. Try again; if agents left trajectories "
+            "unfinished, --abandon-s ends them, and if nothing trains any more, start the proxy with "
+            "--no-admission"
+        )

@@ -1,0 +1,277 @@
+"""A run's units of training that were admitted and are neither used nor dropped: a fold. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rollbook.ingest.admission.training import Training, training_of
+from rollbook.store.events import (
+    Event,
+    RunOpened,
+    SampleDropped,
+    StepCommitted,
+    StepPlanned,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnDelivered,
+)
+from rollbook.store.upkeep_events import TrajectoryAdopted
+
+KINDS = frozenset(
+    kind.KIND
+    for kind in (
+        RunOpened,
+        SampleDropped,
+        StepCommitted,
+        StepPlanned,
+        TrajectoryAdopted,
+        TrajectoryFinished,
+        TrajectoryOpened,
+        TurnCompleted,
+        TurnDelivered,
+    )
+)
+"""Kinds of events that the fold is about."""
+TRAINABLE = frozenset({"train", "teacher"})
+"""Splits that a training may name."""
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    """What counts of a trajectory that is not used yet."""
+
+    opened: TrajectoryOpened | None = None
+    """None: it was adopted, and the lane that holds its beginning is read later."""
+    running: bool = True
+    given_up: bool = False
+    """Whether it was aborted: whoever ran it begins no more of its group."""
+    sampled: set[str] = field(default_factory=set)
+    """Turns that may be trained once they are delivered."""
+    productive: bool = False
+    oldest: int | None = None
+    """Version of its oldest token."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Trajectories that count together.
+
+    Attributes:
+        group: None: one trajectory, in no group.
+        spent: it was used, and is kept only for the members that are still to be read.
+    """
+
+    group: str | None
+    members: set[str] = field(default_factory=set)
+    spent: bool = False
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """The fold, of one run. Events of one trajectory come in order, lanes one after the other in any."""
+
+    run: str
+    training: Training | None = None
+    _versions: dict[str, int] = field(default_factory=dict)
+    """Policy -> its trainer's version."""
+    _trajectories: dict[str, _Trajectory] = field(default_factory=dict)
+    _units: dict[str, _Unit] = field(default_factory=dict)
+    """Only while there is a training, which says what belongs together."""
+    _unit_of: dict[str, str] = field(default_factory=dict)
+    _latest: dict[str, str] = field(default_factory=dict)
+    """Group -> its unit that was admitted last: a name may be used for another group once one is whole."""
+    _made: int = 0
+    _spent: int = 0
+    _planned: dict[str, tuple[int, int, list[str]]] = field(default_factory=dict)
+    """Policy -> step, attempt and trajectories of the step that runs."""
+    _closed: set[str] = field(default_factory=set)
+    """Trajectories that were used or dropped before this fold saw them begin: lanes are read one by one."""
+
+    @property
+    def count(self) -> int:
+        """How many units are outstanding."""
+        return len(self._units) - self._spent
+
+    @property
+    def version(self) -> int:
+        """The trainer's."""
+        return 0 if self.training is None else self._versions.get(self.training.name, 0)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Changes whenever more may begin than before."""
+        return self._made, self.count, self.version, self.training
+
+    def room(self, group: str | None) -> int:
+        """How many more trajectories of this group belong to the unit of it that was admitted last."""
+        unit = None if group is None else self._units.get(self._latest.get(group, ""))
+        return 0 if unit is None else max(self._size - len(unit.members), 0)
+
+    def add_all(self, events: Iterable[Event]) -> None:
+        """Fold events up to a closed cut: nothing that they name is still to come."""
+        for event in events:
+            self.add(event)
+        self._closed.clear()
+
+    def add(self, event: Event) -> None:
+        """Fold an event."""
+        if event.run != self.run:
+            return
+        match event.record:
+            case TurnCompleted() | TurnDelivered() as record:
+                self._turn(record)
+            case TrajectoryOpened() as record if record.split in TRAINABLE:
+                self._open(record)
+            case TrajectoryAdopted() as record:
+                if record.trajectory_id not in self._closed:
+                    self._trajectories.setdefault(record.trajectory_id, _Trajectory())
+            case TrajectoryFinished() as record:
+                self._finish(record)
+            case SampleDropped() as record:
+                self._use([record.trajectory_id])
+            case StepPlanned() | StepCommitted() as record:
+                self._step(record)
+            case RunOpened(command="train") as record:
+                self._run_opened(record)
+
+    # Trajectories -----------------------------------------------------------------------------
+
+    def _open(self, opened: TrajectoryOpened) -> None:
+        known = self._trajectories.setdefault(opened.trajectory_id, _Trajectory())
+        known.opened = opened
+        self._place(opened)
+        self._remove_if_over(self._unit_of.get(opened.trajectory_id))
+
+    def _turn(self, record: TurnCompleted | TurnDelivered) -> None:
+        known = self._trajectories.get(record.trajectory_id)
+        if known is None:
+            return
+        if isinstance(record, TurnDelivered):
+            known.productive = known.productive or record.turn_id in known.sampled
+        elif record.version_spans and not record.logprob_semantics.get("altered"):
+            known.sampled.add(record.turn_id)
+            oldest = min(span.version for span in record.version_spans)
+            known.oldest = oldest if known.oldest is None else min(known.oldest, oldest)
+
+    def _finish(self, record: TrajectoryFinished) -> None:
+        known = self._trajectories.get(record.trajectory_id)
+        if known is None:
+            return
+        known.running = False
+        known.sampled = set()
+        known.given_up = record.status == "aborted"
+        self._remove_if_over(self._unit_of.get(record.trajectory_id))
+
+    def _use(self, trajectories: Iterable[str]) -> None:
+        for trajectory_id in trajectories:
+            name = self._unit_of.get(trajectory_id)
+            if name is not None:
+                self._remove(name)
+            elif self._trajectories.pop(trajectory_id, None) is None:
+                self._closed.add(trajectory_id)
+
+    # Training ---------------------------------------------------------------------------------
+
+    def _run_opened(self, record: RunOpened) -> None:
+        training = training_of(record)
+        other = self.training is not None and record.config.get("policy") != self.training.name
+        if training is None and other:
+            return  # of another policy, and of no concern
+        self.training = training
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Another training groups what is there in its own way."""
+        self._units, self._unit_of, self._latest, self._spent = {}, {}, {}, 0
+        for known in self._trajectories.values():
+            if known.opened is not None:
+                self._place(known.opened)
+        for name in list(self._units):
+            self._remove_if_over(name)
+
+    def _step(self, record: StepPlanned | StepCommitted) -> None:
+        self._versions[record.policy] = record.policy_version
+        if isinstance(record, StepPlanned):
+            named = [str(sample["trajectory_id"]) for sample in record.samples]
+            self._planned[record.policy] = (record.step, record.attempt, named)
+            return
+        step, attempt, used = self._planned.pop(record.policy, (-1, -1, []))
+        training = self.training
+        if training is not None and record.policy != training.name:
+            return
+        if (step, attempt) == (record.step, record.attempt):
+            self._use(used)
+        if training is None:
+            return
+        if training.steps_left > 1:
+            self.training = replace(training, steps_left=training.steps_left - 1)
+            for name in list(self._units):
+                self._remove_if_over(name, swept=True)
+        else:
+            self.training = None
+            self._regroup()
+
+    # Units ------------------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        return 1 if self.training is None else self.training.group_size
+
+    def _place(self, opened: TrajectoryOpened) -> None:
+        """Count a trajectory into its unit."""
+        if self.training is None or not self.training.uses(opened.split, opened.group):
+            return
+        group = opened.group if self._size > 1 else None
+        if self.room(group):
+            name = self._latest[group or ""]
+        else:
+            self._made += 1
+            name = f"{self._made}"
+            self._units[name] = _Unit(group)
+            if group is not None:
+                self._latest[group] = name
+        unit = self._units[name]
+        unit.members.add(opened.trajectory_id)
+        self._unit_of[opened.trajectory_id] = name
+        if opened.trajectory_id in self._closed and not unit.spent:
+            unit.spent = True
+            self._spent += 1
+
+    def _remove_if_over(self, name: str | None, *, swept: bool = False) -> None:
+        """Give back the place of a unit that will never be used: it ended, and nothing in it can be trained.
+
+        One that lacks trajectories may still get them; not so, where none of it runs, one that was given up.
+
+        Args:
+            swept: nor one of which all is too old by now.
+        """
+        unit = None if name is None else self._units.get(name)
+        if name is None or unit is None:
+            return
+        members = [self._trajectories[member] for member in unit.members]
+        whole = len(members) >= self._size
+        if unit.spent or any(member.running for member in members):
+            over = unit.spent and whole
+        elif whole:
+            over = not any(member.productive for member in members)
+        else:
+            young = any(member.productive and not self._too_old(member) for member in members)
+            over = (swept and not young) or any(member.given_up for member in members)
+        if over:
+            self._remove(name)
+
+    def _too_old(self, known: _Trajectory) -> bool:
+        limit = None if self.training is None else self.training.policy.max_staleness
+        return limit is not None and known.oldest is not None and self.version - known.oldest > limit
+
+    def _remove(self, name: str) -> None:
+        unit = self._units.pop(name)
+        self._spent -= unit.spent
+        if unit.group is not None and self._latest.get(unit.group) == name:
+            del self._latest[unit.group]
+        for trajectory_id in unit.members:
+            self._trajectories.pop(trajectory_id, None)
+            self._unit_of.pop(trajectory_id, None)
+            self._closed.discard(trajectory_id)

@@ -1,0 +1,163 @@
+"""A policy's versions go out: as checkpoints in the store, and to the engines that serve it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollbook.ingest.engines.weights import read_weights, widened
+from rollbook.store import Event, Store
+from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
+from rollbook.store.lane.writer import LaneWriter
+from rollbook.train.backend import TrainablePolicy
+from rollbook.train.checkpoint import write_checkpoint
+from rollbook.train.config import SyncConfig, TrainConfig
+from rollbook.train.history import History
+from rollbook.train.model_shape import read_shape
+from rollbook.train.sync.control import EMBEDDED, EngineControl
+from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
+from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
+
+KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY"
+
+
+class Publisher:
+    """Writes versions of one policy of one run into the store, and keeps engines at them."""
+
+    def __init__(self, config: TrainConfig, log: Store, writer: LaneWriter, history: History) -> None:
+        self._config, self._log, self._writer, self._history = config, log, writer, history
+        self._catalog = log.catalog()
+        self._syncer: Syncer | None = None
+        self._transport: Transport | None = None
+        self._checkpointed: int | None = None
+        """The version of which there is a checkpoint that training can go on from."""
+
+    def write(self, *records: Record) -> None:
+        """Append records together and wait until they are durable."""
+        self._writer.append([Event(r, self._config.run) for r in records]).result()
+
+    def adopt_model(self) -> None:
+        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed."""
+        model, config = self._config.model, self._config
+        read_shape(model)
+        weights = widened(read_weights(model))  # training is in float32
+        record = write_checkpoint(
+            self._log.path, config.run, config.policy, 0, weights, None, like=model, phase=None
+        )
+        self._note(record)
+
+    def restored(self, version: int) -> None:
+        """Training goes on from this version's checkpoint."""
+        self._checkpointed = version
+
+    def publish(
+        self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, checkpoint: bool, sync: bool
+    ) -> None:
+        """Write a version where it is wanted, and give it to the engines.
+
+        Args:
+            like: a model directory whose other files go along with a checkpoint.
+            checkpoint: with the optimizer's state, so that training can go on from it.
+            sync: give it to the engines, if there are any.
+        """
+        wanted = checkpoint and self._checkpointed != version
+        sync = sync and self._config.sync is not None
+        record = None
+        if wanted or (sync and self._syncs_from_disk()):
+            record = self._write_checkpoint(policy, version, like, phase, whole=wanted)
+        if wanted:
+            self._checkpointed = version
+        if sync:
+            self._sync(policy, version, record)
+
+    def sync_current(self, policy: TrainablePolicy, version: int, like: Path, phase: str) -> None:
+        """Give the engines the version that training starts from."""
+        if self._config.sync is None:
+            return
+        held = [c for c in self._history.checkpoints if c.policy_version == version]
+        if held or not self._syncs_from_disk():
+            self._sync(policy, version, held[-1] if held else None)
+        else:
+            self.publish(policy, version, like, phase, checkpoint=False, sync=True)
+
+    def _write_checkpoint(
+        self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, whole: bool
+    ) -> CheckpointWritten:
+        record = write_checkpoint(
+            self._log.path,
+            self._config.run,
+            self._config.policy,
+            version,
+            policy.stream_weights(),
+            policy.optimizer_state() if whole else None,
+            like=like,
+            phase=phase,
+        )
+        self._note(record)
+        return record
+
+    def _note(self, record: CheckpointWritten) -> None:
+        earlier = [c.policy_version for c in self._history.checkpoints]
+        parent = max((v for v in earlier if v < record.policy_version), default=None)
+        published = PolicyPublished(
+            record.policy, record.policy_version, parent, record.path, record.weights_digest
+        )
+        self.write(record, published)
+        self._history.checkpoints.append(record)
+        self._catalog.record_checkpoint(self._config.run, record)
+
+    # Engines ----------------------------------------------------------------------------------
+
+    def _sync(self, policy: TrainablePolicy, version: int, record: CheckpointWritten | None) -> None:
+        path = "" if record is None else record.path
+        digest = policy.weights_digest() if record is None else record.weights_digest
+        release = Release(self._config.policy, version, digest, path, policy.shape.head_dim, self._config.run)
+        syncer = self._connected()
+        if isinstance(self._transport, FromDisk):
+            self._transport.path = (self._log.path / path).absolute()
+        syncer.sync(release, policy.stream_weights)
+
+    def _syncs_from_disk(self) -> bool:
+        self._connected()
+        return isinstance(self._transport, FromDisk)
+
+    def _connected(self) -> Syncer:
+        if self._syncer is None:
+            sync = self._config.sync
+            assert sync is not None
+            key = os.environ.get(KEY_VARIABLE)
+            engines = [EngineControl(url, sync.timeout_s, key) for url in sync.engines]
+            self._transport = _transport(sync, engines)
+            manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
+            self._syncer = Syncer(engines, self._transport, self.write, manner)
+        return self._syncer
+
+    def close(self) -> None:
+        """Give connections back."""
+        if self._syncer is not None:
+            self._syncer.close()
+        self._catalog.close()
+
+
+def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
+    """The configured transport, or the one that fits where the engines are."""
+    size = sync.bucket_mb * 2**20
+    name = _fitting(engines) if sync.transport == "auto" else sync.transport
+    if name == "disk":
+        return FromDisk(Path())
+    if name == "tensor":
+        return FromTensors(size)
+    return ByBroadcast(size, sync.address, sync.timeout_s)
+
+
+def _fitting(engines: list[EngineControl]) -> str:
+    """Embedded engines load from disk, engines of this host from its memory, others by broadcast.
+
+    Raises:
+        EngineError: an engine cannot be reached.
+    """
+    if any(engine.info().kind == EMBEDDED for engine in engines):
+        return "disk"
+    hosts = {urlsplit(engine.url).hostname for engine in engines}
+    return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"

@@ -1,0 +1,299 @@
+"""Units of training from a stream of events, used once each, as the staleness policy selects them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rollbook.ingest.admission.policy import StalenessPolicy, Unit
+from rollbook.store.cut import Cut
+from rollbook.store.errors import TrainError
+from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
+from rollbook.store.trajectory import TrajectoryFold
+from rollbook.train.config import GrpoConfig, TrainConfig
+from rollbook.train.history import History
+from rollbook.train.recipe import Drop, is_candidate, select
+from rollbook.train.samples import Sample, samples_of
+from rollbook.train.selection import Evicted, Selection
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What is used together, and is complete: a group's trajectories, or (`leaf`) one sample of one.
+
+    Attributes:
+        began: place of its first trajectory in the order in which trajectories began.
+        completed_s: when it was complete, by the monotonic clock.
+    """
+
+    name: str
+    began: int
+    trajectories: tuple[str, ...]
+    leaf: str | None
+    completed_s: float
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A trajectory that may become part of a unit."""
+
+    group: str | None
+    began: int
+    ages: tuple[int, ...]
+    """Versions of which its oldest token may be: what was served as it began, until tokens tell."""
+    sampled: bool = False
+
+
+class QueueSource:
+    """Units that are used once each, from a stream of events.
+
+    Args:
+        more: gives further events (an empty list when there are none yet), or None at the end.
+        cut: gives the cut of the events handed out so far.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        history: History,
+        more: Callable[[], list[Event] | None],
+        cut: Callable[[], Cut],
+    ) -> None:
+        self._config, self._more, self._cut = config, more, cut
+        algorithm, recipe = config.algorithm, config.recipe
+        self._grouped = isinstance(algorithm, GrpoConfig)
+        self._size = algorithm.group_size if isinstance(algorithm, GrpoConfig) else 1
+        batch = algorithm.groups if isinstance(algorithm, GrpoConfig) else algorithm.batch_size
+        self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
+        self._used = history.consumed() | history.dropped
+        self._folding = TrajectoryFold()
+        self._units: dict[str, _Unit] = {}
+        """Complete ones, in the order in which they completed."""
+        self._of: dict[str, list[_Unit]] = {}
+        """Trajectory -> its unit, or the units of its samples."""
+        self._running: dict[str, _Begun] = {}
+        self._groups: dict[str, dict[str, _Begun]] = {}
+        """Group -> its finished trajectories, while they are too few."""
+        self._made = self._seen = 0
+        self._fit: dict[str, tuple[int, list[Sample], list[Drop]]] = {}
+        """Unit -> (version, what the recipe keeps and drops of it), until an event changes it."""
+        self._served = self._served_before = -1
+
+    def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
+        """Wait for the units that the policy selects.
+
+        Raises:
+            TrainError: nothing came for `idle_timeout_s`.
+        """
+        # What began while the last step was taken may have begun under the version before.
+        self._served_before = served if self._served < 0 else self._served
+        self._served = served
+        since = moved = time.monotonic()
+        while True:
+            self._evict(version, evicted)
+            impatient = time.monotonic() - since > self._config.admission.wait_s
+            chosen = self._chosen(version, waits=not impatient)
+            if chosen is not None:
+                selection = self._selection(chosen, version)
+                if selection.samples:
+                    return selection
+                # Groups without a difference in reward have had their turn: others wait for their places.
+                evicted(selection.drops)
+                continue
+            made, events = self._made, self._more()
+            if events is None:
+                return None
+            self._take_in(events)
+            self._served_before = served
+            if self._made > made:
+                moved = time.monotonic()
+            elif not events:
+                self._check_patience(moved)
+                time.sleep(POLL_S)
+
+    def unfilled(self, version: int) -> list[Drop]:
+        """Of the complete units, what the recipe drops; the others stay waiting in the log."""
+        return [drop for unit in self._units.values() for drop in self._fitting(unit, version)[1]]
+
+    # Choosing ---------------------------------------------------------------------------------
+
+    def _evict(self, version: int, evicted: Evicted) -> None:
+        """Drop complete units that can never be used, at once: new ones wait for their places.
+
+        A reward may still come, so a unit that only lacks one is waited for.
+        """
+        drops: list[Drop] = []
+        for unit in list(self._units.values()):
+            kept, dropped = self._fitting(unit, version)
+            if kept or not dropped or all(drop.rule == "zero_variance" for drop in dropped):
+                continue
+            late = time.monotonic() - unit.completed_s > self._config.admission.wait_s
+            if late or any(drop.rule != "no_reward" for drop in dropped):
+                drops += dropped
+                self._remove(unit)
+        if drops:
+            evicted(drops)
+
+    def _chosen(self, version: int, *, waits: bool) -> list[_Unit] | None:
+        """The units of the next step, or None.
+
+        Args:
+            waits: whether those that run are waited for, where the policy would.
+        """
+        ready = [unit for unit in self._units.values() if not self._unfit(unit, version)]
+        begun = {unit.name: unit.began for unit in ready}
+        units = [self._as_unit(unit, version) for unit in ready]
+        for began, unit in self._running_units(version) if waits else ():
+            begun[unit.name] = began
+            units.append(unit)
+        if self._policy.order == "fifo":
+            units.sort(key=lambda unit: begun[unit.name])
+        chosen = self._policy.select(units, version)
+        return None if chosen is None else [self._units[unit.name] for unit in chosen]
+
+    def _running_units(self, version: int) -> Iterator[tuple[int, Unit]]:
+        """What will be a unit once its trajectories finish, with its place in the order of beginning."""
+        if not self._grouped:
+            for name, begun in self._running.items():
+                yield begun.began, Unit(f"running {name}", self._oldest(begun.ages, version), complete=False)
+            return
+        groups: dict[str, list[_Begun]] = {}
+        for begun in self._running.values():
+            groups.setdefault(str(begun.group), []).append(begun)
+        for group, members in groups.items():
+            members += self._groups.get(group, {}).values()
+            if len(members) >= self._size:
+                oldest = self._oldest([age for member in members for age in member.ages], version)
+                yield min(m.began for m in members), Unit(f"running {group}", oldest, complete=False)
+
+    def _oldest(self, ages: Sequence[int], version: int) -> int | None:
+        """The oldest of these versions; what is too old already counts only where all are."""
+        limit = self._policy.max_staleness
+        fresh = [age for age in ages if limit is None or version - age <= limit]
+        return min(fresh or ages, default=None)
+
+    def _unfit(self, unit: _Unit, version: int) -> bool:
+        """Whether the recipe drops all of it; a group without a difference in reward has its turn."""
+        kept, dropped = self._fitting(unit, version)
+        return not kept and any(drop.rule != "zero_variance" for drop in dropped)
+
+    def _as_unit(self, unit: _Unit, version: int) -> Unit:
+        kept, dropped = self._fitting(unit, version)
+        flat = [drop.sample for drop in dropped if drop.rule == "zero_variance"]
+        ages = [sample.oldest_version for sample in [*kept, *flat]]
+        return Unit(unit.name, self._oldest([a for a in ages if a is not None], version), complete=True)
+
+    def _selection(self, chosen: list[_Unit], version: int) -> Selection:
+        """The chosen units' samples, if any are left of them, and what is dropped."""
+        fits = [self._fitting(unit, version) for unit in chosen]
+        kept = [sample for samples, _ in fits for sample in samples]
+        for unit in chosen:
+            self._remove(unit)
+        return Selection(kept, [drop for _, drops in fits for drop in drops], self._cut())
+
+    def _fitting(self, unit: _Unit, version: int) -> tuple[list[Sample], list[Drop]]:
+        """What the recipe keeps and drops of a unit, as of every event handed out: a replay sees the same."""
+        held = self._fit.get(unit.name)
+        if held is None or held[0] != version:
+            samples = [
+                sample
+                for trajectory_id in unit.trajectories
+                for sample in self._samples(trajectory_id)
+                if sample.leaf_turn_id not in self._used and unit.leaf in (None, sample.leaf_turn_id)
+            ]
+            fit = select(samples, self._config.recipe, self._config.algorithm, version)
+            held = self._fit[unit.name] = (version, *fit)
+        return held[1], held[2]
+
+    def _samples(self, trajectory_id: str) -> list[Sample]:
+        recipe = self._config.recipe
+        samples = samples_of(self._folding[trajectory_id], recipe.reward_source)
+        return [sample for sample in samples if is_candidate(sample, recipe)]
+
+    def _check_patience(self, since: float) -> None:
+        limit = self._config.idle_timeout_s
+        if time.monotonic() - since > limit:
+            raise TrainError(
+                f"no complete batch for {limit:g} s: are agents finishing trajectories of run "
+                f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
+            )
+
+    # What happens -----------------------------------------------------------------------------
+
+    def _take_in(self, events: list[Event]) -> None:
+        """Fold events up to a closed cut, and then look at the trajectories that they finish.
+
+        Not before: of an adopted one another lane may hold the beginning, and be read later.
+        """
+        for event in events:
+            self._folding.add(event)
+            self._note(event)
+        ended = [e.record.trajectory_id for e in events if isinstance(e.record, TrajectoryFinished)]
+        for trajectory_id in filter(self._folding.__contains__, ended):
+            self._finish(trajectory_id)
+
+    def _note(self, event: Event) -> None:
+        """What an event says of the ages of trajectories and of what is chosen from."""
+        record = event.record
+        trajectory_id = getattr(record, "trajectory_id", None) or ""
+        for unit in self._of.get(trajectory_id, ()):
+            self._fit.pop(unit.name, None)
+        if isinstance(record, TrajectoryOpened):
+            wanted = event.run == self._config.run and record.split in self._config.recipe.splits
+            if wanted and trajectory_id not in self._of:
+                group = (record.group or trajectory_id) if self._grouped else None
+                self._seen += 1
+                ages = (self._served_before, self._served)
+                self._running[trajectory_id] = _Begun(group, self._seen, ages)
+        elif isinstance(record, TurnCompleted) and record.version_spans and trajectory_id in self._running:
+            begun = self._running[trajectory_id]
+            earlier = begun.ages if begun.sampled else ()
+            begun.ages = (min((*earlier, *(span.version for span in record.version_spans))),)
+            begun.sampled = True
+
+    def _finish(self, trajectory_id: str) -> None:
+        begun = self._running.pop(trajectory_id, None)
+        samples = [] if begun is None else self._samples(trajectory_id)
+        fresh = [sample for sample in samples if sample.leaf_turn_id not in self._used]
+        if begun is None or (samples and not fresh):
+            self._folding.forget(trajectory_id)  # of another run or split, or used already
+        elif begun.group is not None:
+            self._add_to_group(begun.group, trajectory_id, begun)
+        else:
+            for sample in fresh:
+                self._complete((trajectory_id,), begun.began, sample.leaf_turn_id)
+            if not fresh:
+                self._folding.forget(trajectory_id)
+
+    def _add_to_group(self, name: str, trajectory_id: str, begun: _Begun) -> None:
+        """The first to finish make a group: more may be asked for than are needed."""
+        group = self._groups.setdefault(name, {})
+        group[trajectory_id] = begun
+        if len(group) < self._size:
+            return
+        del self._groups[name]
+        if any(sample.leaf_turn_id not in self._used for i in group for sample in self._samples(i)):
+            self._complete(tuple(group), min(member.began for member in group.values()), None)
+        else:
+            for member in group:
+                self._folding.forget(member)  # nothing in it can be trained
+
+    def _complete(self, trajectories: tuple[str, ...], began: int, leaf: str | None) -> None:
+        self._made += 1
+        unit = _Unit(f"{self._made}", began, trajectories, leaf, time.monotonic())
+        self._units[unit.name] = unit
+        for trajectory_id in trajectories:
+            self._of.setdefault(trajectory_id, []).append(unit)
+
+    def _remove(self, unit: _Unit) -> None:
+        """Keep nothing of trajectories that no unit needs: the log has them."""
+        del self._units[unit.name]
+        self._fit.pop(unit.name, None)
+        for trajectory_id in unit.trajectories:
+            self._of[trajectory_id].remove(unit)
+            if not self._of[trajectory_id]:
+                del self._of[trajectory_id]
+                self._folding.forget(trajectory_id)

@@ -1,0 +1,203 @@
+"""An engine's control routes, SGLang's own, which the embedded engine serves as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from rollbook.store.errors import EngineError
+from rollbook.store.events import Json
+
+OLDEST_SGLANG = (0, 5, 19)
+EMBEDDED = "rollbook-embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself.
+
+    Attributes:
+        version: of its software.
+        kind: `sglang`, or `EMBEDDED`.
+        device: where its weights are: cpu, cuda, ...
+        tp_size: its tensor-parallel ranks, each with a shard of the weights.
+        overlap: it begins a step before it has taken note of the one before.
+    """
+
+    version: str
+    kind: str
+    device: str
+    tp_size: int
+    overlap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankChecksums:
+    """One tensor-parallel rank's tensors: name in the engine -> checksum, 16 hexadecimal digits."""
+
+    tp_rank: int
+    tp_size: int
+    tensors: dict[str, str]
+
+
+class _RefusedError(EngineError):
+    """The engine answered, and said no."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineControl:
+    """Talks to one engine. Every call has a time-out, and every failure is an `EngineError` that names it.
+
+    Args:
+        url: where its control routes are: an SGLang server, or a proxy's `/engine`.
+        key: sent as a bearer token.
+    """
+
+    url: str
+    timeout_s: float = 60.0
+    key: str | None = None
+    _client: httpx.Client = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        limits = httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, 10.0))
+        self._client = httpx.Client(timeout=limits, headers=headers)
+
+    def close(self) -> None:
+        """Let go of its connections."""
+        self._client.close()
+
+    # What it is -------------------------------------------------------------------------------
+
+    def info(self) -> EngineInfo:
+        """What it says of itself.
+
+        Raises:
+            EngineError: it cannot be reached, or is no engine.
+        """
+        told = self._ask("GET", "/server_info")
+        try:
+            return EngineInfo(
+                str(told.get("version", "")),
+                str(told.get("engine", "sglang")),
+                str(told.get("device", "cpu")),
+                int(told.get("tp_size", 1)),
+                told.get("disable_overlap_schedule") is False,
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"engine {self.url}: /server_info is not an engine's: {error!r}") from error
+
+    def weight_version(self) -> str:
+        """What it calls the weights that it serves."""
+        return str(self._ask("GET", "/model_info").get("weight_version"))
+
+    def requests(self) -> int:
+        """How many requests it runs or holds in its queue."""
+        loads = self._ask("GET", "/v1/loads").get("loads", [])
+        return sum(int(one.get("num_running_reqs", 0)) + int(one.get("num_waiting_reqs", 0)) for one in loads)
+
+    def checksums(self) -> list[RankChecksums]:
+        """Every rank's own checksums of the tensors that it holds now."""
+        told = self._ask("POST", "/weights_checker", {"action": "checksum"})
+        try:
+            return [
+                RankChecksums(
+                    rank["parallelism_info"][0]["tp_rank"],
+                    rank["parallelism_info"][0]["tp_size"],
+                    rank["checksums"],
+                )
+                for rank in told["ranks"]
+            ]
+        except (KeyError, IndexError, TypeError) as error:
+            text = f"engine {self.url}: /weights_checker gives no checksums: {error!r}"
+            raise EngineError(text) from error
+
+    # The flow of requests ---------------------------------------------------------------------
+
+    def pause(self, mode: str) -> None:
+        """Stop generating. `retract` puts running requests back into the queue and their KV cache away,
+        `in_place` lets both stand, `abort` ends the requests with what they have."""
+        self._ask("POST", "/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """Go on generating."""
+        self._ask("POST", "/continue_generation", {})
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix: other weights made it."""
+        self._ask("POST", "/flush_cache")
+
+    # Weights ----------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """Open a session, which updates from tensors or from a broadcast need.
+
+        A sync that broke off left one open, and a second is refused: that one is closed first.
+        """
+        try:
+            self._ask("POST", "/begin_weight_update", {"selector": "target"})
+        except _RefusedError as refused:
+            try:
+                self.end_update()
+            except _RefusedError:
+                raise refused from None  # for a reason of its own
+            self._ask("POST", "/begin_weight_update", {"selector": "target"})
+
+    def end_update(self) -> None:
+        """Close the session: the engine derives what it keeps beside the weights."""
+        self._ask("POST", "/end_weight_update", {})
+
+    def update_from_disk(self, path: str) -> None:
+        """Have it load a model directory."""
+        body = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
+        self._ask("POST", "/update_weights_from_disk", body)
+
+    def update_from_tensors(self, payloads: Sequence[str]) -> None:
+        """Have it load tensors of this host: a payload for each tensor-parallel rank."""
+        body = {"serialized_named_tensors": list(payloads), "flush_cache": False}
+        self._ask("POST", "/update_weights_from_tensor", body | {"abort_all_requests": False})
+
+    def join_group(self, address: str, port: int, rank: int, size: int, group: str, backend: str) -> None:
+        """Have its ranks join a group as `rank` and up."""
+        body = {"master_address": address, "master_port": port, "rank_offset": rank, "world_size": size}
+        self._ask("POST", "/init_weights_update_group", body | {"group_name": group, "backend": backend})
+
+    def leave_group(self, group: str) -> None:
+        """Have it leave a group."""
+        self._ask("POST", "/destroy_weights_update_group", {"group_name": group})
+
+    def update_from_broadcast(self, bucket: Json, group: str) -> None:
+        """Have it receive a bucket: `names`, `dtypes` and `shapes` of the tensors in one broadcast."""
+        body = bucket | {"group_name": group, "flush_cache": False, "abort_all_requests": False}
+        self._ask("POST", "/update_weights_from_distributed", body | {"load_format": "flattened_bucket"})
+
+    def activate(self, name: str) -> None:
+        """Name the weights that it holds: tokens from here on are this version's.
+
+        No update names a version by itself, so that weights which were not verified never get a new name.
+        """
+        body = {"new_version": name, "abort_all_requests": False}
+        self._ask("POST", "/update_weight_version", body)
+
+    def _ask(self, method: str, route: str, body: Json | None = None) -> Any:
+        try:
+            reply = self._client.request(method, self.url + route, json=body)
+        except httpx.TimeoutException as error:
+            text = f"engine {self.url}: {route} did not answer within {self.timeout_s:g} s"
+            raise EngineError(text) from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"engine {self.url}: {route}: {error!r}; is it running?") from error
+        told: Any = {}
+        if reply.headers.get("content-type", "").startswith("application/json"):
+            try:
+                told = reply.json()
+            except ValueError as error:
+                raise EngineError(f"engine {self.url}: {route} answers no JSON") from error
+        refused = isinstance(told, dict) and told.get("success") is False
+        if reply.status_code != 200 or refused:
+            raise _RefusedError(f"engine {self.url}: {route} answers {reply.status_code}: {reply.text[:300]}")
+        return told

@@ -1,0 +1,236 @@
+"""The sequence that gives engines a new version of a policy's weights.
+
+    drain or pause -> begin, update in buckets, end -> flush -> verify -> activate -> continue
+
+An engine stands still from its pause to the end, so no token is made of weights that are not verified; it
+gets the version's name only after its own checksums equal those of the tensors sent. One that fails anywhere
+in between stays paused, since what it holds is unknown, and the log says so: only a whole sync that succeeds
+makes it usable again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rollbook.ingest.engines.weight_name import weight_name
+from rollbook.store.errors import EngineError
+from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
+from rollbook.store.ids import new_id
+from rollbook.train.sync.checksums import checksum_of
+from rollbook.train.sync.control import EMBEDDED, EngineControl, EngineInfo, RankChecksums
+from rollbook.train.sync.layout import Expected
+from rollbook.train.sync.transports import Receiver, Transport, Weights
+
+DRAIN = "drain"
+PAUSES = (DRAIN, "retract", "in_place", "abort")
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A version of a policy's weights that is to be served.
+
+    Attributes:
+        weights_digest: over all tensors, by Hugging Face names.
+        path: its directory, relative to the store; empty where it was not written.
+        head_dim: of the model's attention.
+        run: whose policy it is.
+    """
+
+    policy: str
+    version: int
+    weights_digest: str
+    path: str
+    head_dim: int
+    run: str = ""
+
+    @property
+    def name(self) -> str:
+        """What engines are told to call it."""
+        return weight_name(self.run, self.policy, self.version) if self.run else str(self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a sync treats the requests that run.
+
+    Attributes:
+        pause: `drain` lets them end before, while the proxies hold new ones; of the others see
+            `EngineControl.pause`.
+        drain_s: longest wait for them to end; then they are retracted.
+    """
+
+    pause: str = "retract"
+    drain_s: float = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Course:
+    """A sync of one engine, under way."""
+
+    receiver: Receiver
+    sync_id: str
+    begun: float
+    told: bool = False
+
+
+class Syncer:
+    """Keeps engines at a policy's version.
+
+    Args:
+        engines: all that serve the policy.
+        transport: how the weights get there.
+        write: appends records to the log and returns once they are durable.
+        manner: how requests that run are treated.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineControl],
+        transport: Transport,
+        write: Callable[..., None],
+        manner: Manner,
+    ) -> None:
+        self._engines, self._transport, self._write, self._manner = list(engines), transport, write, manner
+        self._held: dict[str, list[RankChecksums]] = {}
+        """What engines said that they hold when last verified: they need not hash it again to be asked."""
+        self._standing: set[str] = set()
+        """Engines that failed in the middle, and have stood still since."""
+
+    def sync(self, release: Release, weights: Weights) -> list[str]:
+        """Give the release to every engine; the addresses of those that serve it now.
+
+        Raises:
+            EngineError: none of them does; it names each with its reason.
+        """
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            courses = self._opened(pool, release)
+            self._each(pool, courses, self._halt)
+            sent = self._send(release, weights, courses)
+            self._each(pool, courses, self._settle)
+            self._each(pool, courses, self._verify)
+            self._each(pool, courses, lambda course: course.receiver.control.activate(release.name))
+            self._note_activated(release, _present(courses))
+            self._each(pool, courses, self._resume)
+        self._note_ends(release, courses, sent)
+        serving = [c.receiver.control.url for c in courses if c.receiver.error is None]
+        if not serving:
+            reasons = "; ".join(str(c.receiver.error) for c in courses)
+            raise EngineError(f"version {release.version} of {release.policy} is served nowhere: {reasons}")
+        return serving
+
+    def close(self) -> None:
+        """Let go of engines and transport."""
+        self._transport.close()
+        for engine in self._engines:
+            engine.close()
+
+    # The steps --------------------------------------------------------------------------------
+
+    def _opened(self, pool: ThreadPoolExecutor, release: Release) -> list[_Course]:
+        """Say in the log that it begins; whoever cannot be asked what it holds is out at once."""
+        shared: dict[Any, Expected] = {}
+        courses = []
+        for engine, asked in [(engine, pool.submit(self._ask, engine)) for engine in self._engines]:
+            error = asked.exception()
+            info, ranks = (None, []) if error is not None else asked.result()
+            own = info is not None and info.kind == EMBEDDED  # it hashes as on a CPU wherever it computes
+            make = checksum_of("cpu" if info is None or own else info.device)
+            layout = (make, own, *((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks))
+            expected = shared.setdefault(layout, Expected(ranks, make, release.head_dim, padded=not own))
+            receiver = Receiver(engine, len(ranks), expected)
+            if isinstance(error, Exception):
+                receiver.failed(error)
+            courses.append(_Course(receiver, new_id(), time.perf_counter()))
+        named = (release.policy, release.version)
+        self._write(
+            *(SyncStarted(*named, c.sync_id, c.receiver.control.url, self._transport.name) for c in courses)
+        )
+        self._note_ends(release, [c for c in courses if c.receiver.error], 0)
+        return courses
+
+    def _ask(self, engine: EngineControl) -> tuple[EngineInfo, list[RankChecksums]]:
+        info, held = engine.info(), self._held.pop(engine.url, None)
+        if self._manner.pause == "in_place" and info.overlap:
+            # The step under way at the pause is of the old weights; SGLang counts its token to the new ones.
+            text = (
+                f"engine {engine.url}: in_place would give one token of each running request a wrong version"
+            )
+            raise EngineError(f"{text}; start it with --disable-overlap-schedule, or pause by retract")
+        return info, engine.checksums() if held is None else held
+
+    def _halt(self, course: _Course) -> None:
+        """Have the engine stand still."""
+        control, pause = course.receiver.control, self._manner.pause
+        if pause == DRAIN:
+            deadline = time.monotonic() + self._manner.drain_s
+            # Requests of an engine that stands still already do not end.
+            while control.url not in self._standing and control.requests() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            pause = "retract"  # whatever came in since
+        self._standing.add(control.url)
+        control.pause(pause)
+
+    def _send(self, release: Release, weights: Weights, courses: list[_Course]) -> int:
+        present = _present(courses)
+        try:
+            return self._transport.send(weights, [c.receiver for c in present]) if present else 0
+        except Exception as error:  # the policy's own: what the engines hold is unknown all the same
+            for course in present:
+                course.receiver.failed(error)
+            self._note_ends(release, courses, 0)
+            raise
+
+    def _settle(self, course: _Course) -> None:
+        """Forget prefixes that the old weights made. In place they stay by intent, and a flush is refused."""
+        if self._manner.pause != "in_place":
+            course.receiver.control.flush_cache()
+
+    def _verify(self, course: _Course) -> None:
+        control = course.receiver.control
+        held = control.checksums()
+        course.receiver.expected.check(control.url, held)
+        self._held[control.url] = held
+
+    def _resume(self, course: _Course) -> None:
+        course.receiver.control.resume()
+        self._standing.discard(course.receiver.control.url)
+
+    def _note_activated(self, release: Release, courses: list[_Course]) -> None:
+        """Say in the log which engines hold the verified weights, before they make a token of them."""
+        urls = [course.receiver.control.url for course in courses]
+        told = (release.weights_digest, release.path)
+        if urls:
+            self._write(*(PolicyActivated(release.policy, release.version, url, *told) for url in urls))
+
+    def _note_ends(self, release: Release, courses: list[_Course], sent: int) -> None:
+        """Say in the log how it went with each engine of which that was not said before."""
+        records: list[Record] = []
+        for course in courses:
+            error, url = course.receiver.error, course.receiver.control.url
+            named = (release.policy, release.version, course.sync_id, url)
+            if error is not None and not course.told:
+                records.append(SyncFailed(*named, str(error)))
+            elif error is None and not course.told:
+                records.append(SyncFinished(*named, sent, time.perf_counter() - course.begun))
+            course.told = True
+        if records:
+            self._write(*records)
+
+    def _each(
+        self, pool: ThreadPoolExecutor, courses: Sequence[_Course], step: Callable[[_Course], None]
+    ) -> None:
+        """Take a step with every engine that has not failed, side by side."""
+        running = [(course, pool.submit(step, course)) for course in _present(courses)]
+        for course, task in running:
+            error = task.exception()
+            if isinstance(error, Exception):
+                course.receiver.failed(error)
+
+
+def _present(courses: Sequence[_Course]) -> list[_Course]:
+    return [course for course in courses if course.receiver.error is None]

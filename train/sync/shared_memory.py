@@ -1,0 +1,51 @@
+"""Tensors in shared memory, in the form that an engine's process of this host can map.
+
+PyTorch's strategy `file_system` names the memory by a file, where the default passes file descriptors, which
+a process that is no child of this one cannot take: SGLang 0.5.23 dies of it on a CPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing
+
+from rollbook.train.sync.buckets import NamedTensor
+
+_started = False
+
+
+def payload(tensors: Sequence[NamedTensor]) -> str:
+    """Handles of tensors in shared memory, for one process to map them, once."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    buffer = io.BytesIO()
+    with _quiet_start():
+        ForkingPickler(buffer).dump(list(tensors))
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """PyTorch starts a process that keeps track of the files, and lives on while an engine maps them.
+
+    It would hold this process' error output open, and whoever reads that to its end would wait for it.
+    """
+    global _started
+    if _started:
+        yield
+        return
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+        _started = True
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
