@@ -1,8 +1,8 @@
 """The staleness policy: which trajectories to admit, which to train on next, which are too old. Pure.
 
-The proxy asks it what to admit, the trainer what to select and to evict: one object decides all three, so
-that they cannot contradict each other. Staleness of a unit is the trainer's version minus that of its oldest
-token.
+The proxy asks it what to admit, the trainer what to select and what to evict as `stale`: one object decides
+all three, so that they cannot contradict each other. Staleness of a unit is the trainer's version minus that
+of its oldest token.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class StalenessPolicy:
         """Whether a unit is too old for a step that starts from `version`."""
         limit = self.max_staleness
         return limit is not None and unit.oldest is not None and version - unit.oldest > limit
-
-    def evict(self, units: Sequence[Unit], version: int) -> list[Unit]:
-        """Complete units that are too old: they can only get older."""
-        return [unit for unit in units if unit.complete and self.stale(unit, version)]
 
     def select(self, units: Sequence[Unit], version: int) -> list[Unit] | None:
         """The units of the next step, or None: wait.

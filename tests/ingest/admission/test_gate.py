@@ -1,0 +1,246 @@
+"""Who is let in when, and that no place is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from training_told import RUN, begins, committed, opened, planned
+
+from rollbook.ingest.admission.gate import AdmissionGate
+from rollbook.ingest.admission.outstanding import Outstanding
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Event, Record, TrajectoryFinished
+
+HOLD_S = 5.0
+
+
+class Door:
+    """A gate, and those who came to it."""
+
+    def __init__(self, *records: Record, hold_s: float = HOLD_S) -> None:
+        self.serves: int | None = None
+        self.gate = AdmissionGate(Outstanding(RUN), lambda: self.serves, hold_s)
+        self.tell(*records)
+        self.tasks: dict[str, asyncio.Task[bool]] = {}
+        self.left: dict[str, asyncio.Event] = {}
+
+    def tell(self, *records: Record) -> None:
+        """Something is in the log."""
+        self.gate.take([Event(record, RUN) for record in records])
+
+    async def come(self, name: str, group: str | None = None, split: str = "train", again: str = "") -> None:
+        """A trajectory comes to the gate."""
+        left = self.left[name + again] = asyncio.Event()
+        entering = self.gate.enter(name, group, split, left.wait)
+        self.tasks[name + again] = asyncio.create_task(entering)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def inside(self) -> list[str]:
+        """Who was let in so far, in the order of coming."""
+        await asyncio.sleep(0.001)
+        done = [name for name, task in self.tasks.items() if task.done() and not task.cancelled()]
+        return [name for name in done if not self.tasks[name].exception()]
+
+    def opens(self, name: str, group: str | None = None) -> None:
+        """It begins: what was kept for it is in the log."""
+        self.tell(opened(name, group))
+        self.gate.leave(name)
+
+
+def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
+    """Run it."""
+    return asyncio.run(scenario())  # type: ignore[arg-type]
+
+
+def step(number: int, *names: str) -> list[Record]:
+    """A step that uses them."""
+    return [planned(number, list(names)), committed(number)]
+
+
+def test_first_come_first_served() -> None:
+    """Whoever waits keeps its turn, however many come later, until the trainer makes room for it."""
+
+    async def scenario() -> None:
+        door = Door(begins(1, 1, 1))
+        for name in "abcde":
+            await door.come(name)
+        assert await door.inside() == ["a", "b"]
+        assert door.gate.held == 3
+        door.opens("a")
+        door.opens("b")
+        assert await door.inside() == ["a", "b"]
+        door.tell(*step(0, "a"))
+        assert await door.inside() == ["a", "b", "c"]
+        await door.come("f")
+        door.opens("c")
+        door.tell(*step(1, "b"))
+        assert await door.inside() == ["a", "b", "c", "d"]
+        door.opens("d")
+        door.tell(TrajectoryFinished("d"))
+        assert await door.inside() == ["a", "b", "c", "d", "e"]
+        door.left["f"].set()
+
+    run(scenario)
+
+
+def test_a_group_is_let_in_whole() -> None:
+    """The rest follows its first member past those who wait; one more than the group has is another group."""
+
+    async def scenario() -> None:
+        door = Door(begins(3, 1, 0))
+        for name, group in (("g0", "g"), ("h0", "h"), ("g1", "g")):
+            await door.come(name, group)
+        assert await door.inside() == ["g0", "g1"]
+        door.opens("g0", "g")
+        for name in ("g2", "g3"):
+            await door.come(name, "g")
+        assert await door.inside() == ["g0", "g1", "g2"]
+        for name in ("g1", "g2"):
+            door.opens(name, "g")
+        assert await door.inside() == ["g0", "g1", "g2"]
+        await door.come("h1", "h")
+        door.tell(*step(0, "g0", "g2"))
+        assert await door.inside() == ["g0", "h0", "g1", "g2", "h1"]
+        door.left["g3"].set()
+
+    run(scenario)
+
+
+def test_who_is_never_held() -> None:
+    """Splits that are not trained, what is in no group where groups are, and all while nothing trains."""
+
+    async def scenario() -> None:
+        door = Door(begins(2, 1, 0), opened("a", "g"), opened("b", "g"))
+        await door.come("held", "h")
+        await door.come("eval", "h", "eval")
+        await door.come("teacher", "h", "teacher")
+        await door.come("alone")
+        assert await door.inside() == ["eval", "teacher", "alone"]
+        assert not any(door.tasks[name].result() for name in await door.inside()), "nothing is kept for them"
+        door.tell(begins(2, 1, None))
+        assert await door.inside() == ["held", "eval", "teacher", "alone"]
+        await door.come("free", "i")
+        assert not door.tasks["free"].result()
+
+    run(scenario)
+
+
+def test_what_is_served_decides() -> None:
+    """Engines that lag behind the trainer take as many batches; a sync makes room at once."""
+
+    async def scenario() -> None:
+        door = Door(begins(1, 2, 1), *step(0), *step(1))
+        door.serves = 0
+        await door.come("a")
+        assert await door.inside() == []
+        door.gate.changed()
+        assert await door.inside() == []
+        door.serves = 1
+        door.gate.changed()
+        for name in "bc":
+            await door.come(name)
+        assert await door.inside() == ["a", "b"]
+        door.left["c"].set()
+
+    run(scenario)
+
+
+def test_nobody_overtakes_when_what_is_served_changes_unheard() -> None:
+    """Whoever comes next lets in those who wait already, and waits."""
+
+    async def scenario() -> None:
+        door = Door(begins(1, 1, 1), *step(0), *step(1))
+        door.serves = 0
+        await door.come("a")
+        door.serves = 1
+        await door.come("b")
+        assert await door.inside() == ["a"]
+        door.left["b"].set()
+
+    run(scenario)
+
+
+def test_who_waits_too_long_is_told() -> None:
+    """503, with what is in the way and what to do; its turn is gone, the next one's is not."""
+
+    async def scenario() -> None:
+        door = Door(begins(1, 1, 0), opened("a"), hold_s=0.05)
+        await door.come("b")
+        with pytest.raises(RequestError) as held:
+            await door.tasks["b"]
+        assert (held.value.status, held.value.code) == (503, "trajectory_held")
+        for part in ("1 trajectories or groups", "version 0", "at most 0", "--abandon-s", "--no-admission"):
+            assert part in held.value.message
+        await door.come("c")
+        door.tell(*step(0, "a"))
+        assert await door.inside() == ["c"]
+        assert not door.gate._waiting
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel"])
+@pytest.mark.parametrize("when", ["before", "with"])
+def test_who_leaves_takes_no_place(how: str, when: str) -> None:
+    """Before it is let in, or in the same moment: the next one gets its place."""
+
+    async def scenario() -> None:
+        door = Door(begins(1, 1, 0), opened("a"))
+        for name in "bc":
+            await door.come(name)
+        end = door.left["b"].set if how == "leave" else door.tasks["b"].cancel
+        if when == "with":
+            door.tell(*step(0, "a"))
+            end()
+        else:
+            end()
+            await asyncio.sleep(0.001)
+            door.tell(*step(0, "a"))
+        assert await door.inside() == ["c"]
+        if how == "leave":
+            error = door.tasks["b"].exception()
+            assert isinstance(error, RequestError)
+            assert (error.status, error.code) == (499, "client_left")
+        assert list(door.gate._reserved) == ["c"]
+
+    run(scenario)
+
+
+def test_requests_of_one_new_trajectory_share_its_place() -> None:
+    """Two at once wait as one, are let in together, and its place is kept until both are done."""
+
+    async def scenario() -> None:
+        door = Door(begins(1, 1, 0), opened("a"))
+        await door.come("b")
+        await door.come("b", again=" again")
+        await door.come("c")
+        door.tell(*step(0, "a"))
+        assert await door.inside() == ["b", "b again"]
+        door.gate.leave("b")
+        assert await door.inside() == ["b", "b again"]
+        await door.come("b", again=" later")
+        assert await door.inside() == ["b", "b again", "b later"]
+        for _ in range(2):
+            door.gate.leave("b")
+        assert await door.inside() == ["b", "b again", "c", "b later"]
+
+    run(scenario)
+
+
+def test_a_place_that_is_not_used_is_the_next_ones() -> None:
+    """Its request was refused: nothing of it is in the log."""
+
+    async def scenario() -> None:
+        door = Door(begins(2, 1, 0))
+        await door.come("a", "g")
+        await door.come("b", "h")
+        assert await door.inside() == ["a"]
+        door.gate.leave("a")
+        assert await door.inside() == ["a", "b"]
+        assert list(door.gate._reserved) == ["b"]
+
+    run(scenario)

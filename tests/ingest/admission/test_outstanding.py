@@ -1,0 +1,299 @@
+"""What is outstanding: a count over events, whichever lane they are read from first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_told import RUN, answered, begins, committed, dropped, opened, planned
+
+from rollbook.ingest.admission.outstanding import KINDS, Outstanding
+from rollbook.ingest.admission.policy import StalenessPolicy
+from rollbook.ingest.admission.training import training_of
+from rollbook.store.events import Event, Record, RunOpened, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.upkeep_events import TrajectoryAdopted
+
+
+def folded(*records: Record, run: str = RUN) -> Outstanding:
+    """The fold of the records."""
+    made = Outstanding(RUN)
+    made.add_all(Event(record, run) for record in records)
+    return made
+
+
+# One kind of event after the other ----------------------------------------------------------------
+
+
+def test_a_group_is_one_unit() -> None:
+    """From its first trajectory on; a name that is used again once it is whole is another group."""
+    fold = folded(begins(2), opened("a", "g"))
+    assert (fold.count, fold.room("g"), fold.room("h"), fold.room(None)) == (1, 1, 0, 0)
+    fold.add(Event(opened("b", "g"), RUN))
+    assert (fold.count, fold.room("g")) == (1, 0)
+    fold.add(Event(opened("c", "g"), RUN))
+    assert (fold.count, fold.room("g")) == (2, 1)
+
+
+def test_without_groups_each_trajectory_is_a_unit() -> None:
+    """The groups that clients name say nothing to such a training."""
+    fold = folded(begins(1), opened("a", "g"), opened("b", "g"))
+    assert (fold.count, fold.room("g")) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "record", [opened("e", "g", "eval"), opened("q", "g", "quarantine"), opened("t", "g", "teacher")]
+)
+def test_what_is_not_trained_does_not_count(record: TrajectoryOpened) -> None:
+    """Neither other splits, nor another run, nor what is in no group where groups are compared."""
+    assert folded(begins(2), record).count == 0
+    assert folded(begins(2), opened("alone")).count == 0
+    assert folded(begins(1), opened("a"), run="other").count == 0
+
+
+def test_what_a_step_used_gives_its_place_back() -> None:
+    """When the step commits, not before; a group whole, though one of it had no sample."""
+    fold = folded(begins(2), opened("a", "g"), opened("b", "g"), opened("c", "h"), planned(0, ["a"]))
+    assert (fold.count, fold.version) == (2, 0)
+    fold.add(Event(committed(0), RUN))
+    assert (fold.count, fold.version, fold.room("h")) == (1, 1, 1)
+
+
+def test_a_step_of_another_policy_uses_nothing() -> None:
+    """Though it has the same number: nor does it change the version."""
+    fold = folded(begins(1), opened("a"), planned(0, ["a"]), planned(0, ["a"], "critic", 7))
+    fold.add(Event(committed(0, "critic", 8), RUN))
+    assert (fold.count, fold.version) == (1, 0)
+    fold.add(Event(committed(0), RUN))
+    assert (fold.count, fold.version) == (0, 1)
+
+
+def test_what_was_dropped_gives_its_place_back() -> None:
+    """A unit is dropped as one."""
+    assert folded(begins(2), opened("a", "g"), opened("b", "g"), dropped("b")).count == 0
+
+
+@pytest.mark.parametrize(
+    ("turn", "left"),
+    [
+        (answered("a"), 1),
+        (answered("a", delivered=False), 0),
+        (answered("a", None), 0),
+        (answered("a", altered="grammar"), 0),
+        ([], 0),
+    ],
+)
+def test_what_ends_without_anything_to_train_on_gives_its_place_back(turn: list[Record], left: int) -> None:
+    """A reply that nobody got, that no version made, or of altered logits is never trained."""
+    assert folded(begins(1), opened("a"), *turn).count == 1
+    assert folded(begins(1), opened("a"), *turn, TrajectoryFinished("a")).count == left
+
+
+def test_a_barren_group_waits_for_the_last_of_it() -> None:
+    """It gives its place back when all of it has ended."""
+    group = [opened("a", "g"), opened("b", "g"), TrajectoryFinished("a")]
+    assert folded(begins(2), *group).count == 1
+    assert folded(begins(2), *group, TrajectoryFinished("b")).count == 0
+    assert folded(begins(2), *group, *answered("b"), TrajectoryFinished("b")).count == 1
+
+
+def test_a_group_that_was_given_up_gives_its_place_back() -> None:
+    """Once nothing of it runs, and whoever ran it aborted; one that ended well is still to be completed."""
+    part = [begins(3), opened("a", "g"), opened("b", "g"), *answered("a"), TrajectoryFinished("a")]
+    assert folded(*part, TrajectoryFinished("b")).count == 1
+    assert folded(*part, TrajectoryFinished("b", "aborted")).count == 0
+    whole = [begins(2), opened("a", "g"), opened("b", "g"), *answered("a")]
+    assert folded(*whole, TrajectoryFinished("a"), TrajectoryFinished("b", "aborted")).count == 1
+
+
+def test_a_part_of_a_group_that_is_too_old_gives_its_place_back() -> None:
+    """Nobody will complete it any more, and nothing of it could be used."""
+    part = [begins(2, limit=1), opened("a", "g"), *answered("a"), TrajectoryFinished("a"), opened("r", "h")]
+    steps = [r for i in range(2) for r in (planned(i, []), committed(i))]
+    assert folded(*part, *steps[:2]).count == 2
+    fold = folded(*part, *steps)
+    assert (fold.count, fold.room("g"), fold.room("h")) == (1, 0, 1)
+
+
+def test_a_training_that_is_done_bounds_nothing() -> None:
+    """With its last step nothing counts; one that goes on has what is left of its steps."""
+    opening = begins(1, steps=5, steps_done=3)
+    steps = [r for i in range(2) for r in (planned(i, []), committed(i))]
+    fold = folded(opening, opened("a"), *steps[:2])
+    assert fold.training is not None
+    assert (fold.training.steps_left, fold.count) == (1, 1)
+    fold = folded(opening, opened("a"), *steps)
+    assert (fold.training, fold.count) == (None, 0)
+
+
+def test_another_training_groups_anew() -> None:
+    """What is there when it begins counts in its way, and what is whole and barren by then does not."""
+    there = [*(opened(f"a{i}", "g") for i in range(4)), opened("b0", "h"), opened("b1", "h"), opened("c")]
+    ended = [TrajectoryFinished("b0"), TrajectoryFinished("b1")]
+    assert folded(*there, *ended).count == 0
+    assert folded(*there, *ended, begins(2)).count == 2
+    assert folded(*there, *ended, begins(1)).count == 5
+    assert folded(*there, begins(1), *ended, begins(2)).count == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": "cut"},
+        {"recipe": {"max_staleness": None, "splits": ["train"]}},
+        {"admission": {"hold": False, "order": "windowed"}},
+        {"admission": None},
+    ],
+)
+def test_which_trainings_hold_nothing(change: Any) -> None:
+    """At a cut, with no limit, where it was told not to, or by a release that did not know how."""
+    assert training_of(begins(2, **change)) is None
+    assert folded(begins(2), begins(2, **change)).training is None
+    assert folded(begins(2), begins(2, **change, policy="critic")).training is not None
+
+
+def test_what_a_training_says_of_itself() -> None:
+    """A group is a unit, and a batch is of groups."""
+    training = training_of(begins(4, 3, 2))
+    assert training is not None
+    assert training.policy == StalenessPolicy(3, 2, "windowed")
+    assert (training.name, training.group_size, training.steps_left) == ("actor", 4, 1000)
+    alone = training_of(begins(1, 3, 2))
+    assert alone is not None
+    assert (alone.policy.batch, alone.group_size) == (3, 1)
+    assert training_of(RunOpened("serve", begins().config)) is None
+
+
+def test_an_adopted_trajectory_whose_beginning_is_read_last() -> None:
+    """Its end is known by then: it is barren, or still counts."""
+    ending = [TrajectoryAdopted("a", "serve", "e"), TrajectoryFinished("a")]
+    assert folded(begins(1), *ending, opened("a")).count == 0
+    more = [ending[0], *answered("a"), ending[1]]
+    assert folded(begins(1), *more, opened("a")).count == 1
+    assert folded(*ending, opened("a"), begins(1)).count == 0
+
+
+def test_the_fold_hears_of_every_kind_it_knows() -> None:
+    """Whoever follows other lanes asks for these."""
+    kinds = {r.KIND for r in (opened("a"), *answered("a"), dropped("a"), planned(0, []), committed(0))}
+    assert kinds | {"run.opened", "trajectory.finished", "trajectory.adopted"} == KINDS
+
+
+# Any order of lanes -------------------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """A run of two proxies and a trainer, told in the order in which it happened: (lane, record)."""
+
+    size: int
+    told: list[tuple[str, Record]] = field(default_factory=list)
+    units: list[list[str]] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+    productive: set[str] = field(default_factory=set)
+    closed: set[int] = field(default_factory=set)
+    steps: int = 0
+
+    def tell(self, lane: str, *records: Record) -> None:
+        """Something happens."""
+        self.told += [(lane, record) for record in records]
+
+    def go(self, draw: Any) -> None:
+        """Something happens, mostly to what has begun."""
+        what = draw(st.sampled_from(["begin", "go_on", "go_on", "go_on", "train"]))
+        getattr(self, what)(draw)
+
+    def begin(self, draw: Any) -> None:
+        """A unit begins in one lane; a name of a group may be that of an earlier one of the lane."""
+        lane = draw(st.sampled_from(["a-proxy", "z-proxy"]))
+        group = f"{lane} {draw(st.integers(0, 3))}" if self.size > 1 else None
+        number = len(self.units)
+        self.units.append([f"{number}.{i} {lane}" for i in range(self.size)])
+        self.running += self.units[-1]
+        self.tell(lane, *(opened(name, group) for name in self.units[-1]))
+
+    def go_on(self, draw: Any) -> None:
+        """A trajectory gets a turn, or ends."""
+        if not self.running:
+            return
+        name = draw(st.sampled_from(self.running))
+        lane = name.split()[1]
+        if draw(st.booleans()):
+            self.productive.add(name)
+            self.tell(lane, *answered(name))
+        else:
+            self.running.remove(name)
+            self.tell(lane, TrajectoryFinished(name))
+
+    def train(self, draw: Any) -> None:
+        """A step on a complete unit, or it is dropped."""
+        free = [i for i in range(len(self.units)) if self._usable(i)]
+        if not free:
+            return
+        number = draw(st.sampled_from(free))
+        names = [name for name in self.units[number] if name in self.productive]
+        self.closed.add(number)
+        if draw(st.booleans()):
+            self.tell("train", *(dropped(name) for name in names))
+        else:
+            self.tell("train", planned(self.steps, names), committed(self.steps))
+            self.steps += 1
+
+    def _usable(self, number: int) -> bool:
+        names = self.units[number]
+        over = not any(name in self.running for name in names)
+        return over and number not in self.closed and any(name in self.productive for name in names)
+
+    @property
+    def outstanding(self) -> int:
+        """Units that run or could be used, counted one by one."""
+        return sum(
+            any(name in self.running for name in names) or self._usable(number)
+            for number, names in enumerate(self.units)
+        )
+
+
+@given(data=st.data(), size=st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_the_count_is_the_same_in_any_order_of_lanes(data: st.DataObject, size: int) -> None:
+    """As it happens, and read lane by lane afterwards, the trainer's lane first, in the middle or last."""
+    story = Story(size)
+    story.tell("train", begins(size, limit=1000))
+    live = folded(story.told[0][1])
+    for _ in range(data.draw(st.integers(1, 40))):
+        data.draw(st.sampled_from([story.begin, story.go_on, story.go_on, story.go_on, story.train]))(
+            data.draw
+        )
+        told = len(story.told)
+        live.add_all(Event(record, RUN) for _, record in story.told[told:])
+    live = folded(*(record for _, record in story.told))
+    assert live.count == story.outstanding
+    assert live.version == story.steps
+    for lanes in (
+        ["train", "a-proxy", "z-proxy"],
+        ["a-proxy", "train", "z-proxy"],
+        ["z-proxy", "a-proxy", "train"],
+    ):
+        again = folded(*(record for lane in lanes for where, record in story.told if where == lane))
+        assert (again.count, again.version) == (live.count, live.version), lanes
+
+
+@given(data=st.data(), size=st.integers(1, 3))
+@settings(max_examples=50, deadline=None)
+def test_nothing_is_kept_of_what_was_used(data: st.DataObject, size: int) -> None:
+    """Once every unit was used or dropped the fold is empty again."""
+    story = Story(size)
+    story.tell("train", begins(size, limit=1000))
+    for _ in range(20):
+        story.go(data.draw)
+    for name in list(story.running):
+        story.tell(name.split()[1], *answered(name), TrajectoryFinished(name))
+        story.productive.add(name)
+        story.running.remove(name)
+    while story.outstanding:
+        story.train(data.draw)
+    fold = folded(*(record for _, record in story.told))
+    held = (fold._units, fold._unit_of, fold._latest, fold._trajectories, fold._planned, fold._closed)
+    assert (fold.count, fold._spent, *map(len, held)) == (0,) * 8
