@@ -55,6 +55,11 @@ class Metrics:
             registry=self.registry,
         )
         self.running = Gauge("rollbook_running", "Requests being answered.", registry=self.registry)
+        self.held = Gauge(
+            "rollbook_held_trajectories",
+            "Trajectories that wait until a training has room for them.",
+            registry=self.registry,
+        )
         self.open = Gauge("rollbook_open_trajectories", "Trajectories not finished.", registry=self.registry)
         self.version = Gauge("rollbook_policy_version", "Policy version served.", registry=self.registry)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -45,6 +44,8 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     door = FrontDoor(recorder, options, gate if options.admission else None)
     metrics, room = Metrics(), BodyRoom(options)
     recorder.on_events = gate.take
+    deaf: list[str] = []
+    """Why the log is followed no more: then nobody would hear of a sync, or of room for trajectories."""
 
     async def activated(version: int, digest: str, path: Path) -> None:
         policy = getattr(engine, "policy", "actor")
@@ -53,7 +54,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(activated)
-        follower = _follow(recorder, engine, gate)
+        follower = _follow(recorder, engine, gate, deaf.append)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         yield
         sweeping.cancel()
@@ -70,15 +71,17 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     add_trajectory_routes(app, recorder, door)
     streams = app.state.streams = add_event_routes(app, recorder, door.check_operator)
     routes.add(app)
-    _add_health(app, taker)
-    _add_metrics(app, taker, metrics, door)
+    _add_health(app, taker, deaf)
+    _add_metrics(app, taker, metrics, door, gate)
     control = engine.control()
     if control is not None:
         app.include_router(control, prefix="/engine")
     return app
 
 
-def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate) -> Follower:
+def _follow(
+    recorder: Recorder, engine: Engine, gate: AdmissionGate, failed: Callable[[str], None]
+) -> Follower:
     """Hear what the trainer and other proxies write, from where the recorder has read."""
     syncs = engine.heard if isinstance(engine, Fleet) else lambda record: None
     if isinstance(engine, Fleet):
@@ -92,18 +95,17 @@ def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate) -> Follower
 
     kinds = KINDS | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
     wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))
-    failed = logging.getLogger("rollbook").error
     follower = Follower(recorder.store, recorder.known_run.cut, wanted, heard, failed)
     follower.start()
     return follower
 
 
-def _add_health(app: FastAPI, taker: TurnTaker) -> None:
+def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str]) -> None:
     recorder, engine = taker.recorder, taker.engine
 
     @app.get("/healthz")
     async def healthz(response: Response) -> Json:
-        failure = recorder.writer.failure or engine.failure()
+        failure = recorder.writer.failure or engine.failure() or next(iter(deaf), None)
         response.status_code = 503 if failure else 200
         return {
             "status": failure or "ok",
@@ -111,11 +113,15 @@ def _add_health(app: FastAPI, taker: TurnTaker) -> None:
             "lane": recorder.lane,
             "engine": engine.name,
             "policy_version": engine.policy_version(),
+            "engines": engine.states() if isinstance(engine, Fleet) else [],
         }
 
 
-def _add_metrics(app: FastAPI, taker: TurnTaker, metrics: Metrics, door: FrontDoor) -> None:
+def _add_metrics(
+    app: FastAPI, taker: TurnTaker, metrics: Metrics, door: FrontDoor, gate: AdmissionGate
+) -> None:
     @app.get("/metrics")
     async def page(request: Request) -> Response:
         door.check_operator(request)
+        metrics.held.set(gate.waiting)
         return metrics.page(taker.recorder, taker.engine.policy_version())

@@ -51,7 +51,9 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
                 )
             )
             trainer.sync_current()
-            feed = make_source(config, log, history, source, cut, family, trainer.version)
+            feed = make_source(
+                config, log, history, source, cut, family, trainer.version, trainer.keep_served
+            )
             _steps(console, trainer, config, feed)
         finally:
             trainer.close()

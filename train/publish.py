@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollbook.ingest.engines.weights import read_weights, widened
 from rollbook.store import Event, Store
+from rollbook.store.errors import EngineError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.train.backend import TrainablePolicy
@@ -18,6 +21,7 @@ from rollbook.train.model_shape import read_shape
 from rollbook.train.sync.control import EMBEDDED, EngineControl
 from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
+from rollbook.train.weight_names import checked, weight_shapes
 
 KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY"
 
@@ -40,8 +44,10 @@ class Publisher:
     def adopt_model(self) -> None:
         """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed."""
         model, config = self._config.model, self._config
-        read_shape(model)
-        weights = widened(read_weights(model))  # training is in float32
+        shape = read_shape(model)
+        # Training is in float32, and by the names of files: a model's may be fused.
+        given = checked(widened(read_weights(model)), shape)
+        weights = {name: given[name] for name in weight_shapes(shape)}
         record = write_checkpoint(
             self._log.path, config.run, config.policy, 0, weights, None, like=model, phase=None
         )
@@ -71,15 +77,24 @@ class Publisher:
         if sync:
             self._sync(policy, version, record)
 
-    def sync_current(self, policy: TrainablePolicy, version: int, like: Path, phase: str) -> None:
-        """Give the engines the version that training starts from."""
+    def keep_served(self, policy: TrainablePolicy, version: int, like: Path, phase: str) -> None:
+        """Give the version to engines that were started anew since they were given theirs."""
+        lost = [] if self._syncer is None else self._syncer.lost()
+        if lost:
+            with contextlib.suppress(EngineError):  # it went away again; the log says so
+                self.sync_current(policy, version, like, phase, lost)
+
+    def sync_current(
+        self, policy: TrainablePolicy, version: int, like: Path, phase: str, only: Sequence[str] = ()
+    ) -> None:
+        """Give the engines, or only some, the version that training goes on from."""
         if self._config.sync is None:
             return
         held = [c for c in self._history.checkpoints if c.policy_version == version]
-        if held or not self._syncs_from_disk():
-            self._sync(policy, version, held[-1] if held else None)
-        else:
-            self.publish(policy, version, like, phase, checkpoint=False, sync=True)
+        record = held[-1] if held else None
+        if record is None and self._syncs_from_disk():
+            record = self._write_checkpoint(policy, version, like, phase, whole=False)
+        self._sync(policy, version, record, only)
 
     def _write_checkpoint(
         self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, whole: bool
@@ -109,14 +124,20 @@ class Publisher:
 
     # Engines ----------------------------------------------------------------------------------
 
-    def _sync(self, policy: TrainablePolicy, version: int, record: CheckpointWritten | None) -> None:
+    def _sync(
+        self,
+        policy: TrainablePolicy,
+        version: int,
+        record: CheckpointWritten | None,
+        only: Sequence[str] = (),
+    ) -> None:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
         release = Release(self._config.policy, version, digest, path, policy.shape.head_dim, self._config.run)
         syncer = self._connected()
         if isinstance(self._transport, FromDisk):
             self._transport.path = (self._log.path / path).absolute()
-        syncer.sync(release, policy.stream_weights)
+        syncer.sync(release, policy.stream_weights, only)
 
     def _syncs_from_disk(self) -> bool:
         self._connected()

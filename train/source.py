@@ -7,7 +7,7 @@ or a whole group) once, in the order in which units became complete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.errors import TrainError
+from rollbook.store.events import Event
 from rollbook.store.trajectory import fold
 from rollbook.train.config import GrpoConfig, TrainConfig
 from rollbook.train.history import History
@@ -64,16 +65,29 @@ class EpochSource:
 
 
 def make_source(
-    config: TrainConfig, log: Store, history: History, source: str, cut: Cut, family: str, version: int
+    config: TrainConfig,
+    log: Store,
+    history: History,
+    source: str,
+    cut: Cut,
+    family: str,
+    version: int,
+    waiting: Callable[[], None] = lambda: None,
 ) -> Source:
     """The source that `--source` names, set to go on after the configuration's committed steps.
 
     Args:
         version: the trainer's; a configuration that goes on keeps the one that it started from.
+        waiting: called again and again while the tail is waited for.
     """
     if source == "tail":
         tail = log.tail()
-        return QueueSource(config, history, tail.poll, tail.cut)
+
+        def more() -> list[Event]:
+            waiting()
+            return tail.poll()
+
+        return QueueSource(config, history, more, tail.cut)
     if isinstance(config.algorithm, GrpoConfig):
         batches = iter([list(log.events(cut))])
         return QueueSource(config, history, lambda: next(batches, None), lambda: cut)

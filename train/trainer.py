@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ from rollbook.train.rerun import rerun_steps
 from rollbook.train.samples import Sample
 from rollbook.train.selection import Selection
 from rollbook.train.step import batch_of, input_digests, run_step, step_seed
+
+LOOK_S = 2.0
+"""How often engines are looked at while samples are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Trainer:
         self.done = len(history.of_family(family))
         self.served = self.version
         """The version that the engines have; without engines here, whatever was published last."""
+        self._looked = time.monotonic()
         self._environment = fingerprint(device)
         if not between:
             self._publisher.restored(self.version)
@@ -197,6 +202,15 @@ class Trainer:
         """Give the engines the version that training starts from."""
         self.served = self.version
         self._publisher.sync_current(self.policy, self.version, self._like, self._phase)
+
+    def keep_served(self) -> None:
+        """While samples are waited for: an engine that was started anew gets the version again.
+
+        Else nobody might sample any more, and no step would come after which it gets one.
+        """
+        if time.monotonic() - self._looked > LOOK_S:
+            self._publisher.keep_served(self.policy, self.version, self._like, self._phase)
+            self._looked = time.monotonic()
 
     def close(self) -> None:
         """Give connections back."""

@@ -118,6 +118,11 @@ class AdmissionGate:
                     self._reserved[event.record.name].begun = True
         self.changed()
 
+    @property
+    def waiting(self) -> int:
+        """How many trajectories are held now."""
+        return len(self._waiting)
+
     def changed(self) -> None:
         """Let in whoever fits, if the log or the engines make that another than the last time."""
         if self._waiting:

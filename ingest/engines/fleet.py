@@ -18,7 +18,7 @@ from fastapi import APIRouter
 
 from rollbook.ingest.engines.engine import Activated, Engine, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.store.errors import EngineError, EngineLostError
-from rollbook.store.events import SyncFailed, SyncFinished, SyncStarted
+from rollbook.store.events import Json, SyncFailed, SyncFinished, SyncStarted
 
 OWN = "/engine"
 """Address of the engine in this process."""
@@ -178,13 +178,25 @@ class Fleet:
     def policy_version(self) -> int | None:
         """The oldest version that is served: what is sampled now is at least as new."""
         asked = [m for m in self.members if m.out is None] or self.members
-        versions = [m.engine.policy_version() if m.version is None else m.version for m in asked]
+        versions = [_version(member) for member in asked]
         return min((version for version in versions if version is not None), default=None)
 
     def failure(self) -> str | None:
         """Why none can answer, or None."""
         reasons = [m.engine.failure() or m.out for m in self.members]
         return None if None in reasons else "; ".join(str(reason) for reason in reasons)
+
+    def states(self) -> list[Json]:
+        """Each engine: its address, what runs in it, its version, and why it is not asked, if it is not."""
+        return [
+            {
+                "url": member.url,
+                "running": member.running,
+                "policy_version": _version(member),
+                "state": member.out or ("syncing" if member.syncing else "usable"),
+            }
+            for member in self.members
+        ]
 
     def control(self) -> APIRouter | None:
         """The routes of an engine in this process."""
@@ -253,6 +265,10 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(wake())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+
+
+def _version(member: Member) -> int | None:
+    return member.engine.policy_version() if member.version is None else member.version
 
 
 def _same(own: str, named: str) -> bool:

@@ -255,12 +255,16 @@ def import_(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="append, proxy, recover, seal, sql, stream or tail.")],
+    name: Annotated[
+        str, typer.Argument(help="append, loop, proxy, recover, seal, sql, stream, sync or tail.")
+    ],
     json: AsJson = False,
     folder: Annotated[
         Path | None, typer.Option(help="Where to write; default: a temporary folder here.")
     ] = None,
-    scale: Annotated[float | None, typer.Option(help="For sql: size in 100,000 turns.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="sql: times 100,000 turns; loop: times 200 kills.")
+    ] = None,
 ) -> None:
     """Measure Rollbook against the machine's own limit, in one interleaved run."""
     from rollbook.bench import run_bench

@@ -516,6 +516,7 @@ def test_health_names_run_lane_and_engine(http: httpx.Client) -> None:
         "lane": "serve",
         "engine": "scripted",
         "policy_version": None,
+        "engines": [],
     }
     assert http.get("/engine/health").status_code == 404
 

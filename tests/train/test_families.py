@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from rollbook.ingest.engines.weights import digest_tensors, read_weights
+from rollbook import store as rb
+from rollbook.ingest.engines.weights import digest_tensors, read_weights, widened
 from rollbook.store.errors import ModelError
+from rollbook.store.events import CheckpointWritten
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import MicroBatch
 from rollbook.train.config import OptimizerConfig
+from rollbook.train.history import History
 from rollbook.train.losses import sft_loss, token_logprobs
 from rollbook.train.model_shape import read_shape
+from rollbook.train.publish import Publisher
 from rollbook.train.weight_names import checked, plan, to_huggingface, to_megatron, weight_shapes
 
 VOCAB = 125
@@ -264,6 +270,28 @@ def test_fused_experts_are_read(models: Any) -> None:
         ModelError, match=r"layers.1.mlp.experts.down_proj is \(4, 24, 32\), not \(4, 32, 24\)"
     ):
         to_megatron(fused, shape)
+
+
+def test_a_fused_model_is_adopted_by_the_names_of_files(fabric: Any, models: Any, tmp_path: Path) -> None:
+    """Version 0 of a run has the names that engines know, whatever those of the model it starts from."""
+    case = "qwen3_moe-untied"
+    folder, reference = models[case]
+    fused = tmp_path / "fused"
+    shutil.copytree(folder, fused)
+    for file in fused.glob("*.safetensors"):
+        file.unlink()
+    tensors = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    save_file(tensors, fused / "model.safetensors", metadata={"format": "pt"})
+    log = rb.open(tmp_path / "store", create=True)
+    config = fabric.config(fabric.SFT, model=str(fused))
+    with log.writer("train") as writer:
+        publisher = Publisher(config, log, writer, History(config.run, "actor"))
+        publisher.adopt_model()
+        publisher.close()
+    (written,) = (e.record for e in log.events() if isinstance(e.record, CheckpointWritten))
+    stored = read_weights(log.path / written.path)
+    assert set(stored) == set(weight_shapes(read_shape(folder)))
+    assert digest_tensors(stored) == digest_tensors(widened(read_weights(folder)))
 
 
 # What does not fit --------------------------------------------------------------------------------

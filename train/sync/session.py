@@ -1,6 +1,6 @@
 """The sequence that gives engines a new version of a policy's weights.
 
-    drain or pause -> begin, update in buckets, end -> flush -> verify -> activate -> continue
+    drain or pause -> begin, update in buckets and flush, end -> verify -> activate -> continue
 
 An engine stands still from its pause to the end, so no token is made of weights that are not verified; it
 gets the version's name only after its own checksums equal those of the tensors sent. One that fails anywhere
@@ -10,6 +10,7 @@ makes it usable again.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from rollbook.train.sync.transports import Receiver, Transport, Weights
 DRAIN = "drain"
 PAUSES = (DRAIN, "retract", "in_place", "abort")
 POLL_S = 0.01
+LOOK_S = 2.0
+"""How long an engine may take to say what it calls its weights, when it is only looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +101,26 @@ class Syncer:
         self._engines, self._transport, self._write, self._manner = list(engines), transport, write, manner
         self._held: dict[str, list[RankChecksums]] = {}
         """What engines said that they hold when last verified: they need not hash it again to be asked."""
+        self._looked_at = {e.url: EngineControl(e.url, LOOK_S, e.key) for e in engines}
         self._standing: set[str] = set()
         """Engines that failed in the middle, and have stood still since."""
+        self._given: dict[str, str] = {}
+        """Engine -> what it was told to call its weights by the last sync of it that went well."""
 
-    def sync(self, release: Release, weights: Weights) -> list[str]:
+    def sync(self, release: Release, weights: Weights, only: Sequence[str] = ()) -> list[str]:
         """Give the release to every engine; the addresses of those that serve it now.
+
+        Args:
+            only: to these, if it names any.
 
         Raises:
             EngineError: none of them does; it names each with its reason.
         """
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            courses = self._opened(pool, release)
+        engines = [engine for engine in self._engines if engine.url in only or not only]
+        with ThreadPoolExecutor(len(engines)) as pool:
+            courses = self._opened(pool, release, engines)
             self._each(pool, courses, self._halt)
             sent = self._send(release, weights, courses)
-            self._each(pool, courses, self._settle)
             self._each(pool, courses, self._verify)
             self._each(pool, courses, lambda course: course.receiver.control.activate(release.name))
             self._note_activated(release, _present(courses))
@@ -121,28 +130,41 @@ class Syncer:
         if not serving:
             reasons = "; ".join(str(c.receiver.error) for c in courses)
             raise EngineError(f"version {release.version} of {release.policy} is served nowhere: {reasons}")
+        self._given |= dict.fromkeys(serving, release.name)
         return serving
+
+    def lost(self) -> list[str]:
+        """Engines that can be reached and name other weights than they were given: they were started anew."""
+        found = []
+        for url, given in self._given.items():
+            with contextlib.suppress(EngineError):
+                if self._looked_at[url].weight_version() != given:
+                    found.append(url)
+        return found
 
     def close(self) -> None:
         """Let go of engines and transport."""
         self._transport.close()
-        for engine in self._engines:
+        for engine in [*self._engines, *self._looked_at.values()]:
             engine.close()
 
     # The steps --------------------------------------------------------------------------------
 
-    def _opened(self, pool: ThreadPoolExecutor, release: Release) -> list[_Course]:
+    def _opened(
+        self, pool: ThreadPoolExecutor, release: Release, engines: Sequence[EngineControl]
+    ) -> list[_Course]:
         """Say in the log that it begins; whoever cannot be asked what it holds is out at once."""
         shared: dict[Any, Expected] = {}
         courses = []
-        for engine, asked in [(engine, pool.submit(self._ask, engine)) for engine in self._engines]:
+        for engine, asked in [(engine, pool.submit(self._ask, engine)) for engine in engines]:
             error = asked.exception()
             info, ranks = (None, []) if error is not None else asked.result()
             own = info is not None and info.kind == EMBEDDED  # it hashes as on a CPU wherever it computes
             make = checksum_of("cpu" if info is None or own else info.device)
             layout = (make, own, *((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks))
             expected = shared.setdefault(layout, Expected(ranks, make, release.head_dim, padded=not own))
-            receiver = Receiver(engine, len(ranks), expected)
+            # In place, prefixes stay by intent, and a flush would be refused.
+            receiver = Receiver(engine, len(ranks), expected, flush=self._manner.pause != "in_place")
             if isinstance(error, Exception):
                 receiver.failed(error)
             courses.append(_Course(receiver, new_id(), time.perf_counter()))
@@ -184,11 +206,6 @@ class Syncer:
                 course.receiver.failed(error)
             self._note_ends(release, courses, 0)
             raise
-
-    def _settle(self, course: _Course) -> None:
-        """Forget prefixes that the old weights made. In place they stay by intent, and a flush is refused."""
-        if self._manner.pause != "in_place":
-            course.receiver.control.flush_cache()
 
     def _verify(self, course: _Course) -> None:
         control = course.receiver.control

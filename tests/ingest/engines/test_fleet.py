@@ -459,3 +459,19 @@ def test_a_request_that_is_given_up_leaves_nothing() -> None:
         assert (member.running, member.requests, it.servers[0].running) == (0, set(), {})
 
     run(scenario, Server())
+
+
+def test_what_is_told_of_engines() -> None:
+    """Each with its address, its version, what runs, and why it is not asked."""
+
+    async def scenario(at: SimpleNamespace) -> None:
+        at.fleet.heard(finished(0, version=4))
+        await at.ask("r")
+        at.fleet.heard(started(0, version=5))
+        at.fleet.heard(started(1, version=5))
+        at.fleet.heard(failed(1, version=5))
+        first, second = at.fleet.states()
+        assert first == {"url": url(0), "running": 1, "policy_version": 4, "state": "syncing"}
+        assert second["state"].startswith("the sync of version 5 failed: half of it came")
+
+    run(scenario, Server(3), Server(3))

@@ -1,0 +1,38 @@
+"""An engine that is started anew comes with its first weights, and gets the policy's again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollbook.ingest.engines.weights import read_weights
+from rollbook.store.events import SyncFinished, SyncStarted
+from rollbook.train.sync.session import Release
+
+
+def test_one_that_was_started_anew_is_found(world: Any) -> None:
+    """Only it: not one that serves what it was given, was given nothing, or cannot be reached."""
+    kept, anew, away = world.engine(), world.engine(), world.process()
+    syncer = world.syncer([kept.url, anew.url, away.ready()], world.transport("tensor"))
+    assert syncer.lost() == [], "nobody was given anything"
+    assert world.sync(syncer, 1) == [kept.url, anew.url, away.url]
+    assert syncer.lost() == []
+    away.stop()
+    anew.app.weight_version = "default"
+    assert syncer.lost() == [anew.url]
+
+
+def test_a_sync_of_one_engine(world: Any) -> None:
+    """It alone is paused and given weights; the other is not asked anything, and nothing is lost then."""
+    kept, anew = world.engine(), world.engine()
+    syncer = world.syncer([kept.url, anew.url], world.transport("disk"))
+    world.sync(syncer, 1)
+    asked, told = len(kept.asked), len(world.records)
+    anew.app.weight_version = "default"
+    weights = read_weights(world.directory(1))
+    release = Release("actor", 1, "w1", "", 4)
+    assert syncer.sync(release, lambda: iter(weights.items()), syncer.lost()) == [anew.url]
+    assert [route for route, _ in kept.asked[asked:]] == ["/model_info"]
+    assert anew.app.weight_version == "1"
+    assert syncer.lost() == []
+    engines = [r.engine for r in world.records[told:] if isinstance(r, SyncStarted | SyncFinished)]
+    assert engines == [anew.url, anew.url]
