@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rollbook import __version__
+from rollbook.cli_bench import bench, demo
 from rollbook.cli_options import AsJson, AsOf, Run, RunOfStep, StoreOption
 from rollbook.cli_serve import serve
 from rollbook.cli_store import store_app
@@ -253,35 +254,8 @@ def import_(
     run_import(file, store, run, lane, split, json)
 
 
-@app.command()
-def bench(
-    name: Annotated[
-        str, typer.Argument(help="append, loop, proxy, recover, seal, sql, stream, sync or tail.")
-    ],
-    json: AsJson = False,
-    folder: Annotated[
-        Path | None, typer.Option(help="Where to write; default: a temporary folder here.")
-    ] = None,
-    scale: Annotated[
-        float | None, typer.Option(help="sql: times 100,000 turns; loop: times 200 kills.")
-    ] = None,
-) -> None:
-    """Measure Rollbook against the machine's own limit, in one interleaved run."""
-    from rollbook.bench import run_bench
-
-    run_bench(name, folder, json, scale)
-
-
-@app.command()
-def demo(
-    store: Annotated[Path, typer.Option(help="Folder to make; it must not exist yet.")] = Path("demo-store"),
-    seed: Annotated[int, typer.Option(help="Decides the model, the tasks and every draw.")] = 0,
-    replace: Annotated[bool, typer.Option(help="Remove an earlier demo's folder first.")] = False,
-) -> None:
-    """See all of it in a few minutes: record, query, train offline and online, replay."""
-    from rollbook.demo.run import run_demo
-
-    raise typer.Exit(run_demo(store, seed, replace))
+app.command()(bench)
+app.command()(demo)
 
 
 def main() -> None:
