@@ -19,7 +19,7 @@ from rollbook.store.errors import ConfigError
 __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
-BENCHES = ("append", "loop", "proxy", "recover", "seal", "sql", "stream", "tail")
+BENCHES = ("append", "loop", "proxy", "recover", "seal", "sql", "stream", "sync", "tail")
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
 
@@ -102,4 +102,6 @@ def _print(found: Outcome) -> None:
 
 
 def _number(value: float) -> str:
+    if 0 < abs(value) < 0.005:
+        return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"

@@ -15,9 +15,9 @@ from rollbook.store.events import RewardAssigned, TurnDelivered
 from rollbook.store.trajectory import fold
 from rollbook.store.upkeep_events import TrajectoryAdopted
 from rollbook.train.history import History, fold_history
-from rollbook.train.samples import all_samples
 from rollbook.train.queue_source import QueueSource
 from rollbook.train.recipe import Drop
+from rollbook.train.samples import all_samples
 from rollbook.train.source import EpochSource, make_source
 
 

@@ -1,118 +1,114 @@
-"""Giving an engine new weights: what is asked of it, and what it must answer."""
+"""Training that gives its versions to engines: which ones, when, and what becomes of the log."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
-import orjson
 import pytest
 
+from rollbook.bench.asgi import serving
+from rollbook.bench.scripted_faults import Fault
+from rollbook.bench.scripted_job import Options
+from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.store import Store
 from rollbook.store.errors import EngineError
-from rollbook.store.events import CheckpointWritten, StepCommitted
-from rollbook.train.config import SyncConfig
-from rollbook.train.sync import sync_weights
+from rollbook.store.events import (
+    CheckpointWritten,
+    PolicyActivated,
+    StepCommitted,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
 
-
-class Engine:
-    """An engine's control route that answers as it is told, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, Any]] = []
-        self.answer: Callable[[Any], tuple[int, Any]] = lambda body: (200, {"success": True, "digest": "d"})
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
-                engine.asked.append((self.path, body))
-                status, reply = engine.answer(body)
-                data = orjson.dumps(reply)
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/engine"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+Start = Callable[[], tuple[ScriptedSGLang, str]]
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    """A fake engine that accepts everything with digest `d`."""
-    made = Engine()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+def start(fabric: Any) -> Iterator[Start]:
+    """Starts engines that serve the tiny model and keep checksums of their weights."""
+    with ExitStack() as stack:
+
+        def make() -> tuple[ScriptedSGLang, str]:
+            options = Options(model_path=str(fabric.model_folder()), weights="float32")
+            app = ScriptedSGLang(None, options)
+            return app, stack.enter_context(serving(app))
+
+        yield make
 
 
-def test_what_an_engine_is_asked(engine: Engine) -> None:
-    """The checkpoint's path and the version, over SGLang's route; a slash at the URL's end is no matter."""
-    sync_weights(SyncConfig(engine=engine.url + "/"), Path("/s/c"), 7, "d")
-    assert engine.asked == [
-        ("/engine/update_weights_from_disk", {"model_path": "/s/c", "weight_version": "7"})
-    ]
+def _records(log: Store, *kinds: type) -> list[Any]:
+    return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((400, {"success": False, "message": "another architecture"}), "refused version 7: .*architecture"),
-        ((200, {"success": False, "message": "busy"}), "refused version 7: .*busy"),
-        ((200, {"success": True, "digest": "e"}), "holds weights e as version 7, not d"),
-        ((200, {"success": True}), "holds weights None"),
-    ],
-)
-def test_an_engine_that_has_other_weights(engine: Engine, answer: Any, message: str) -> None:
-    """A refusal, or weights that are not the checkpoint's, is an EngineError that says so."""
-    engine.answer = lambda body: answer
-    with pytest.raises(EngineError, match=message):
-        sync_weights(SyncConfig(engine=engine.url), Path("/s/c"), 7, "d")
+def _sft(fabric: Any, steps: int, **sync: Any) -> Any:
+    changes: dict[str, Any] = {"sync": sync} if sync else {}
+    return fabric.config(fabric.SFT, steps=steps, checkpoint_every=2, optimizer={"lr": 1e-2}, **changes)
 
 
-def test_an_engine_that_is_not_there(engine: Engine) -> None:
-    """No connection is an EngineError with the remedy."""
-    engine.server.shutdown()
-    engine.server.server_close()
-    with pytest.raises(EngineError, match="is `rollbook serve` running"):
-        sync_weights(SyncConfig(engine=engine.url, timeout_s=2.0), Path("/s/c"), 7, "d")
-
-
+@pytest.mark.parametrize(("transport", "checkpoints"), [("tensor", [0, 2, 3]), ("disk", [0, 1, 2, 3])])
 def test_every_version_goes_to_the_engine(
-    fabric: Any, recorded: Callable[..., Store], engine: Engine
+    fabric: Any, recorded: Callable[..., Store], start: Start, transport: str, checkpoints: list[int]
 ) -> None:
-    """Training with [sync] gives the engine the version it starts from, and each one it makes."""
+    """The one that training starts from and each that it makes; only from disk need all be written there."""
+    app, url = start()
     log = recorded()
+    fabric.train(log, _sft(fabric, 3, engines=[url + "/"], transport=transport))
+    assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3]
+    assert [r.policy_version for r in _records(log, SyncFinished)] == [0, 1, 2, 3]
+    assert {(r.engine, r.transport) for r in _records(log, SyncStarted)} == {(url, transport)}
+    assert [r.policy_version for r in _records(log, CheckpointWritten)] == checkpoints
+    committed = [r.digests["weights"] for r in _records(log, StepCommitted)]
+    activated = _records(log, PolicyActivated)
+    assert [r.weights_digest for r in activated][1:] == committed
+    assert [r.policy_version for r in activated if r.path] == checkpoints
+    assert app.paused is None
+    assert app.weight_version.endswith("3")
 
-    def answer(body: Any) -> tuple[int, Any]:
-        manifest = orjson.loads((Path(body["model_path"]) / "rollbook.json").read_bytes())
-        assert str(manifest["policy_version"]) == body["weight_version"]
-        return 200, {"success": True, "digest": manifest["weights_digest"]}
 
-    engine.answer = answer
-    changes = {"checkpoint_every": 2, "optimizer": {"lr": 1e-2}, "sync": {"engine": engine.url}}
-    settings = fabric.config(fabric.SFT, steps=3, **changes)
-    fabric.train(log, settings)
-    assert [body["weight_version"] for _, body in engine.asked] == ["0", "1", "2", "3"]
-    records = [e.record for e in log.events() if e.lane == "train"]
-    written = [r for r in records if isinstance(r, CheckpointWritten)]
-    kinds = [(r.policy_version, r.optimizer_digest is not None) for r in written]
-    assert kinds == [(0, False), (1, False), (2, True), (3, True)]
-    fabric.train(log, settings.model_copy(update={"steps": 5}))
-    assert [body["weight_version"] for _, body in engine.asked[4:]] == ["3", "4", "5"]
+def test_a_restart_goes_on(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+    """The version that it begins with goes out again; giving weights away changes no bit of them."""
+    _, url = start()
+    log = recorded()
+    fabric.train(log, _sft(fabric, 3, engines=[url]))
+    fabric.train(log, _sft(fabric, 5, engines=[url]))
+    assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3, 3, 4, 5]
     alone = recorded("alone")
-    fabric.train(alone, fabric.config(fabric.SFT, steps=5, optimizer={"lr": 1e-2}))
-    ends = [
-        [e.record.digests for e in one.events() if isinstance(e.record, StepCommitted)]
-        for one in (log, alone)
-    ]
+    fabric.train(alone, _sft(fabric, 5))
+    ends = [[r.digests for r in _records(one, StepCommitted)] for one in (log, alone)]
     assert len(ends[0]) == 5
-    assert ends[0] == ends[1], "giving weights away changes no bit of them"
+    assert ends[0] == ends[1]
+
+
+def test_only_some_versions(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+    """`sync_every` leaves versions out, but not the last."""
+    _, url = start()
+    log = recorded()
+    fabric.train(log, _sft(fabric, 5, engines=[url], sync_every=2))
+    given = [r.policy_version for r in _records(log, PolicyActivated)]
+    assert given == [0, 2, 4, 5]
+
+
+def test_one_engine_of_two_goes_away(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+    """Training goes on with the other; when none is left, it ends with the reasons, and the log has them."""
+    (first, url), (second, other) = start(), start()
+    log = recorded()
+    first.faults.add(Fault("/pause_generation", "error", after=2, times=-1))
+    fabric.train(log, _sft(fabric, 3, engines=[url, other]))
+    failed = _records(log, SyncFailed)
+    assert [(r.engine, r.policy_version) for r in failed] == [(url, 2), (url, 3)]
+    assert "/pause_generation answers 500" in failed[0].error
+    served = [(r.engine, r.policy_version) for r in _records(log, PolicyActivated)]
+    assert sorted(served) == sorted([(url, 0), (url, 1), *((other, v) for v in range(4))])
+    second.faults.add(Fault("/end_weight_update", "error", times=-1))
+    with pytest.raises(EngineError, match=f"served nowhere: engine {url}.*; engine {other}.*/end_weight"):
+        fabric.train(log, _sft(fabric, 5, engines=[url, other]))
+
+
+def test_an_engine_that_is_not_there(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """No connection is an EngineError with the remedy."""
+    settings = _sft(fabric, 1, engines=["http://127.0.0.1:9"], timeout_s=2.0)
+    with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:9: /server_info: .*is it running"):
+        fabric.train(recorded(), settings)

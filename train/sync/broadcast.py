@@ -20,6 +20,8 @@ from rollbook.store.ids import new_id
 from rollbook.train.sync.buckets import Bucket
 
 POLL_S = 0.002
+OUTLIVING = "broadcast-end"
+"""Name of threads that wait for collectives which nobody needs any more."""
 
 
 class BroadcastGroup:
@@ -118,7 +120,7 @@ class BroadcastGroup:
             group.abort()
         dist.destroy_process_group(group)
         if pending:
-            threading.Thread(target=_outlive, args=(group, pending), daemon=True).start()
+            threading.Thread(target=_outlive, args=(group, pending), name=OUTLIVING, daemon=True).start()
 
 
 def _outlive(group: Any, pending: list[Any]) -> None:

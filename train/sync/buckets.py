@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rollbook.store.events import Json
+from rollbook.train.sync.shared_memory import shared_bytes
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -60,8 +61,12 @@ class Buffers:
         self._turn = 1 - self._turn
         held = self._buffers[self._turn]
         if held is None or held.numel() < size:
-            made = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._buffers[self._turn] = held = made.share_memory_() if self._shared else made
+            held = (
+                shared_bytes(size)
+                if self._shared
+                else torch.empty(size, dtype=torch.uint8, device=self._device)
+            )
+            self._buffers[self._turn] = held
         return held
 
 

@@ -127,10 +127,6 @@ class EngineControl:
         """Go on generating."""
         self._ask("POST", "/continue_generation", {})
 
-    def flush_cache(self) -> None:
-        """Forget every cached prefix: other weights made it."""
-        self._ask("POST", "/flush_cache")
-
     # Weights ----------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
@@ -151,14 +147,17 @@ class EngineControl:
         """Close the session: the engine derives what it keeps beside the weights."""
         self._ask("POST", "/end_weight_update", {})
 
-    def update_from_disk(self, path: str) -> None:
+    # `flush` has it forget every cached prefix, which other weights made. SGLang's own route for that also
+    # hands its allocator's spare memory back (on a CPU, half a second of garbage collection); this does not.
+
+    def update_from_disk(self, path: str, *, flush: bool) -> None:
         """Have it load a model directory."""
-        body = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
+        body = {"model_path": path, "flush_cache": flush, "abort_all_requests": False}
         self._ask("POST", "/update_weights_from_disk", body)
 
-    def update_from_tensors(self, payloads: Sequence[str]) -> None:
+    def update_from_tensors(self, payloads: Sequence[str], *, flush: bool) -> None:
         """Have it load tensors of this host: a payload for each tensor-parallel rank."""
-        body = {"serialized_named_tensors": list(payloads), "flush_cache": False}
+        body = {"serialized_named_tensors": list(payloads), "flush_cache": flush}
         self._ask("POST", "/update_weights_from_tensor", body | {"abort_all_requests": False})
 
     def join_group(self, address: str, port: int, rank: int, size: int, group: str, backend: str) -> None:
@@ -170,9 +169,9 @@ class EngineControl:
         """Have it leave a group."""
         self._ask("POST", "/destroy_weights_update_group", {"group_name": group})
 
-    def update_from_broadcast(self, bucket: Json, group: str) -> None:
+    def update_from_broadcast(self, bucket: Json, group: str, *, flush: bool) -> None:
         """Have it receive a bucket: `names`, `dtypes` and `shapes` of the tensors in one broadcast."""
-        body = bucket | {"group_name": group, "flush_cache": False, "abort_all_requests": False}
+        body = bucket | {"group_name": group, "flush_cache": flush, "abort_all_requests": False}
         self._ask("POST", "/update_weights_from_distributed", body | {"load_format": "flattened_bucket"})
 
     def activate(self, name: str) -> None:

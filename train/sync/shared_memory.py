@@ -16,17 +16,23 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing
 
-from rollbook.train.sync.buckets import NamedTensor
-
 _started = False
 
 
-def payload(tensors: Sequence[NamedTensor]) -> str:
-    """Handles of tensors in shared memory, for one process to map them, once."""
+def shared_bytes(size: int) -> torch.Tensor:
+    """Memory with a name, uint8 [size].
+
+    It has the name from the start: giving it one later would move it, under the feet of whoever reads it.
+    """
     torch.multiprocessing.set_sharing_strategy("file_system")
-    buffer = io.BytesIO()
     with _quiet_start():
-        ForkingPickler(buffer).dump(list(tensors))
+        return torch.empty(size, dtype=torch.uint8).share_memory_()
+
+
+def payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Handles of tensors in `shared_bytes`, for one process to map them, once."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(list(tensors))
     return base64.b64encode(buffer.getvalue()).decode()
 
 

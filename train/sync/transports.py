@@ -33,12 +33,14 @@ class Receiver:
     Attributes:
         ranks: its tensor-parallel ranks.
         expected: what it must hold in the end; engines of one layout share it.
+        flush: have it forget prefixes that the old weights made.
         error: why it is out, or None.
     """
 
     control: EngineControl
     ranks: int
     expected: Expected
+    flush: bool = True
     error: Exception | None = None
 
     def failed(self, error: Exception) -> None:
@@ -69,7 +71,9 @@ class FromDisk:
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
         """Have all load at once; what they must hold is computed here from the policy itself meanwhile."""
         with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
-            loading = [pool.submit(r.control.update_from_disk, str(self.path)) for r in receivers]
+            loading = [
+                pool.submit(r.control.update_from_disk, str(self.path), flush=r.flush) for r in receivers
+            ]
             sent = _expected(weights(), receivers)
             _settled(receivers, loading)
         return sent
@@ -91,7 +95,8 @@ class FromTensors:
 
         def give(receiver: Receiver, bucket: Bucket) -> None:
             named = bucket.tensors()
-            receiver.control.update_from_tensors([payload(named) for _ in range(receiver.ranks)])
+            payloads = [payload(named) for _ in range(receiver.ranks)]
+            receiver.control.update_from_tensors(payloads, flush=receiver.flush)
 
         return _in_buckets(weights, receivers, self._buffers, give)
 
@@ -126,7 +131,7 @@ class ByBroadcast:
             return 0
 
         def give(receiver: Receiver, bucket: Bucket) -> None:
-            receiver.control.update_from_broadcast(bucket.described(), group.name)
+            receiver.control.update_from_broadcast(bucket.described(), group.name, flush=receiver.flush)
 
         def broadcast(bucket: Bucket, tasks: Sequence[Future[None]]) -> Exception | None:
             return group.broadcast(bucket, tasks, lambda: self._part(receivers, tasks))

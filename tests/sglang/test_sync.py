@@ -1,0 +1,281 @@
+"""Weights given to real servers: over every transport, in the middle of requests, and when it goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.sglang import model
+from tests.sglang.conftest import PROMPT, TOLERANCE
+from tests.sglang.server import SglangServer
+
+from rollbook.ingest.engines.engine import Sampling
+from rollbook.ingest.engines.weights import read_weights
+from rollbook.store.errors import EngineError
+from rollbook.store.events import Record
+
+BUCKET = 1 << 16
+TIMEOUT_S = 30.0
+TRANSPORTS = ("disk", "tensor", "distributed")
+VERSIONS = itertools.count(10_000)
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def untied(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    """A server of a dense model whose head is not its embedding, which takes a step after the other."""
+    folder = tmp_path_factory.mktemp("untied")
+    path = model.make(folder / "model", "dense", 5, tied=False, like=models["dense"])
+    made = SglangServer(path, folder, "--disable-overlap-schedule")
+    made.start()
+    try:
+        made.ready()
+        yield made
+    finally:
+        made.stop()
+
+
+@dataclass(slots=True, eq=False)
+class Trainer:
+    """Makes versions of weights and gives them to servers."""
+
+    folder: Path
+    servers: list[SglangServer]
+    records: list[Record] = field(default_factory=list)
+    path: Path = Path()
+    _syncer: Any = None
+    _transport: Any = None
+
+    def connect(self, transport: str, pause: str = "retract") -> None:
+        """Use these from now on."""
+        from rollbook.train.sync.control import EngineControl
+        from rollbook.train.sync.session import Manner, Syncer
+        from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors
+
+        self.close()
+        made: Any = {
+            "disk": lambda: FromDisk(Path()),
+            "tensor": lambda: FromTensors(BUCKET),
+            "distributed": lambda: ByBroadcast(BUCKET, "127.0.0.1", TIMEOUT_S),
+        }[transport]()
+        self._transport = made
+        engines = [EngineControl(server.url, TIMEOUT_S) for server in self.servers]
+        self._syncer = Syncer(engines, made, lambda *records: self.records.extend(records), Manner(pause))
+
+    def make(self) -> int:
+        """New weights, all of them, as a directory; their version."""
+        import torch
+        from safetensors.torch import save_file
+
+        version = next(VERSIONS)
+        torch.manual_seed(version)
+        like = self.servers[0].model
+        held = {name: t + 0.05 * torch.randn_like(t) for name, t in read_weights(like).items()}
+        self.path = self.folder / f"v{version}"
+        shutil.copytree(like, self.path)
+        save_file(held, self.path / "model.safetensors", metadata={"format": "pt"})
+        return version
+
+    def sync(self, version: int, tensors: Any = None) -> list[str]:
+        """Give the engines what `make` made, or something else."""
+        import json
+
+        from rollbook.train.sync.session import Release
+
+        if hasattr(self._transport, "path"):
+            self._transport.path = self.path
+        head_dim = json.loads((self.path / "config.json").read_bytes())["head_dim"]
+        weights = tensors or (lambda: iter(read_weights(self.path).items()))
+        found: list[str] = self._syncer.sync(Release("actor", version, "w", "", head_dim), weights)
+        return found
+
+    def said(self) -> list[str]:
+        """Kinds of what was written since this was last asked."""
+        kinds = [record.KIND for record in self.records]
+        self.records.clear()
+        return kinds
+
+    def close(self) -> None:
+        """Let go of the engines."""
+        if self._syncer is not None:
+            self._syncer.close()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, weights: Any) -> Iterator[Callable[..., Trainer]]:
+    """Makes trainers of servers, which afterwards have what they were started with."""
+    made: list[Trainer] = []
+
+    def make(*servers: SglangServer) -> Trainer:
+        for server in servers:
+            if server.model.name in ("dense", "moe"):
+                weights(server)
+        made.append(Trainer(tmp_path, list(servers)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def _generated(server: SglangServer) -> tuple[list[int], list[float], list[Any]]:
+    """(ids, logprobs, version spans) of a completion."""
+    params = {"max_new_tokens": LENGTH, "temperature": 1.0, "ignore_eos": True}
+    told = server.post("/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
+    meta = told["meta_info"]
+    logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+    return told["output_ids"], logprobs, meta["weight_versions"]
+
+
+def _check(server: SglangServer, path: Path, version: int, reference: Any) -> None:
+    """What the server makes has the logprobs of the weights at `path`, and their version."""
+    ids, logprobs, spans = _generated(server)
+    assert spans == [{"version": str(version), "start": 0, "end": LENGTH}]
+    wanted = reference.logprobs(path, PROMPT, ids, 1.0)
+    assert max(abs(a - b) for a, b in zip(logprobs, wanted, strict=True)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["dense", "untied", "moe"])
+def test_every_transport(
+    request: pytest.FixtureRequest, trainer: Any, reference: Any, kind: str, transport: str
+) -> None:
+    """Two versions one after the other: verified by the engine's checksums, and served as they are."""
+    server = request.getfixturevalue(kind)
+    ours = trainer(server)
+    ours.connect(transport)
+    for _ in range(2):
+        version = ours.make()
+        assert ours.sync(version) == [server.url]
+        assert ours.said() == ["sync.started", "policy.activated", "sync.finished"]
+        _check(server, ours.path, version, reference)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_servers_at_once(
+    dense: SglangServer, servers: Any, trainer: Any, reference: Any, transport: str
+) -> None:
+    """Both get the same weights from one sync."""
+    both = [dense, servers["second"]]
+    ours = trainer(*both)
+    ours.connect(transport)
+    version = ours.make()
+    assert ours.sync(version) == [server.url for server in both]
+    for server in both:
+        _check(server, ours.path, version, reference)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_fused_experts_are_caught(moe: SglangServer, trainer: Any, reference: Any, transport: str) -> None:
+    """SGLang skips transformers' own names of experts in silence: it stays paused until a right sync."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ours = trainer(moe)
+    ours.connect(transport)
+    version = ours.make()
+    fused = AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.float32)
+    before = moe.get("/model_info")["weight_version"]
+    with pytest.raises(EngineError, match=r"mlp\.experts\.gate_up_proj .*skip it silently"):
+        ours.sync(version, lambda: iter([(n, p.detach()) for n, p in fused.named_parameters()]))
+    assert ours.said() == ["sync.started", "sync.failed"]
+    assert moe.get("/model_info")["weight_version"] == before
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{moe.url}/generate", json=body, timeout=3)
+    assert ours.sync(version) == [moe.url]
+    _check(moe, ours.path, version, reference)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_a_server_is_killed_in_the_middle(
+    dense: SglangServer, trainer: Any, reference: Any, models: Any, tmp_path: Path, transport: str
+) -> None:
+    """The trainer goes on with the other: at once, or from the next sync on after a broadcast of both."""
+    victim = SglangServer(models["dense-next"], tmp_path / "victim")
+    victim.start()
+    try:
+        victim.ready()
+        ours = trainer(victim, dense)
+        ours.connect(transport)
+        version = ours.make()
+
+        def weights() -> Iterator[Any]:
+            for number, named in enumerate(read_weights(ours.path).items()):
+                if number == 9:
+                    victim.process.stop()
+                yield named
+
+        if transport == "tensor":
+            assert ours.sync(version, weights) == [dense.url]
+        else:
+            with pytest.raises(EngineError, match=f"engine {victim.url}"):
+                ours.sync(version, weights)
+        assert ours.said().count("sync.failed") == (1 if transport == "tensor" else 2)
+        version = ours.make()
+        assert ours.sync(version) == [dense.url]
+        _check(dense, ours.path, version, reference)
+    finally:
+        victim.stop()
+
+
+def test_in_place_needs_one_step_after_the_other(dense: SglangServer, trainer: Any) -> None:
+    """Where steps overlap, SGLang counts a token of the old weights to the new ones: refused."""
+    ours = trainer(dense)
+    ours.connect("tensor", "in_place")
+    with pytest.raises(EngineError, match="start it with --disable-overlap-schedule, or pause by retract"):
+        ours.sync(ours.make())
+    assert ours.said() == ["sync.started", "sync.failed"]
+    assert dense.get("/model_info")["weight_version"] != str(next(VERSIONS) - 1)
+
+
+def _in_place(old: Path, new: Path, ids: list[int], cut: int) -> list[float]:
+    """Logprobs of the ids from `cut` on under new weights, over keys and values that the old ones made."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
+    with torch.no_grad():
+        # The last token before the cut was sampled by the old weights, and passes through the new ones.
+        held = before(torch.tensor([[*PROMPT, *ids[: cut - 1]]]), use_cache=True).past_key_values
+        logits = after(torch.tensor([ids[cut - 1 : -1]]), past_key_values=held).logits[0]
+    told: list[float] = torch.log_softmax(logits, -1)[range(len(ids) - cut), ids[cut:]].tolist()
+    return told
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+def test_in_the_middle_of_a_request(
+    request: pytest.FixtureRequest, trainer: Any, client: Any, reference: Any, pause: str, transport: str
+) -> None:
+    """The spans say exactly which version made which token, as the tokens' logprobs prove."""
+    server = request.getfixturevalue("untied" if pause == "in_place" else "dense")
+    ours = trainer(server)
+    ours.connect(transport, pause)
+    first = ours.make()
+    ours.sync(first)
+    httpx.post(f"{server.url}/flush_cache")  # in place, prefixes of earlier weights stay: here none is wanted
+    old, second = ours.path, ours.make()
+    made, heard = client(server).meanwhile(Sampling(240, 1.0, 3), lambda: ours.sync(second))
+    ids = made.completion_ids.tolist()
+    assert heard == ids
+    assert len(ids) == 240
+    before, after = made.version_spans
+    assert (before.version, before.start, before.end) == (first, 0, after.start)
+    assert (after.version, after.end) == (second, 240)
+    cut = before.end
+    assert 60 <= cut < 240
+    told = made.logprobs.tolist()
+    wanted = reference.logprobs(old, PROMPT, ids[:cut], 1.0).tolist()
+    if pause == "in_place":
+        wanted += _in_place(old, ours.path, ids, cut)
+    else:
+        wanted += reference.logprobs(ours.path, [*PROMPT, *ids[:cut]], ids[cut:], 1.0).tolist()
+    assert max(abs(a - b) for a, b in zip(told, wanted, strict=True)) <= TOLERANCE

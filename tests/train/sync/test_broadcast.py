@@ -1,0 +1,154 @@
+"""Broadcasts: everybody takes part, so whoever does not must hold up nobody, here and on the other side."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.store.errors import EngineError
+from rollbook.train.sync.broadcast import OUTLIVING
+from rollbook.train.sync.session import Release
+from rollbook.train.sync.transports import ByBroadcast
+
+UPDATE, JOIN = "/update_weights_from_distributed", "/init_weights_update_group"
+TIMEOUT_S = 5.0
+
+
+fresh = itertools.count(1)
+"""Versions that no engine has yet: tests share the engines."""
+
+
+@pytest.fixture
+def pair(crew: Callable[[], list[Any]]) -> list[Any]:
+    """Two engines in processes of their own."""
+    return crew()
+
+
+def _syncer(world: Any, *engines: Any) -> Any:
+    transport = ByBroadcast(600, "127.0.0.1", TIMEOUT_S)
+    return world.syncer([engine.ready() for engine in engines], transport, timeout_s=TIMEOUT_S)
+
+
+def test_two_engines_by_one_broadcast(world: Any, pair: list[Any]) -> None:
+    """Sync after sync over one group; a group of its own where the engines change."""
+    syncer = _syncer(world, *pair)
+    urls = [engine.url for engine in pair]
+    for _ in range(2):
+        assert world.sync(syncer, next(fresh)) == urls
+    first = syncer._transport._group
+    assert world.sync(syncer, next(fresh)) == urls
+    assert syncer._transport._group is first
+    pair[1].stop()
+    version = next(fresh)
+    assert world.sync(syncer, version) == urls[:1]
+    assert syncer._transport._group is not first
+    assert pair[0].version() == str(version)
+
+
+@pytest.mark.parametrize(
+    ("route", "after"), [(UPDATE, 0), (UPDATE, 2), (JOIN, 0), ("/begin_weight_update", 0)]
+)
+@pytest.mark.parametrize("kind", ["error", "die", "drop"])
+def test_one_rejects(
+    world: Any, pair: list[Any], timed: Callable[..., Any], route: str, after: int, kind: str
+) -> None:
+    """At once both are out, since nobody knows what the other got; the next sync is over a new group."""
+    bad, good = pair
+    bad.fault(route=route, kind=kind, after=after)
+    syncer = _syncer(world, bad, good)
+    with timed(TIMEOUT_S), pytest.raises(EngineError, match="served nowhere") as error:
+        world.sync(syncer, next(fresh))
+    assert route in str(error.value)
+    assert world.said(bad.url) == world.said(good.url) == ["sync.started", "sync.failed"]
+    alive = [good.url] if kind == "die" else [bad.url, good.url]
+    version = next(fresh)
+    with timed(TIMEOUT_S):
+        assert world.sync(syncer, version) == alive
+    assert good.version() == str(version)
+
+
+@pytest.mark.parametrize("route", [UPDATE, JOIN])
+def test_one_hangs(world: Any, pair: list[Any], timed: Callable[..., Any], route: str) -> None:
+    """The wait ends with the time-out, and the other is free again for the next sync."""
+    bad, good = pair
+    bad.fault(route=route, kind="hang", seconds=600)
+    syncer = _syncer(world, bad, good)
+    with timed(4 * TIMEOUT_S), pytest.raises(EngineError, match="served nowhere"):
+        world.sync(syncer, next(fresh))
+    bad.stop()
+    time.sleep(0.5)
+    version = next(fresh)
+    with timed(2 * TIMEOUT_S):
+        assert world.sync(syncer, version) == [good.url]
+    assert good.version() == str(version)
+
+
+def test_one_comes_late(world: Any, pair: list[Any], timed: Callable[..., Any]) -> None:
+    """When the other has refused already: it still finds where to meet, and does not look for it for ever."""
+    bad, good = pair
+    bad.fault(route=JOIN, kind="error")
+    good.fault(route=JOIN, kind="hang", seconds=1.5)
+    syncer = _syncer(world, bad, good)
+    with timed(TIMEOUT_S - 1), pytest.raises(EngineError, match="served nowhere"):
+        world.sync(syncer, next(fresh))
+    with timed(TIMEOUT_S):
+        assert world.sync(syncer, next(fresh)) == [bad.url, good.url]
+
+
+def test_nothing_waits_for_who_refused(world: Any, pair: list[Any], timed: Callable[..., Any]) -> None:
+    """An engine that refuses a bucket leaves the group: that ends the collective, here and for an engine to
+    which it would have passed the bucket on."""
+    bad, good = pair
+    last = world.process()
+    bad.fault(route=UPDATE, kind="error")
+    syncer = _syncer(world, bad, good, last)
+    large = [("model.norm.weight", torch.zeros(10_000_000))]  # more than sockets hold
+    with timed(TIMEOUT_S - 1), pytest.raises(EngineError, match="served nowhere"):
+        syncer.sync(Release("actor", next(fresh), "w", "", 4), lambda: iter(large))
+    deadline = time.monotonic() + TIMEOUT_S / 2
+    while any(thread.name == OUTLIVING for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a collective still waits"
+        time.sleep(0.02)
+
+
+TRAINER = """
+import sys, time
+import torch
+from rollbook.store.errors import EngineError
+from rollbook.train.sync.control import EngineControl
+from rollbook.train.sync.session import Manner, Release, Syncer
+from rollbook.train.sync.broadcast import OUTLIVING
+from rollbook.train.sync.transports import ByBroadcast
+
+engines = [EngineControl(url, 5.0) for url in sys.argv[1:]]
+syncer = Syncer(engines, ByBroadcast(600, "127.0.0.1", 5.0), lambda *records: None, Manner())
+weights = {"model.norm.weight": torch.zeros(8), "model.embed_tokens.weight": torch.zeros(70, 8)}
+try:
+    syncer.sync(Release("actor", 1, "w", "", 4), lambda: iter(weights.items()))
+except EngineError as error:
+    print("failed:", error, flush=True)
+if "close" in sys.argv:
+    syncer.close()
+print(time.time(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["error", "hang"])
+def test_a_trainer_ends_after_a_failed_broadcast(
+    world: Any, pair: list[Any], run_python: Callable[..., tuple[int, str, str]], kind: str
+) -> None:
+    """Nothing of it keeps the process alive or breaks its end, though the group was never closed."""
+    bad, good = pair
+    bad.fault(route=UPDATE, kind=kind, seconds=600)
+    code, out, err = run_python(TRAINER, bad.url, good.url)
+    assert code == 0, err
+    bad.stop()
+    said, ended = out.splitlines()
+    assert said.startswith("failed: ")
+    assert time.time() - float(ended) < TIMEOUT_S + 2

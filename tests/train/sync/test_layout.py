@@ -1,0 +1,209 @@
+"""Where tensors lie in an engine, by ranks: as SGLang's own loaders put them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.store.errors import EngineError
+from rollbook.train.sync.checksums import Sha256Checksum
+from rollbook.train.sync.control import RankChecksums
+from rollbook.train.sync.layout import Expected, Place, place_of, shard
+
+LOADED: dict[str, list[int]] = orjson.loads((Path(__file__).parent / "sglang_loaders.json").read_bytes())
+"""What SGLang 0.5.23's loaders gave each rank of rows numbered from 0 (q, gate), 100 (k, up) and 200 (v).
+
+`qkv HEADS KV_HEADS HEAD_DIM SIZE RANK`, `gate_up SIZE RANK` and `row SIZE RANK` list the numbers held;
+`vocab ROWS SIZE RANK` is (rows held, first number, last number) of rows 1.., where a row of zeros is padding.
+"""
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+DENSE = {
+    "model.embed_tokens.weight": (70, 8),
+    f"{ATTENTION}.q_proj.weight": (16, 8),
+    f"{ATTENTION}.k_proj.weight": (8, 8),
+    f"{ATTENTION}.v_proj.weight": (8, 8),
+    f"{ATTENTION}.q_proj.bias": (16,),
+    f"{ATTENTION}.k_proj.bias": (8,),
+    f"{ATTENTION}.v_proj.bias": (8,),
+    f"{ATTENTION}.o_proj.weight": (8, 16),
+    f"{ATTENTION}.q_norm.weight": (4,),
+    f"{MLP}.gate_proj.weight": (12, 8),
+    f"{MLP}.up_proj.weight": (12, 8),
+    f"{MLP}.down_proj.weight": (8, 12),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (70, 8),
+}
+HELD = {
+    "model.embed_tokens.weight": ["model.embed_tokens.weight"],
+    f"{ATTENTION}.qkv_proj.weight": [f"{ATTENTION}.{x}_proj.weight" for x in "qkv"],
+    f"{ATTENTION}.qkv_proj.bias": [f"{ATTENTION}.{x}_proj.bias" for x in "qkv"],
+    f"{ATTENTION}.o_proj.weight": [f"{ATTENTION}.o_proj.weight"],
+    f"{ATTENTION}.q_norm.weight": [f"{ATTENTION}.q_norm.weight"],
+    f"{MLP}.gate_up_proj.weight": [f"{MLP}.gate_proj.weight", f"{MLP}.up_proj.weight"],
+    f"{MLP}.down_proj.weight": [f"{MLP}.down_proj.weight"],
+    "model.norm.weight": ["model.norm.weight"],
+    "lm_head.weight": ["lm_head.weight"],
+}
+PADDED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def _numbered(rows: int, base: int, columns: int | None) -> torch.Tensor:
+    numbers = torch.arange(rows) + base
+    return numbers if columns is None else numbers[:, None] * torch.ones(columns, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("key", [key for key in LOADED if not key.startswith("vocab")])
+def test_as_sglang_cuts_projections(key: str) -> None:
+    """Heads by ranks, key and value heads held by several of them, biases with their rows."""
+    kind, *numbers = key.removesuffix(" bias").split()
+    *given_shape, size, rank = map(int, numbers)
+    bias = "bias" if key.endswith("bias") else "weight"
+    columns = None if bias == "bias" else 8
+    if kind == "qkv":
+        heads, kv_heads, dim = given_shape
+        parts = [("q", heads * dim, 0), ("k", kv_heads * dim, 100), ("v", kv_heads * dim, 200)]
+        named = [(f"{ATTENTION}.{p}_proj.{bias}", _numbered(rows, b, columns)) for p, rows, b in parts]
+    elif kind == "gate_up":
+        dim = 2
+        named = [(f"{MLP}.{p}_proj.{bias}", _numbered(8, b, columns)) for p, b in (("gate", 0), ("up", 100))]
+    else:
+        dim = 2
+        tensor = torch.arange(8)[None] * torch.ones(5, 1) if bias == "weight" else torch.arange(5)
+        named = [(f"{ATTENTION}.o_proj.{bias}", tensor)]
+    cut = [shard(name, tensor, rank, size, dim) for name, tensor in named]
+    held = torch.cat([one if one.dim() == 1 else (one[0] if kind == "row" else one[:, 0]) for one in cut])
+    assert held.int().tolist() == LOADED[key]
+
+
+@pytest.mark.parametrize("key", [key for key in LOADED if key.startswith("vocab")])
+@pytest.mark.parametrize("name", PADDED)
+def test_as_sglang_pads_vocabularies(key: str, name: str) -> None:
+    """To a multiple of 64, and of 64 times the ranks only where these do not divide the first."""
+    rows, size, rank = map(int, key.split()[1:])
+    held = shard(name, _numbered(rows, 1, 2), rank, size, 4)[:, 0]
+    used = held[held != 0].tolist() or [0]
+    assert [len(held), used[0], used[-1]] == LOADED[key]
+
+
+def test_places() -> None:
+    """Merged, of experts, of shared experts, alone, nowhere."""
+    experts = "model.layers.1.mlp.experts"
+    shared = "model.layers.1.mlp.shared_expert"
+    held = frozenset(
+        {*HELD, f"{experts}.w13_weight", f"{experts}.w2_weight", "model.layers.1.mlp.gate.weight"}
+        | {f"{shared}.gate_up_proj.weight", f"{shared}.down_proj.weight"}
+    )
+    wanted = {
+        f"{ATTENTION}.v_proj.bias": Place(f"{ATTENTION}.qkv_proj.bias", 2),
+        f"{MLP}.up_proj.weight": Place(f"{MLP}.gate_up_proj.weight", 1),
+        f"{experts}.0.gate_proj.weight": Place(f"{experts}.w13_weight", 0),
+        f"{experts}.10.up_proj.weight": Place(f"{experts}.w13_weight", 21),
+        f"{experts}.10.down_proj.weight": Place(f"{experts}.w2_weight", 10),
+        f"{shared}.gate_proj.weight": Place(f"{shared}.gate_up_proj.weight", 0),
+        "model.layers.1.mlp.gate.weight": Place("model.layers.1.mlp.gate.weight", 0),
+        f"{experts}.gate_up_proj": None,
+        "model.layers.9.self_attn.q_proj.weight": None,
+        "model.layers.9.mlp.experts.0.up_proj.weight": None,
+        "lm_head.bias": None,
+    }
+    assert {name: place_of(name, held) for name in wanted} == wanted
+
+
+def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) for name, shape in DENSE.items()}
+
+
+def _engine(tensors: dict[str, torch.Tensor], size: int = 1) -> list[RankChecksums]:
+    """What an engine answers that holds these tensors, cut among `size` ranks."""
+    ranks = []
+    for rank in range(size):
+        sums = {}
+        for held, parts in HELD.items():
+            checksum = Sha256Checksum()
+            for name in parts:
+                checksum.update(shard(name, tensors[name], rank, size, 4))
+            sums[held] = checksum.hexdigest()
+        ranks.append(RankChecksums(rank, size, sums))
+    return ranks
+
+
+def _expected(size: int = 1) -> Expected:
+    return Expected(_engine(_tensors(), size), Sha256Checksum, 4)
+
+
+@given(st.permutations(sorted(DENSE)), st.sampled_from([1, 2, 4]))
+def test_in_any_order(names: list[str], size: int) -> None:
+    """Parts of a merged tensor may come in any order, in memory that is used again after each."""
+    expected, new = _expected(size), _tensors(1)
+    for name in names:
+        lent = new[name].clone()
+        expected.add(name, lent)
+        lent.fill_(7)
+    expected.check("http://e", _engine(new, size))
+
+
+def _sent(**changes: torch.Tensor | None) -> Expected:
+    expected = _expected()
+    for name, tensor in (_tensors(1) | {k.replace("__", "."): v for k, v in changes.items()}).items():
+        if tensor is not None:
+            expected.add(name, tensor)
+    return expected
+
+
+def _without(name: str) -> Expected:
+    expected = _expected()
+    for other, tensor in _tensors(1).items():
+        if other != name:
+            expected.add(other, tensor)
+    return expected
+
+
+def test_what_is_not_sent_is_named() -> None:
+    """One of its own, the first and the last part of a merged one."""
+    held = _engine(_tensors(1))
+    for name, told in {
+        "model.norm.weight": "1 tensors were not sent whole, such as model.norm.weight",
+        f"{ATTENTION}.q_proj.weight": "not sent whole, such as .*qkv_proj.weight",
+        f"{ATTENTION}.v_proj.weight": "1 of 9 tensors are not those sent, such as .*qkv_proj.weight",
+    }.items():
+        with pytest.raises(EngineError, match=f"engine http://e, rank 0: verification failed: .*{told}"):
+            _without(name).check("http://e", held)
+
+
+def test_a_wrong_byte_is_named() -> None:
+    """One bit of one value of one rank."""
+    new = _tensors(1)
+    expected = _expected(2)
+    for name, tensor in new.items():
+        expected.add(name, tensor)
+    new[f"{MLP}.down_proj.weight"].view(torch.int32)[7, 11] ^= 1
+    text = "rank 1: verification failed: 1 of 9 tensors are not those sent, such as .*down_proj.weight"
+    with pytest.raises(EngineError, match=text):
+        expected.check("http://e", _engine(new, 2))
+
+
+def test_a_name_that_would_be_skipped() -> None:
+    """An engine has no place for fused experts, nor for another model's layers."""
+    for name in (f"{MLP}.experts.gate_up_proj", "model.layers.1.self_attn.q_proj.weight"):
+        with pytest.raises(EngineError, match=f"no tensor that {name} goes into, .*skip it silently"):
+            _expected().add(name, torch.zeros(4, 4))
+
+
+def test_an_engine_that_holds_more_or_other_ranks() -> None:
+    """A tensor of the engine's that nothing was sent for; a rank that was not there."""
+    expected, held = _sent(), _engine(_tensors(1))
+    more = held[0].tensors | {"model.layers.0.self_attn.sinks": "0" * 16}
+    with pytest.raises(EngineError, match=r"1 tensors were not sent whole, such as .*\.sinks"):
+        expected.check("http://e", [RankChecksums(0, 1, more)])
+    with pytest.raises(EngineError, match="2 ranks answer, 1 did before"):
+        expected.check("http://e", [*held, *held])
+    fewer: dict[str, Any] = {k: v for k, v in held[0].tensors.items() if k != "model.norm.weight"}
+    with pytest.raises(EngineError, match=r"1 of 9 tensors .* such as model\.norm\.weight"):
+        expected.check("http://e", [RankChecksums(0, 1, fewer)])
