@@ -66,10 +66,10 @@ def check_version(told: Any, url: str) -> str | None:
         EngineError: it is older than `OLDEST_SERVER`.
     """
     version = told.get("version") if isinstance(told, dict) else None
-    found = _release(version)
+    found = release_of(version)
     if found is None:
         return f"{url} does not say which SGLang it is: nothing older than {OLDEST_SERVER} is supported"
-    if found < (_release(OLDEST_SERVER) or ()):
+    if found < (release_of(OLDEST_SERVER) or ()):
         raise EngineError(
             f"{url} is SGLang {version}, whose answers do not say which weights made which tokens: "
             f"use {OLDEST_SERVER} or newer"
@@ -77,7 +77,7 @@ def check_version(told: Any, url: str) -> str | None:
     return None
 
 
-def _release(version: Any) -> tuple[int, ...] | None:
+def release_of(version: Any) -> tuple[int, ...] | None:
     """The numbers that a version begins with; None of what is no version."""
     found = re.match(r"\d+(\.\d+)+", version) if isinstance(version, str) else None
     return tuple(map(int, found[0].split("."))) if found else None

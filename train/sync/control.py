@@ -11,7 +11,8 @@ import httpx
 from rollbook.store.errors import EngineError
 from rollbook.store.events import Json
 
-OLDEST_SGLANG = (0, 5, 19)
+SESSIONS_SINCE = "0.5.21"
+"""The first SGLang that takes tensors and broadcasts inside a session, between begin and end."""
 EMBEDDED = "rollbook-embedded"
 
 

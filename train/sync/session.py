@@ -17,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from rollbook.ingest.engines.sglang_wire import release_of
 from rollbook.ingest.engines.weight_name import weight_name
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
 from rollbook.train.sync.checksums import checksum_of
-from rollbook.train.sync.control import EMBEDDED, EngineControl, EngineInfo, RankChecksums
+from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, EngineControl, EngineInfo, RankChecksums
 from rollbook.train.sync.layout import Expected
-from rollbook.train.sync.transports import Receiver, Transport, Weights
+from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
 
 DRAIN = "drain"
 PAUSES = (DRAIN, "retract", "in_place", "abort")
@@ -183,7 +184,17 @@ class Syncer:
                 f"engine {engine.url}: in_place would give one token of each running request a wrong version"
             )
             raise EngineError(f"{text}; start it with --disable-overlap-schedule, or pause by retract")
+        self._check_sessions(engine.url, info)
         return info, engine.checksums() if held is None else held
+
+    def _check_sessions(self, url: str, info: EngineInfo) -> None:
+        found = release_of(info.version)
+        too_old = info.kind != EMBEDDED and found is not None and found < (release_of(SESSIONS_SINCE) or ())
+        if self._transport.name != FromDisk.name and too_old:
+            raise EngineError(
+                f"engine {url}: SGLang {info.version} takes no weights by {self._transport.name}: use "
+                f'{SESSIONS_SINCE} or newer, or transport = "disk"'
+            )
 
     def _halt(self, course: _Course) -> None:
         """Have the engine stand still."""

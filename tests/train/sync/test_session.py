@@ -197,6 +197,29 @@ def test_in_place_where_steps_overlap(world: Any) -> None:
         assert engine.app.paused is None
 
 
+@pytest.mark.parametrize(
+    ("version", "transport", "takes"),
+    [
+        ("0.5.20", "tensor", False),
+        ("0.5.20", "disk", True),
+        ("0.5.21", "tensor", True),
+        ("a fork", "tensor", True),
+    ],
+)
+def test_servers_without_sessions(world: Any, version: str, transport: str, takes: bool) -> None:
+    """One that is too old for a transport is told of by both versions, and is not touched."""
+    engine = world.engine()
+    real = engine.app._routes["/server_info"]
+    engine.app._routes["/server_info"] = lambda body: (200, real(body)[1] | {"version": version})
+    syncer = world.syncer([engine.url], world.transport(transport))
+    if takes:
+        assert world.sync(syncer, 1) == [engine.url]
+        return
+    with pytest.raises(EngineError, match=rf"SGLang 0\.5\.20 takes no weights by {transport}: use 0\.5\.21"):
+        world.sync(syncer, 1)
+    assert "/pause_generation" not in engine.routes()
+
+
 # Requests that run ---------------------------------------------------------------------------------
 
 
