@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from rollbook.ingest.engines.weights import Tensors, digest_tensors
+from rollbook.ingest.engines.weights import Tensors, digest_tensors, line_of
 from rollbook.store.digest import combine
 from rollbook.train.batch import MicroBatch
 from rollbook.train.config import OptimizerConfig
 from rollbook.train.megatron_model import MegatronParts, build
 from rollbook.train.model_shape import ModelShape
 from rollbook.train.reshard import one_rank, rank_weights
-from rollbook.train.tensor_file import line_of
 from rollbook.train.weight_names import stream_weights
 
 LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]

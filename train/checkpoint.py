@@ -19,14 +19,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.weights import Tensors, digest_tensors, read_weights
+from rollbook.ingest.engines.weights import Tensors, digest_tensors, line_of, read_weights
 from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import new_id
 from rollbook.store.lane.files import fsync_folder
 from rollbook.train.model_shape import read_shape
-from rollbook.train.tensor_file import TensorKind, kind_of, line_of, write_tensors
+from rollbook.train.tensor_file import TensorKind, kind_of, write_tensors
 from rollbook.train.weight_names import weight_shapes
 
 MANIFEST = "rollbook.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import torch
 
-from rollbook.store.digest import tensor_line
+from rollbook.ingest.engines.weights import line_of, tensor_bytes
 from rollbook.store.errors import ModelError
 
 _TYPES = {
@@ -52,21 +52,6 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
     return TensorKind(tensor.dtype, tuple(tensor.shape))
 
 
-def line_of(name: str, tensor: torch.Tensor) -> str:
-    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes."""
-    return _line(name, tensor, _data(tensor))
-
-
-def _line(name: str, tensor: torch.Tensor, data: memoryview) -> str:
-    return tensor_line(name, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
-
-
-def _data(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, row-major; copied only from another device, or from a view with gaps."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
 def write_tensors(
     file: Path, kinds: Mapping[str, TensorKind], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
@@ -85,9 +70,9 @@ def write_tensors(
         for name, tensor in tensors:
             if (name, kind_of(tensor)) != (wanted := next(expected, None)):
                 raise ModelError(f"{file}: {name}, {kind_of(tensor)}, came where {wanted} was to be written")
-            data = _data(tensor)
-            lines[name] = _line(name, tensor, data)
-            _write_all(fd, data)
+            held = tensor.detach().cpu().contiguous()  # copied at most once
+            lines[name] = line_of(name, held)
+            _write_all(fd, tensor_bytes(held).data)
         if left := [name for name, _ in expected]:
             raise ModelError(f"{file}: {len(left)} tensors did not come, the first of them {left[0]}")
         os.fsync(fd)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 import torch
 from safetensors import safe_open
@@ -18,25 +20,26 @@ from rollbook.store.errors import ModelError
 Tensors = dict[str, torch.Tensor]
 
 
+def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor's bytes, row-major; copied only from another device, or from a view with gaps."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def line_of(name: str, tensor: torch.Tensor) -> str:
+    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tensor_line(name, dtype, tensor.shape, tensor_bytes(tensor).data)
+
+
 def digest_tensors(tensors: Tensors) -> str:
     """The digest of `store.digest` over torch tensors of any dtype and device."""
-    lines = []
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        lines.append(tensor_line(name, dtype, tensor.shape, data))
-    return combine(lines)
+    return combine(line_of(name, tensor) for name, tensor in tensors.items())
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:
     """SGLang's checksum of each tensor where it runs on a CPU: the first 8 bytes of SHA-256, hexadecimal."""
-    found = {}
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-        found[name] = hashlib.sha256(data).hexdigest()[:16]
-    return found
+    return {name: hashlib.sha256(tensor_bytes(t).data).hexdigest()[:16] for name, t in tensors.items()}
 
 
 def read_weights(model: Path) -> Tensors:

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.weights import digest_tensors
+from rollbook.ingest.engines.weights import digest_tensors, line_of
 from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
-from rollbook.train.tensor_file import kind_of, line_of, write_tensors
+from rollbook.train.tensor_file import kind_of, write_tensors
 
 TENSORS = {
     "double": torch.arange(3, dtype=torch.float64),

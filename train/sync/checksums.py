@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollbook.ingest.engines.weights import tensor_bytes
+
 Words = npt.NDArray[np.uint32]
 
 _MIX_1, _MIX_2 = 0x85EBCA6B, 0xC2B2AE35
@@ -36,12 +38,6 @@ class Checksum(Protocol):
 
     def hexdigest(self) -> str:
         """The checksum so far: 16 hexadecimal digits."""
-
-
-def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's bytes in row order; no copy where it is on the CPU and contiguous."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
 class Sha256Checksum:

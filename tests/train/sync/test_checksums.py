@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.sync.checksums import Sha256Checksum, TiledChecksum, checksum_of, tensor_bytes
+from rollbook.ingest.engines.weights import tensor_bytes
+from rollbook.train.sync.checksums import Sha256Checksum, TiledChecksum, checksum_of
 
 TILE = 32768
 TILED = {
