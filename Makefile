@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 SGLANG := .venv-sglang
 PIP_EXACT := install --quiet --disable-pip-version-check --no-deps --requirement
 
-.PHONY: demo test test-clients test-sglang check lint types fmt bench wheel clean
+.PHONY: demo test test-bench test-clients test-sglang check lint types fmt bench wheel clean
 
 $(STAMP): pyproject.toml constraints.txt tests/corpus.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -22,6 +22,9 @@ demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 
 test: $(STAMP)  ## the tests, a process for each core; those of one file stay together
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-bench: $(STAMP)  ## that the benchmarks measure what they say
+	$(BIN)/pytest tests/bench --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed  ## real client libraries against the proxy
 	$(BIN)/pytest tests/clients --numprocesses auto --maxprocesses 4

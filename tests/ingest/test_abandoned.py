@@ -17,7 +17,7 @@ CHAT = PATHS["chat"]
 @pytest.fixture
 def proxy(played: Any) -> Any:
     """A proxy that gives agents up after 0.2 s."""
-    return played(options=ProxyOptions(abandoned_s=0.2))
+    return played(options=ProxyOptions(abandoned_s=0.6))
 
 
 def _labels(proxy: Any, name: str) -> list[Any]:
@@ -38,7 +38,7 @@ def test_who_is_silent_is_finished_as_aborted(proxy: Any) -> None:
         slow = proxy.exchange(f"/t/slow{CHAT}", asked("chat"))
         await asyncio.sleep(0.05)
         engine.pace = None
-        for _ in range(8):
+        for _ in range(20):
             await proxy.exchange(f"/t/busy{CHAT}", asked("chat")).end()
             await asyncio.sleep(0.1)
         for _ in range(50):

@@ -64,7 +64,7 @@ def test_health_is_open_to_all(proxy: Any) -> None:
     """For load balancers; it says nothing of anybody's trajectories."""
     reply = proxy.ask("/healthz", method="GET")
     assert reply.status == 200
-    assert set(reply.json) == {"status", "run", "lane", "engine", "policy_version"}
+    assert set(reply.json) == {"status", "run", "lane", "engine", "policy_version", "engines"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.ingest.engines.sent_tensors import read_sent
@@ -22,6 +22,7 @@ def _named(described: list[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[s
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=20), st.integers(1, 400))
+@settings(deadline=None)
 def test_nothing_is_lost(described: list[tuple[tuple[int, ...], torch.dtype]], size: int) -> None:
     """All tensors, in their order and bit for bit; no bucket mixes types or is too large without need."""
     named = _named(described)
