@@ -1,4 +1,9 @@
-"""A process group of this process and engines' ranks, in which it broadcasts; nothing here waits forever."""
+"""A process group of this process and an engine's ranks, in which it broadcasts; nothing here waits forever.
+
+Every engine has a group of its own. In one of them all, an engine that dies in the middle would take the
+others along: gloo does not tell a receiver that is halfway through a tensor of a connection that ends, so it
+would wait for its own time-out, which SGLang sets to half an hour.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -25,87 +30,82 @@ OUTLIVING = "broadcast-end"
 
 
 class BroadcastGroup:
-    """Rank 0 is this process; then come the engines' ranks, in the order of `members`.
+    """Rank 0 is this process, then come an engine's tensor-parallel ranks.
 
     Args:
-        members: (control URL, tensor-parallel ranks) of each engine.
+        ranks: of the engine.
         device: of the tensors: nccl serves CUDA, gloo the CPU.
-        address: of this host, as engines reach it.
+        address: of this host, as the engine reaches it.
     """
 
-    def __init__(
-        self, members: tuple[tuple[str, int], ...], device: torch.device, address: str, timeout_s: float
-    ) -> None:
-        self.members = members
+    def __init__(self, ranks: int, device: torch.device, address: str, timeout_s: float) -> None:
         self.name = f"rollbook-{new_id()[-12:]}"
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self.size = 1 + sum(ranks for _, ranks in members)
-        self.ranks = [1 + sum(ranks for _, ranks in members[:i]) for i in range(len(members))]
-        self.port = _free_port(address)
-        self._address, self._timeout_s = address, timeout_s
+        self.size = 1 + ranks
+        self.address, self.port = address, _free_port(address)
+        self._timeout_s = timeout_s
         self._server: Any = None
         self._group: Any = None
         self._pending: list[Any] = []
 
-    def join(self, joining: Sequence[Future[None]]) -> Exception | None:
-        """Meet the engines, which were asked to come; why that failed, or None.
+    def join(self, joining: Future[None]) -> None:
+        """Meet the engine, which was asked to come.
 
-        Whoever refuses ends the wait for all: they meet in a store that is closed once the others are in it.
-        One that came later would look for it in vain, and SGLang does so for half an hour.
+        Raises:
+            Exception: it refused, which ends the wait for it, or did not come in time.
         """
-        self._server = _store(self._address, self.port, self.size, self._timeout_s, serve=True)
+        self._server = self._store(serve=True)
         with ThreadPoolExecutor(1) as pool:
-            meeting = pool.submit(self._meet)
+            meeting = pool.submit(self._meet, self._store(serve=False))
             while not meeting.done():
-                if _refusal(joining) is not None and self._all_came(joining):
-                    self._server = None
+                if joining.done() and joining.exception():
+                    self._server = None  # where the two would meet
                     break
                 time.sleep(POLL_S)
-            error = meeting.exception()
-        return _refusal(joining) or (error if isinstance(error, Exception) else None)
+            joining.result()
+            meeting.result()
 
-    def _meet(self) -> None:
-        store = _store(self._address, self.port, self.size, self._timeout_s, serve=False)
+    def _meet(self, store: Any) -> None:
         timeout = timedelta(seconds=self._timeout_s)
         self._group = _make_group(self.backend, store, self.size, self.name, timeout)
 
-    def _all_came(self, joining: Sequence[Future[None]]) -> bool:
-        """Whether all ranks that still want to join are in the store, by the keys that hold addresses."""
-        there = {key.rpartition("/")[2] for key in self._server.list_keys()}
-        awaited = [0]
-        for first, (_, ranks), task in zip(self.ranks, self.members, joining, strict=True):
-            awaited += [] if task.done() else range(first, first + ranks)
-        return all(str(rank) in there for rank in awaited)
+    def _store(self, *, serve: bool) -> Any:
+        # That everybody is there shows in the group's making, which can be ended; this wait could not.
+        timeout = timedelta(seconds=self._timeout_s)
+        made = torch._C._distributed_c10d.TCPStore
+        return made(
+            self.address, self.port, self.size, is_master=serve, timeout=timeout, wait_for_workers=False
+        )
 
-    def broadcast(
-        self, bucket: Bucket, tasks: Sequence[Future[None]], refused: Callable[[], None]
-    ) -> Exception | None:
-        """Send a bucket while the engines receive it; why that failed, or None.
+    def broadcast(self, bucket: Bucket, receiving: Future[None], refused: Callable[[], None]) -> None:
+        """Send a bucket while the engine receives it.
 
         Args:
-            tasks: of the engines that were asked to receive it.
-            refused: called once when one of them fails; what waits for it then waits in vain.
+            receiving: of the engine, which was asked to.
+            refused: called when it fails; what waits for it here then waits in vain.
+
+        Raises:
+            Exception: the engine's own, or why the broadcast failed.
         """
         work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         deadline = time.monotonic() + self._timeout_s
-        problem: Exception | None = None
-        while not work.is_completed():
-            problem = _refusal(tasks)
-            if problem is None and time.monotonic() > deadline:
-                problem = EngineError(
-                    f"the broadcast of {bucket.names[0]} took more than {self._timeout_s:g} s"
-                )
-            if problem is not None:
-                self._pending.append((work, bucket.flat))  # the memory must outlive what may still read it
-                refused()
-                return problem
+        late = False
+        while not work.is_completed() and not late:
+            late = time.monotonic() > deadline or (receiving.done() and receiving.exception() is not None)
             time.sleep(POLL_S)
+        if late:
+            self._pending.append((work, bucket.flat))  # the memory must outlive what may still read it
+            refused()
+            receiving.result()
+            raise EngineError(f"the broadcast of {bucket.names[0]} took more than {self._timeout_s:g} s")
         try:
             work.wait()
         except RuntimeError as error:
             refused()
-            return EngineError(f"the broadcast of {bucket.names[0]} broke off: {str(error)[:200]}")
-        return None
+            receiving.result()
+            text = f"the broadcast of {bucket.names[0]} broke off: {str(error)[:200]}"
+            raise EngineError(text) from error
+        receiving.result()
 
     def close(self) -> None:
         """Leave. What waits in a collective on the other side fails there.
@@ -129,18 +129,6 @@ def _outlive(group: Any, pending: list[Any]) -> None:
         with contextlib.suppress(RuntimeError):
             work.wait()
     del group
-
-
-def _refusal(tasks: Sequence[Future[None]]) -> Exception | None:
-    errors = [task.exception() for task in tasks if task.done()]
-    return next((error for error in errors if isinstance(error, Exception)), None)
-
-
-def _store(address: str, port: int, size: int, timeout_s: float, *, serve: bool) -> Any:
-    # That everybody is there shows in the group's making, which can be ended; this wait could not.
-    timeout = timedelta(seconds=timeout_s)
-    made = torch._C._distributed_c10d.TCPStore
-    return made(address, port, size, is_master=serve, timeout=timeout, wait_for_workers=False)
 
 
 def _make_group(backend: str, store: Any, size: int, name: str, timeout: timedelta) -> Any:

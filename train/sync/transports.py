@@ -106,7 +106,7 @@ class FromTensors:
 
 
 class ByBroadcast:
-    """Engines anywhere receive what this process broadcasts, each of their ranks once.
+    """Engines anywhere receive what this process broadcasts to each.
 
     Args:
         bucket_bytes: size of a bucket.
@@ -121,88 +121,53 @@ class ByBroadcast:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._buffers = Buffers(bucket_bytes, self._device)
         self._address, self._timeout_s = address, timeout_s
-        self._group: BroadcastGroup | None = None
-        self._members: list[EngineControl] = []
+        self._groups: dict[EngineControl, BroadcastGroup] = {}
 
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
-        """Broadcast bucket after bucket. Who fails takes the others along: a broadcast is everybody's."""
-        group = self._joined(receivers)
-        if group is None:
-            return 0
+        """Broadcast bucket after bucket, to all side by side."""
+        with ThreadPoolExecutor(max(len(receivers), 1)) as asking:
 
-        def give(receiver: Receiver, bucket: Bucket) -> None:
-            receiver.control.update_from_broadcast(bucket.described(), group.name, flush=receiver.flush)
+            def give(receiver: Receiver, bucket: Bucket) -> None:
+                control, group = receiver.control, self._groups[receiver.control]
+                told = bucket.described()
+                task = asking.submit(control.update_from_broadcast, told, group.name, flush=receiver.flush)
+                group.broadcast(bucket, task, lambda: self._leave(control))
 
-        def broadcast(bucket: Bucket, tasks: Sequence[Future[None]]) -> Exception | None:
-            return group.broadcast(bucket, tasks, lambda: self._part(receivers, tasks))
-
-        try:
-            return _in_buckets(weights, receivers, self._buffers, give, broadcast)
-        finally:
-            if any(receiver.error for receiver in receivers):
+            with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+                _each(pool, receivers, lambda receiver: self._join(receiver, asking))
+            try:
+                return _in_buckets(weights, receivers, self._buffers, give)
+            finally:
                 for receiver in receivers:
-                    receiver.failed(EngineError("another engine of the broadcast failed"))
-                self._leave([receiver.control for receiver in receivers])
+                    if receiver.error is not None:
+                        self._leave(receiver.control)
 
-    def _joined(self, receivers: Sequence[Receiver]) -> BroadcastGroup | None:
-        """The group of these engines: the last sync's, if it was of the same ones."""
-        members = tuple((receiver.control.url, receiver.ranks) for receiver in receivers)
-        if self._group is not None and self._group.members == members:
-            return self._group
-        self._leave(self._members)
-        group = BroadcastGroup(members, self._device, self._address, self._timeout_s)
-        with ThreadPoolExecutor(len(receivers)) as pool:
-            joining = [
-                pool.submit(
-                    receiver.control.join_group,
-                    self._address,
-                    group.port,
-                    rank,
-                    group.size,
-                    group.name,
-                    group.backend,
-                )
-                for receiver, rank in zip(receivers, group.ranks, strict=True)
-            ]
-            error = group.join(joining)
-            _settled(receivers, joining)
-        if error is not None or any(receiver.error for receiver in receivers):
+    def _join(self, receiver: Receiver, asking: ThreadPoolExecutor) -> None:
+        """Have a group with it: the last sync's, if that ended well."""
+        control = receiver.control
+        if control in self._groups:
+            return
+        group = BroadcastGroup(receiver.ranks, self._device, self._address, self._timeout_s)
+        place = (group.address, group.port, 1, group.size, group.name, group.backend)
+        try:
+            group.join(asking.submit(control.join_group, *place))
+        except Exception:
             group.close()
-            for receiver in receivers:
-                receiver.failed(error or EngineError("another engine did not join the broadcast"))
-            return None
-        self._group, self._members = group, [receiver.control for receiver in receivers]
-        return group
+            raise
+        self._groups[control] = group
 
-    def _part(self, receivers: Sequence[Receiver], tasks: Sequence[Future[None]]) -> None:
-        """Part with engines that failed, so that no collective waits for them any longer."""
-        failed = [
-            r.control for r, task in zip(receivers, tasks, strict=True) if task.done() and task.exception()
-        ]
-        group = self._group
+    def _leave(self, engine: EngineControl) -> None:
+        """End the group here and in the engine, which would keep its remains."""
+        group = self._groups.pop(engine, None)
         if group is not None:
-            _all_leave(failed, group.name)
+            with contextlib.suppress(EngineError):  # gone, or not in it
+                engine.leave_group(group.name)
             group.close()
-
-    def _leave(self, engines: Sequence[EngineControl]) -> None:
-        """End the group here and in the engines, which would keep its remains."""
-        group, self._group, self._members = self._group, None, []
-        if group is not None:
-            group.close()
-            _all_leave(engines, group.name)
 
     def close(self) -> None:
-        """Leave the group."""
-        self._leave(self._members)
-
-
-def _all_leave(engines: Sequence[EngineControl], group: str) -> None:
-    def leave(engine: EngineControl) -> None:
-        with contextlib.suppress(EngineError):  # gone, or not in it
-            engine.leave_group(group)
-
-    with ThreadPoolExecutor(max(len(engines), 1)) as pool:
-        wait([pool.submit(leave, engine) for engine in engines])
+        """Leave all groups."""
+        for engine in list(self._groups):
+            self._leave(engine)
 
 
 def _in_buckets(
@@ -210,13 +175,11 @@ def _in_buckets(
     receivers: Sequence[Receiver],
     buffers: Buffers,
     give: Callable[[Receiver, Bucket], None],
-    meanwhile: Callable[[Bucket, Sequence[Future[None]]], Exception | None] | None = None,
 ) -> int:
     """Send buckets through sessions; the bytes of all.
 
     Args:
-        give: asks an engine to take a bucket; it returns once the engine has it.
-        meanwhile: what this process has to do for it, such as the broadcast itself; all take part in that.
+        give: has an engine take a bucket; it returns once the engine has it.
     """
     sent = 0
     with ThreadPoolExecutor(len(receivers) + 1) as pool:
@@ -227,15 +190,10 @@ def _in_buckets(
             _collect(running)
             sent += hashing.result() if hashing is not None else 0
             present = [receiver for receiver in receivers if receiver.error is None]
-            if not present or (meanwhile is not None and len(present) < len(receivers)):
+            if not present:
                 return sent
             running = [(receiver, pool.submit(give, receiver, bucket)) for receiver in present]
             hashing = pool.submit(_expected, bucket.tensors(), present)
-            problem = None if meanwhile is None else meanwhile(bucket, [task for _, task in running])
-            if problem is not None:
-                _collect(running)  # whose own reason says more
-                for receiver in present:
-                    receiver.failed(problem)
         _collect(running)
         _each(pool, receivers, lambda receiver: receiver.control.end_update())
         sent += hashing.result() if hashing is not None else 0
