@@ -99,7 +99,8 @@ class SyncConfig(_Table):
     partial_rollout: bool = False
     """Update in the middle of requests, which go on under the new version; else they end before."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
-    """With partial_rollout: compute their KV cache anew, keep the old one, or end and resume them."""
+    """With partial_rollout: compute their KV cache anew, keep the old one, or end and resume them. To keep,
+    start SGLang with --disable-overlap-schedule."""
     drain_s: Annotated[float, Field(ge=0)] = 600.0
     """Without: longest wait for them to end; then they are retracted."""
     bucket_mb: Positive = 512

@@ -11,7 +11,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -77,12 +76,11 @@ class BroadcastGroup:
             self.address, self.port, self.size, is_master=serve, timeout=timeout, wait_for_workers=False
         )
 
-    def broadcast(self, bucket: Bucket, receiving: Future[None], refused: Callable[[], None]) -> None:
-        """Send a bucket while the engine receives it.
+    def broadcast(self, bucket: Bucket, receiving: Future[None]) -> None:
+        """Send a bucket while the engine receives it. After a failure, leave.
 
         Args:
             receiving: of the engine, which was asked to.
-            refused: called when it fails; what waits for it here then waits in vain.
 
         Raises:
             Exception: the engine's own, or why the broadcast failed.
@@ -95,13 +93,11 @@ class BroadcastGroup:
             time.sleep(POLL_S)
         if late:
             self._pending.append((work, bucket.flat))  # the memory must outlive what may still read it
-            refused()
             receiving.result()
             raise EngineError(f"the broadcast of {bucket.names[0]} took more than {self._timeout_s:g} s")
         try:
             work.wait()
         except RuntimeError as error:
-            refused()
             receiving.result()
             text = f"the broadcast of {bucket.names[0]} broke off: {str(error)[:200]}"
             raise EngineError(text) from error

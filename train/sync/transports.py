@@ -131,7 +131,7 @@ class ByBroadcast:
                 control, group = receiver.control, self._groups[receiver.control]
                 told = bucket.described()
                 task = asking.submit(control.update_from_broadcast, told, group.name, flush=receiver.flush)
-                group.broadcast(bucket, task, lambda: self._leave(control))
+                group.broadcast(bucket, task)
 
             with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
                 _each(pool, receivers, lambda receiver: self._join(receiver, asking))
