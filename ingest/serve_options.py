@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-import orjson
-
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import OWN, Fleet
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.engines.sglang import SglangEngine
+from rollbook.ingest.engines.sglang_parts import routing_of
 from rollbook.ingest.engines.sglang_wire import Routing
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.tokens.bridge import TreePolicy
@@ -116,13 +115,16 @@ def _sglang(options: ServeOptions) -> Engine:
 
 
 def _routing(options: ServeOptions) -> Routing:
-    """What the mixture of experts in the model's config.json is made of."""
-    file = model_of(options) / "config.json"
-    try:
-        config = orjson.loads(file.read_bytes())
-        return Routing(int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--routed-experts: {file} is of no mixture of experts ({error!r})") from error
+    """What the mixture of experts is made of.
+
+    Raises:
+        ConfigError: the model is none.
+    """
+    model = model_of(options)
+    found = routing_of(model)
+    if found is None:
+        raise ConfigError(f"--routed-experts: {model} is no mixture of experts")
+    return found
 
 
 def _embedded(options: ServeOptions) -> Engine:

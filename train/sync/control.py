@@ -24,14 +24,12 @@ class EngineInfo:
         version: of its software.
         kind: `sglang`, or `EMBEDDED`.
         device: where its weights are: cpu, cuda, ...
-        tp_size: its tensor-parallel ranks, each with a shard of the weights.
         overlap: it begins a step before it has taken note of the one before.
     """
 
     version: str
     kind: str
     device: str
-    tp_size: int
     overlap: bool = False
 
 
@@ -86,10 +84,9 @@ class EngineControl:
                 str(told.get("version", "")),
                 str(told.get("engine", "sglang")),
                 str(told.get("device", "cpu")),
-                int(told.get("tp_size", 1)),
                 told.get("disable_overlap_schedule") is False,
             )
-        except (TypeError, ValueError, AttributeError) as error:
+        except AttributeError as error:
             raise EngineError(f"engine {self.url}: /server_info is not an engine's: {error!r}") from error
 
     def weight_version(self) -> str:

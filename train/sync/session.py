@@ -28,7 +28,6 @@ from rollbook.train.sync.layout import Expected
 from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
 
 DRAIN = "drain"
-PAUSES = (DRAIN, "retract", "in_place", "abort")
 POLL_S = 0.01
 LOOK_S = 2.0
 """How long an engine may take to say what it calls its weights, when it is only looked at."""
