@@ -22,6 +22,7 @@ class Options:
         interval: tokens that come at a time, and so a chunk.
         tokenizer: a tokenizer.json: with it there is text, and stop strings stop.
         log: requests to remember, with their answers.
+        late_abort_s: so long after a stream's end the real server aborts whatever has its id by then.
         weights: keep checksums of the weights at `model_path`, as held in this torch type (`float32`); empty:
             keep none.
     """
@@ -34,6 +35,7 @@ class Options:
     images: bool = False
     tokenizer: Path | None = None
     log: int = 0
+    late_abort_s: float = 2.0
     weights: str = ""
 
 

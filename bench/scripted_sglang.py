@@ -82,12 +82,10 @@ class ScriptedSGLang:
             return await (drop(scope) if fault == "drop" else reply(send, 500, b"Internal Server Error"))
         if path == "/generate":
             return await self._generate(body, scope, receive, send)
-        status, content = 404, {"detail": "Not Found"}
         if path in self.weights.routes:
-            status, content = await self.weights.routes[path](body)
-        elif path in self._routes:
-            status, content = self._routes[path](body)
-        await reply(send, status, content)
+            return await reply(send, *await self.weights.routes[path](body))
+        unknown = 404, {"detail": "Not Found"}
+        await reply(send, *(self._routes[path](body) if path in self._routes else unknown))
 
     # Generation -------------------------------------------------------------------------------
 
@@ -125,6 +123,7 @@ class ScriptedSGLang:
                 shown = job.made if self.options.incremental else 0
         await show(job, send, self._chunk(job, shown))
         await send({"type": "http.response.body", "body": DONE})
+        asyncio.get_running_loop().call_later(self.options.late_abort_s, self._abort, {"rid": job.rid})
 
     async def _sampled(self, job: Job) -> AsyncIterator[None]:
         """Let the tokens come, some at a time; `job.finish` is set with the last ones."""

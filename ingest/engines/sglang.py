@@ -86,7 +86,7 @@ class SglangEngine:
         self._run, self._routing = run, routed_experts
         self._version: int | None = None
         self._routed = False
-        self._asked: set[str] = set()
+        self._asked: dict[str, str] = {}  # of each request, the id that its part has at the server
         self._ended: set[str] = set()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -171,16 +171,15 @@ class SglangEngine:
         begun = time.perf_counter()
         parts: list[Part] = []
         rest = prompt, sampling
-        self._asked.add(prompt.request_id)
         try:
             while True:
+                self._asked[prompt.request_id] = rest[0].request_id
                 parts.append(await self._part(*rest, heard))
                 if prompt.request_id in self._ended or not may_go_on(parts, sampling):
                     break
-                # Under the same id: whoever aborts the one means the other.
                 rest = the_rest(prompt, sampling, parts)
         finally:
-            self._asked.discard(prompt.request_id)
+            self._asked.pop(prompt.request_id, None)
             self._ended.discard(prompt.request_id)
         made = joined(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
         if made.version_spans:
@@ -215,12 +214,12 @@ class SglangEngine:
 
     async def _abort(self, request_id: str) -> None:
         """Say so until it has ended: a server that the request has not reached yet forgets the abort."""
-        body = orjson.dumps({"rid": request_id})
         timeout = aiohttp.ClientTimeout(total=ASK_S, sock_connect=CONNECT_S)
-        while request_id in self._asked:
+        while (rid := self._asked.get(request_id)) is not None:
             try:
                 # Of several servers the others do not know the request, and pass over it.
                 for url in await self._servers():
+                    body = orjson.dumps({"rid": rid})
                     async with self._session.post(
                         f"{url}/abort_request", data=body, timeout=timeout
                     ) as reply:

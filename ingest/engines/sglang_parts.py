@@ -56,8 +56,11 @@ def the_rest(prompt: Prompt, sampling: Sampling, parts: Sequence[Part]) -> tuple
     begins before the cut and ends behind it does not stop it, though the reply ends there all the same, where
     it is read. Frequency and presence penalties begin to count anew, so they are weaker than was asked for.
     Logprobs are of penalized logits either way, and the turn says so: it is not trained.
+
+    It has an id of its own: two seconds after a stream's end SGLang aborts whatever has the stream's id then.
     """
     made = _made(parts)
+    prompt = replace(prompt, request_id=f"{len(parts)}-{prompt.request_id}")
     if not made:
         return prompt, sampling
     ids = token_ids(np.concatenate([prompt.ids, *(one.ids for one in parts)]))

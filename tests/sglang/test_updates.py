@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,26 @@ def test_a_version_that_is_only_renamed(
     assert len(ids) == 240
     assert 60 <= _cut(made, before, told[0]) < 240
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_on_runs_to_its_end(dense: Any, client: Any, stream: bool) -> None:
+    """Two seconds after a stream's end the server aborts what has its id: what goes on has another."""
+    one = client(dense)
+    heard: list[int] = []
+
+    async def scenario() -> Generation:
+        arguments = (lambda ids, _: heard.extend(ids),) if stream else ()
+        task = asyncio.create_task(one.engine.generate(one.prompt(), Sampling(1200, 1.0, 1), *arguments))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(dense.post, "/pause_generation", {"mode": "abort"})
+        await asyncio.to_thread(dense.post, "/continue_generation")
+        return await task
+
+    made = one.run(scenario())
+    assert heard == (made.completion_ids.tolist() if stream else [])
+    assert (made.finish_reason, len(made.completion_ids), made.timings["resumed"]) == ("length", 1200, 1)
+    assert made.timings["engine_us"] > 3e6, "it was too quick for this test"
 
 
 def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, reference: Any) -> None:

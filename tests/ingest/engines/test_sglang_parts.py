@@ -85,8 +85,11 @@ def _generate(run: Any, app: Pausing, sampling: Sampling, heard: Any, prompt: Pr
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_request_that_a_pause_ended_goes_on(run: Any, stream: bool, incremental: bool) -> None:
-    """Twice: prompt and partial ids are sent again, and the turn is whole, each token with its version."""
-    app = Pausing(3, 4, incremental=incremental)
+    """Twice: prompt and partial ids are sent again, and the turn is whole, each token with its version.
+
+    What the server does late with the id of a stream that has ended concerns none that goes on.
+    """
+    app = Pausing(3, 4, incremental=incremental, late_abort_s=0.01)
     heard: list[int] = []
     told: list[float] = []
 
@@ -116,7 +119,7 @@ def test_a_request_that_a_pause_ended_goes_on(run: Any, stream: bool, incrementa
         [1, 2, 3, *wanted[:second]],
     ]
     assert [seen["sampling_params"]["max_new_tokens"] for seen in app.seen] == [12, 12 - first, 12 - second]
-    assert {seen["rid"] for seen in app.seen} == {"rid"}
+    assert [seen["rid"] for seen in app.seen] == ["rid", "1-rid", "2-rid"]
     assert {seen["sampling_params"]["sampling_seed"] for seen in app.seen} == {7}
 
 
@@ -141,13 +144,37 @@ def test_a_client_that_left_is_not_gone_on_with(run: Any) -> None:
                 await asyncio.sleep(0.001)
             await engine.abort("rid")
             made = await task
-            assert (engine._asked, engine._ended) == (set(), set())
+            assert (engine._asked, engine._ended) == ({}, set())
             await engine.close()
             return made
 
     made = run(scenario())
     assert (made.finish_reason, len(app.seen)) == ("abort", 1)
     assert "resumed" not in made.timings
+
+
+def test_an_abort_of_what_has_gone_on(run: Any) -> None:
+    """It names the part that runs now."""
+    app = Pausing(3)
+    app.script = in_turn([Answer(LONG, token_s=0.01), Answer(LONG, token_s=0.2)])
+
+    async def scenario() -> Generation:
+        with serving(app) as url:
+            engine = SglangEngine(url)
+            await engine.start(_activated)
+            pausing = asyncio.create_task(app.pauses())
+            task = asyncio.create_task(engine.generate(PROMPT, SAMPLING))
+            while "1-rid" not in app.running:
+                await asyncio.sleep(0.001)
+            await engine.abort("rid")
+            made = await task
+            await pausing
+            await engine.close()
+            return made
+
+    made = run(scenario())
+    assert (made.finish_reason, made.timings["resumed"], len(app.seen)) == ("abort", 1, 2)
+    assert len(made.completion_ids) < 12
 
 
 # The parts, without a server -----------------------------------------------------------------------
@@ -179,9 +206,10 @@ def test_what_does_not_go_on() -> None:
 def test_the_rest_that_is_asked_for() -> None:
     """Fewer tokens at most and at least; the same otherwise; nothing changes before the first token."""
     sampling = replace(SAMPLING, min_new_tokens=4, stop=("x",), temperature=0.5)
-    assert the_rest(PROMPT, sampling, [_part([])]) == (PROMPT, sampling)
+    prompt, rest = the_rest(PROMPT, sampling, [_part([])])
+    assert (prompt.ids is PROMPT.ids, prompt.request_id, rest) == (True, "1-rid", sampling)
     prompt, rest = the_rest(PROMPT, sampling, [_part([5, 6]), _part([]), _part([7])])
-    assert (prompt.ids.tolist(), prompt.known_tokens, prompt.request_id) == ([1, 2, 3, 5, 6, 7], 6, "rid")
+    assert (prompt.ids.tolist(), prompt.known_tokens, prompt.request_id) == ([1, 2, 3, 5, 6, 7], 6, "3-rid")
     assert rest == replace(sampling, max_new_tokens=9, min_new_tokens=1)
     assert the_rest(PROMPT, sampling, [_part([5, 6, 7, 8, 9])])[1].min_new_tokens == 0
 
