@@ -137,17 +137,25 @@ def group_of(leader: int) -> list[Path]:
 
 
 def shared_files(group: int) -> set[Path]:
-    """What the processes of a group have mapped of shared memory.
+    """What the processes of a group have mapped of shared memory, and nobody else has.
 
-    Found by inode: a semaphore is mapped under another name than it has.
+    Found by inode: a semaphore is mapped under another name than it has. A trainer's tensors are not theirs.
     """
-    mapped: set[int] = set()
-    for process in group_of(group):
-        with contextlib.suppress(OSError):
-            lines = (process / "maps").read_text().splitlines()
-            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    own = set(group_of(group))
+    others = (process for process in Path("/proc").glob("[0-9]*") if process not in own)
+    mapped = {inode for process in own for inode in _shared_inodes(process)}
+    if mapped:
+        mapped -= {inode for process in others for inode in _shared_inodes(process)}
     files = SHARED_MEMORY.iterdir() if mapped else ()
     return {file for file in files if file.stat().st_ino in mapped}
+
+
+def _shared_inodes(process: Path) -> set[int]:
+    """Of a process in /proc; none of one that has ended."""
+    with contextlib.suppress(OSError):
+        lines = (process / "maps").read_text().splitlines()
+        return {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    return set()
 
 
 def free_port() -> int:

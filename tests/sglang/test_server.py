@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.sglang.server import SglangServer, group_of, shared_files
+from tests.sglang.server import SHARED_MEMORY, SglangServer, group_of, shared_files
 
 from rollbook.ingest.engines.sglang_wire import check_version
 
@@ -34,6 +37,40 @@ def test_nothing_is_left_of_a_server(models: Any, tmp_path: Path) -> None:
     assert [file for file in shared if file.exists()] == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{one.url}/health")
+
+
+MAPS = """
+import mmap, sys
+files = [open(name, "r+b") for name in sys.argv[1:]]
+held = [mmap.mmap(file.fileno(), 0) for file in files]
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_others_map_too_is_left(tmp_path: Path) -> None:
+    """A trainer's tensors are not a killed server's to remove."""
+    names = [SHARED_MEMORY / f"{tmp_path.parent.name}-{tmp_path.name}-{name}" for name in ("theirs", "ours")]
+    try:
+        for name in names:
+            name.write_bytes(bytes(4096))
+        with (
+            subprocess.Popen(
+                [sys.executable, "-c", MAPS, *map(str, names)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            ) as child,
+            names[1].open("r+b") as file,
+            mmap.mmap(file.fileno(), 0),
+        ):
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"mapped\n"
+            assert shared_files(child.pid) == {names[0]}
+            child.kill()
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
