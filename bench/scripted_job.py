@@ -12,7 +12,7 @@ from typing import Any
 from rollbook.bench.scripted_answers import Draft, Failure
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How a scripted server was started.
 

@@ -56,15 +56,15 @@ def main(words: list[str] | None = None) -> None:
     end_with_parent()
     stops = [] if given.stop_id is None else [given.stop_id]
     options = Options(
-        given.model_path,
-        given.weight_version,
-        frozenset([*given.eos_id, *stops]),
-        given.incremental_streaming_output,
-        given.stream_interval,
-        given.images,
-        given.tokenizer,
-        given.log,
-        given.weights,
+        model_path=given.model_path,
+        weight_version=given.weight_version,
+        eos_ids=frozenset([*given.eos_id, *stops]),
+        incremental=given.incremental_streaming_output,
+        interval=given.stream_interval,
+        images=given.images,
+        tokenizer=given.tokenizer,
+        log=given.log,
+        weights=given.weights,
     )
     app, listener = ScriptedSGLang(_script(given), options), listen(given.port)
     for fault in given.fault:

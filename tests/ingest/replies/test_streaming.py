@@ -188,12 +188,15 @@ LONG = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_long_texts_take_no_time(name: str) -> None:
-    """200 KB of markers, braces or quotes: each parse within a second, whole or not."""
+    """200 KB of markers, braces or quotes: each parse within two seconds of the CPU, whole or not.
+
+    Steps that grow with the square of the length would take minutes.
+    """
     for text in LONG:
         for final in (True, False):
-            start = time.perf_counter()
+            start = time.thread_time()
             FAMILIES[name].parse(text, [TOOL], in_reasoning=False, final=final)
-            assert time.perf_counter() - start < 1, (name, text[:40], final)
+            assert time.thread_time() - start < 2, (name, text[:40], final)
 
 
 ODD_TOOLS: list[Any] = [

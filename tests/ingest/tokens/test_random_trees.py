@@ -38,6 +38,7 @@ TOOLS = [
 ]
 LETTERS = "abc XYZ.,\n\t{}[]\"'\\<>|_éü天気🌦12"
 STOP = "#stop#"
+EDITED = "edited"
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,8 @@ class Clients(RuleBasedStateMachine):
             return messages, None
         if drop and self.policy.reasoning == "respect" and any(map(_thinks, line.messages)):
             return messages, None  # a root, unless what was dropped had been dropped before
+        if drop and line.messages[-1].get("reasoning_content") == EDITED:
+            return messages, None  # what was edited is not sent: it may be the turn itself again
         return messages, {True: line.turn.turn_id, False: "root"}.get(line.certain)  # type: ignore[arg-type]
 
     def _check_link(self, answered: Any, expected: Any, line: Line) -> None:
@@ -283,7 +286,7 @@ class Clients(RuleBasedStateMachine):
             case "content":
                 last = _silent(last) | {"content": self._text() + "edited"}
             case "reasoning":
-                last = _silent(last) | {"reasoning_content": "edited"}
+                last = _silent(last) | {"reasoning_content": EDITED}
             case "injected":
                 messages = (*messages, last, {"role": "user", "content": "x"})
                 last = {"role": "assistant", "content": self._text() + "injected"}
