@@ -12,10 +12,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from alembic import command
-from alembic.config import Config
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -110,9 +106,10 @@ class Database:
         with self._begin("read") as connection:
             if _is_whole(connection) if remake else _revision(connection) == SCHEMA_REVISION:
                 return
-        config = Config()
-        config.set_main_option("script_location", "rollbook:migrations")
-        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        # Here, since few processes need it, and its import takes a quarter of a second.
+        from rollbook.store.catalog.migrations import known_revisions, upgrade
+
+        known = known_revisions()
         with self._begin("migrate") as connection:
             # Asked again: of processes that open a new catalog together, one migrates and the others wait.
             revision = _revision(connection)
@@ -125,8 +122,7 @@ class Database:
             if remake and not _is_whole(connection):
                 Base.metadata.drop_all(connection)
                 connection.exec_driver_sql("drop table if exists alembic_version")
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            upgrade(connection)
 
     # Errors -----------------------------------------------------------------------------------
 
@@ -139,7 +135,7 @@ class Database:
                 'pip install "rollbook[postgres]"' if error.name == "psycopg" else f"install {error.name}"
             )
             raise CatalogError(f"catalog {self.name} needs a driver that is missing: {driver}") from error
-        except (SQLAlchemyError, CommandError, sqlite3.Error) as error:
+        except (SQLAlchemyError, sqlite3.Error) as error:
             cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
             reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             raise CatalogError(f"catalog {self.name}: {reason}: {_remedy(error, reason)}") from error
