@@ -109,6 +109,8 @@ class SyncConfig(_Table):
     """Of this host, as engines reach it; for broadcasts."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest wait for an answer of an engine, or for a collective."""
+    wait_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for an engine to come (back), where none can be reached."""
 
 
 class AdmissionConfig(_Table):

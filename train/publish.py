@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollbook.ingest.engines.weights import read_weights, widened
 from rollbook.store import Event, Store
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.train.backend import TrainablePolicy
@@ -19,6 +20,7 @@ from rollbook.train.config import SyncConfig, TrainConfig
 from rollbook.train.history import History
 from rollbook.train.model_shape import read_shape
 from rollbook.train.sync.control import EMBEDDED, EngineControl
+from rollbook.train.sync.presence import await_one
 from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
 from rollbook.train.weight_names import checked, weight_shapes
@@ -32,6 +34,7 @@ class Publisher:
     def __init__(self, config: TrainConfig, log: Store, writer: LaneWriter, history: History) -> None:
         self._config, self._log, self._writer, self._history = config, log, writer, history
         self._catalog = log.catalog()
+        self._engines: list[EngineControl] = []
         self._syncer: Syncer | None = None
         self._transport: Transport | None = None
         self._checkpointed: int | None = None
@@ -134,10 +137,20 @@ class Publisher:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
         release = Release(self._config.policy, version, digest, path, policy.shape.head_dim, self._config.run)
-        syncer = self._connected()
+        syncer, sync = self._connected(), self._config.sync
+        assert sync is not None
         if isinstance(self._transport, FromDisk):
             self._transport.path = (self._log.path / path).absolute()
-        syncer.sync(release, policy.stream_weights, only)
+        begun = time.monotonic()
+        while True:
+            try:
+                syncer.sync(release, policy.stream_weights, only)
+                return
+            except EngineLostError:
+                left = begun + sync.wait_s - time.monotonic()
+                if only or left <= 0:
+                    raise
+                await_one(self._engines, left)  # who is started anew needs all of it, or is not there yet
 
     def _syncs_from_disk(self) -> bool:
         self._connected()
@@ -148,10 +161,10 @@ class Publisher:
             sync = self._config.sync
             assert sync is not None
             key = os.environ.get(KEY_VARIABLE)
-            engines = [EngineControl(url, sync.timeout_s, key) for url in sync.engines]
-            self._transport = _transport(sync, engines)
+            self._engines = [EngineControl(url, sync.timeout_s, key) for url in sync.engines]
+            self._transport = _transport(sync, self._engines)
             manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
-            self._syncer = Syncer(engines, self._transport, self.write, manner)
+            self._syncer = Syncer(self._engines, self._transport, self.write, manner)
         return self._syncer
 
     def close(self) -> None:
@@ -162,9 +175,13 @@ class Publisher:
 
 
 def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
-    """The configured transport, or the one that fits where the engines are."""
+    """The configured transport, or the one that fits where the engines are.
+
+    Raises:
+        EngineLostError: none of them can be reached for `wait_s`.
+    """
     size = sync.bucket_mb * 2**20
-    name = _fitting(engines) if sync.transport == "auto" else sync.transport
+    name = _fitting(engines, sync.wait_s) if sync.transport == "auto" else sync.transport
     if name == "disk":
         return FromDisk(Path())
     if name == "tensor":
@@ -172,13 +189,9 @@ def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
     return ByBroadcast(size, sync.address, sync.timeout_s)
 
 
-def _fitting(engines: list[EngineControl]) -> str:
-    """Embedded engines load from disk, engines of this host from its memory, others by broadcast.
-
-    Raises:
-        EngineError: an engine cannot be reached.
-    """
-    if any(engine.info().kind == EMBEDDED for engine in engines):
+def _fitting(engines: list[EngineControl], wait_s: float) -> str:
+    """Embedded engines load from disk, engines of this host from its memory, others by broadcast."""
+    if any(info.kind == EMBEDDED for info in await_one(engines, wait_s)):
         return "disk"
     hosts = {urlsplit(engine.url).hostname for engine in engines}
     return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"

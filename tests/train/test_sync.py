@@ -23,6 +23,7 @@ from rollbook.store.events import (
     SyncStarted,
 )
 
+NOWHERE = "http://127.0.0.1:9"
 Start = Callable[[], tuple[ScriptedSGLang, str]]
 
 
@@ -107,8 +108,44 @@ def test_one_engine_of_two_goes_away(fabric: Any, recorded: Callable[..., Store]
         fabric.train(log, _sft(fabric, 5, engines=[url, other]))
 
 
-def test_an_engine_that_is_not_there(fabric: Any, recorded: Callable[..., Store]) -> None:
-    """No connection is an EngineError with the remedy."""
-    settings = _sft(fabric, 1, engines=["http://127.0.0.1:9"], timeout_s=2.0)
-    with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:9: /server_info: .*is it running"):
+def test_the_only_engine_is_waited_for(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+    """Until it is up, and when it goes away in the middle: it misses no version."""
+    app, url = start()
+    app.faults.add(Fault("/server_info", "drop", times=2))
+    app.faults.add(Fault("/pause_generation", "drop", after=2))
+    app.faults.add(Fault("/begin_weight_update", "drop", after=3, times=2))
+    log = recorded()
+    fabric.train(log, _sft(fabric, 3, engines=[url]))
+    assert [r.policy_version for r in _records(log, SyncStarted)] == [0, 1, 2, 2, 3, 3, 3]
+    assert [r.policy_version for r in _records(log, SyncFailed)] == [2, 3, 3]
+    assert [r.policy_version for r in _records(log, PolicyActivated)] == [0, 1, 2, 3]
+    assert app.weight_version.endswith("3")
+
+
+def test_one_engine_of_two_was_never_there(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+    """The other is enough, also to find out how weights get there."""
+    _, url = start()
+    log = recorded()
+    fabric.train(log, _sft(fabric, 1, engines=[NOWHERE, url]))
+    assert [(r.engine, r.policy_version) for r in _records(log, SyncFailed)] == [(NOWHERE, 0), (NOWHERE, 1)]
+    assert [(r.engine, r.policy_version) for r in _records(log, PolicyActivated)] == [(url, 0), (url, 1)]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tensor"])
+def test_an_engine_that_does_not_come(
+    fabric: Any, recorded: Callable[..., Store], caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    """Who waits says so, and the error has the remedy."""
+    settings = _sft(fabric, 1, engines=[NOWHERE], transport=transport, wait_s=0.6)
+    wanted = rf"no engine could be reached within [\d.]+ s: engine {NOWHERE}: /server_info: .*is it running"
+    with pytest.raises(EngineError, match=wanted):
         fabric.train(recorded(), settings)
+    assert ["no engine can be reached: waiting" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_an_engine_that_is_not_waited_for(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """No connection is an error at once."""
+    for transport in ("auto", "tensor"):
+        settings = _sft(fabric, 1, engines=[NOWHERE], transport=transport, wait_s=0.0)
+        with pytest.raises(EngineError, match=rf"engine {NOWHERE}: /server_info: .*is it running"):
+            fabric.train(recorded(transport), settings)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
 SESSIONS_SINCE = "0.5.21"
@@ -76,7 +76,8 @@ class EngineControl:
         """What it says of itself.
 
         Raises:
-            EngineError: it cannot be reached, or is no engine.
+            EngineLostError: it cannot be reached.
+            EngineError: it is no engine.
         """
         told = self._ask("GET", "/server_info")
         try:
@@ -183,11 +184,11 @@ class EngineControl:
     def _ask(self, method: str, route: str, body: Json | None = None) -> Any:
         try:
             reply = self._client.request(method, self.url + route, json=body)
-        except httpx.TimeoutException as error:
+        except httpx.ReadTimeout as error:
             text = f"engine {self.url}: {route} did not answer within {self.timeout_s:g} s"
             raise EngineError(text) from error
         except httpx.HTTPError as error:
-            raise EngineError(f"engine {self.url}: {route}: {error!r}; is it running?") from error
+            raise EngineLostError(f"engine {self.url}: {route}: {error!r}; is it running?") from error
         told: Any = {}
         if reply.headers.get("content-type", "").startswith("application/json"):
             try:

@@ -19,18 +19,17 @@ from typing import Any
 
 from rollbook.ingest.engines.sglang_wire import release_of
 from rollbook.ingest.engines.weight_name import weight_name
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
 from rollbook.train.sync.checksums import checksum_of
 from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, EngineControl, EngineInfo, RankChecksums
 from rollbook.train.sync.layout import Expected
+from rollbook.train.sync.presence import looking_at
 from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
 
 DRAIN = "drain"
 POLL_S = 0.01
-LOOK_S = 2.0
-"""How long an engine may take to say what it calls its weights, when it is only looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class Syncer:
         self._engines, self._transport, self._write, self._manner = list(engines), transport, write, manner
         self._held: dict[str, list[RankChecksums]] = {}
         """What engines said that they hold when last verified: they need not hash it again to be asked."""
-        self._looked_at = {e.url: EngineControl(e.url, LOOK_S, e.key) for e in engines}
+        self._looked_at = {look.url: look for look in looking_at(engines)}
         self._standing: set[str] = set()
         """Engines that failed in the middle, and have stood still since."""
         self._given: dict[str, str] = {}
@@ -114,7 +113,8 @@ class Syncer:
             only: to these, if it names any.
 
         Raises:
-            EngineError: none of them does; it names each with its reason.
+            EngineLostError: none of them can be reached.
+            EngineError: none of them does serve it; it names each with its reason.
         """
         engines = [engine for engine in self._engines if engine.url in only or not only]
         with ThreadPoolExecutor(len(engines)) as pool:
@@ -128,8 +128,10 @@ class Syncer:
         self._note_ends(release, courses, sent)
         serving = [c.receiver.control.url for c in courses if c.receiver.error is None]
         if not serving:
+            lost = all(isinstance(c.receiver.error, EngineLostError) for c in courses)
             reasons = "; ".join(str(c.receiver.error) for c in courses)
-            raise EngineError(f"version {release.version} of {release.policy} is served nowhere: {reasons}")
+            text = f"version {release.version} of {release.policy} is served nowhere: {reasons}"
+            raise EngineLostError(text) if lost else EngineError(text)
         self._given |= dict.fromkeys(serving, release.name)
         return serving
 

@@ -1,0 +1,60 @@
+"""Which engines can be reached; an engine that is being started takes minutes to be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from rollbook.store.errors import EngineLostError
+from rollbook.train.sync.control import EngineControl, EngineInfo
+
+LOOK_S = 2.0
+"""How long an engine may take to answer when it is only looked at."""
+AGAIN_S = 0.5
+
+
+def looking_at(engines: Sequence[EngineControl]) -> list[EngineControl]:
+    """The same engines, with little patience."""
+    return [EngineControl(engine.url, LOOK_S, engine.key) for engine in engines]
+
+
+def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineInfo]:
+    """Wait until at least one can be reached; what those say of themselves that can.
+
+    Raises:
+        EngineLostError: none can for so long; it says why of each.
+        EngineError: what answers is no engine.
+    """
+    deadline = time.monotonic() + seconds
+    told = False
+    with contextlib.ExitStack() as stack:
+        looks = looking_at(engines)
+        for look in looks:
+            stack.callback(look.close)
+        while True:
+            found, reasons = _look(looks)
+            if found:
+                return found
+            if time.monotonic() >= deadline:
+                raise EngineLostError(
+                    f"no engine could be reached within {seconds:g} s: {'; '.join(reasons)}"
+                )
+            if not told:
+                text = "no engine can be reached: waiting at most %g s for one (%s)"
+                logging.getLogger(__name__).warning(text, seconds, "; ".join(reasons))
+                told = True
+            time.sleep(AGAIN_S)
+
+
+def _look(engines: Sequence[EngineControl]) -> tuple[list[EngineInfo], list[str]]:
+    """(what those say that can be reached, why the others cannot be)"""
+    found: list[EngineInfo] = []
+    reasons: list[str] = []
+    for engine in engines:
+        try:
+            found.append(engine.info())
+        except EngineLostError as error:
+            reasons.append(str(error))
+    return found, reasons
