@@ -40,6 +40,7 @@ def _trajectory(path: Path, name: str) -> Trajectory:
     return one
 
 
+@pytest.mark.crashes
 def test_conversations_survive_the_death_of_their_proxy(serve: Any, text_model: Any, script: Any) -> None:
     """kill -9 amid a turn; a proxy of another lane goes on: tokens fold exactly, and there is no new root.
     When that one is killed too, the first lane takes the conversation back."""

@@ -221,6 +221,7 @@ def test_it_follows(server: Any, log: Store) -> None:
         assert remote.cut() == log.head()
 
 
+@pytest.mark.crashes
 def test_it_goes_on_after_the_server_was_killed(serve: Any, arguments: list[str], notes: Any) -> None:
     """While lanes grow and the server dies again and again, each event comes once."""
     served = serve(*arguments)

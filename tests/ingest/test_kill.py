@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from rollbook import store
+
+pytestmark = pytest.mark.crashes
 
 CLIENTS, ROUNDS = 4, 3
 

@@ -303,6 +303,7 @@ def test_the_newest_64_requests_are_remembered(proxy: Any) -> None:
 # Killed ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crashes
 def test_replies_are_replayed_after_a_kill(serve: Any, text_model: Any, tmp_path: Any) -> None:
     """kill -9 and a new process: a retry still gets what was stored, byte for byte, from every endpoint."""
     counting = tmp_path / "counting.py"

@@ -221,6 +221,7 @@ def _begun(line: Any) -> dict[str, int]:
     return _of_lanes(parse_cut(line["cut"]) | first)
 
 
+@pytest.mark.crashes
 def test_kill_9_at_any_moment_skips_nothing(
     store: Store, notes: Any, start_python: Any, tmp_path: Path
 ) -> None:

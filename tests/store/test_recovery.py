@@ -333,6 +333,7 @@ def _killed_writer(process: subprocess.Popen[str], number: int, after_s: float) 
     return {int(seq): digest for seq, digest in (line.split() for line in lines)}
 
 
+@pytest.mark.crashes
 def test_nothing_acknowledged_is_lost_when_a_writer_is_killed(store: Store, start_python: Any) -> None:
     """15 writers are killed at random moments: every event they acknowledged is there, unchanged."""
     rng = random.Random(7)

@@ -83,6 +83,7 @@ def _train_through_crashes(
     fabric.train(log, settings, **options)
 
 
+@pytest.mark.crashes
 @pytest.mark.parametrize(
     "crashes",
     [
@@ -213,6 +214,7 @@ def _kill_after(process: Any, log: Store, events: int) -> None:
     process.communicate()
 
 
+@pytest.mark.crashes
 def test_kill_9_and_restart(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
     """`rollbook train` killed in mid-run goes on when it is run again, to exactly the same weights."""
     settings = fabric.config(fabric.SFT, steps=60, checkpoint_every=7)

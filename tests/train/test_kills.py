@@ -14,7 +14,7 @@ from rollbook.bench.loop_stage import Loop, Setting, loop_of, write_model
 from rollbook.store.events import StepCommitted, SyncFinished
 from rollbook.store.tail import Filter
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.crashes]
 FIXED = 20
 PLAN = KillPlan(gap_s=1.0, wait_s=2.0, agents=8)
 

@@ -123,6 +123,7 @@ def test_of_several_choices_the_first_has_the_id(passed: Any, upstream: Any) -> 
     assert passed.trajectories()["t"].reward("agent", first.turn_id) == 1.0
 
 
+@pytest.mark.crashes
 def test_kill_between_request_and_reply(serve: Any, upstream: Any) -> None:
     """kill -9 while an upstream works: the request is in the log, its turn never ended, and all goes on."""
     served = serve("--engine", "upstream", "--engine-url", upstream.url)

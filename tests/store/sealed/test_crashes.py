@@ -20,6 +20,8 @@ from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.verify import verify_store
 
+pytestmark = pytest.mark.crashes
+
 SMALL = """
 [append]
 segment_bytes = 6000

@@ -406,6 +406,7 @@ print("done", limit - left)
 """
 
 
+@pytest.mark.crashes
 def test_kill_in_the_middle(
     log: Store, tmp_path: Path, run_python: Callable[..., tuple[int, str, str]]
 ) -> None:

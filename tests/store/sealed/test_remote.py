@@ -269,6 +269,7 @@ def test_units_in_object_storage_are_merged(sealed: Store, storage: Any) -> None
     assert _answers(sealed) == before
 
 
+@pytest.mark.crashes
 def test_what_was_merged_stays_until_the_merged_unit_is_there(
     sealed: Store, storage: Any, tmp_path: Path
 ) -> None:
@@ -317,6 +318,7 @@ def _stored_extra(store: Store) -> list[str]:
     return [t if isinstance(t, str) else bytes(t).decode() for t in texts if t is not None]
 
 
+@pytest.mark.crashes
 def test_an_upload_cut_short_leaves_no_text_behind(sealed: Store, storage: Any) -> None:
     """A unit whose upload failed in the middle is erased: what had been sent of it goes too."""
     half = next(unit for unit in current_units(sealed.path, "serve") if len(unit.files) == 2)
@@ -428,6 +430,7 @@ def test_wrong_credentials(sealed: Store, storage: Any, root: Path) -> None:
     assert f"{storage.uri}/{sealed.store_id}: {len(_units(sealed))} units more" in said
 
 
+@pytest.mark.crashes
 def test_a_server_that_goes(sealed: Store, storage: Any, plain: Any) -> None:
     """In the middle of an upload: what was moved is there, the rest is here, and the next call finishes."""
     events = [plain(event) for event in sealed.events()]
@@ -442,6 +445,7 @@ def test_a_server_that_goes(sealed: Store, storage: Any, plain: Any) -> None:
     assert [plain(event) for event in sealed.events()] == events
 
 
+@pytest.mark.crashes
 def test_a_server_that_is_gone(sealed: Store, storage: Any, root: Path, plain: Any) -> None:
     """Reads, questions, verification and the sealer say so, and blame no file."""
     events = [plain(event) for event in sealed.events()]
@@ -473,6 +477,7 @@ def test_a_server_that_is_gone(sealed: Store, storage: Any, root: Path, plain: A
     assert [plain(event) for event in sealed.events()] == events
 
 
+@pytest.mark.crashes
 def test_recording_goes_on_without_it(sealed: Store, storage: Any, notes: Any) -> None:
     """With its WAL files kept, a lane is written, sealed and read, and moved when the server is back."""
     upload_units(sealed)

@@ -20,6 +20,8 @@ from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.sealed.upload import upload_units
 
+pytestmark = pytest.mark.crashes
+
 # Forks a sealer for each line `STORE COUNT`: it kills itself before its operation number COUNT on a file of
 # the store (0: never). Imports are done once, and no thread is started before the fork.
 UPLOADERS = """

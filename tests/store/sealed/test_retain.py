@@ -410,6 +410,7 @@ print("done", limit - left)
 """
 
 
+@pytest.mark.crashes
 def test_kill_in_the_middle(store: Store, tmp_path: Path, run_python: Any, plain: Any) -> None:
     """Killed at any change to the folder, the next run finishes it and says it once; the rest is the same."""
     names = _story(store)

@@ -17,6 +17,8 @@ from rollbook.train.sync.broadcast import OUTLIVING
 from rollbook.train.sync.session import Release
 from rollbook.train.sync.transports import ByBroadcast
 
+pytestmark = pytest.mark.crashes
+
 UPDATE, JOIN = "/update_weights_from_distributed", "/init_weights_update_group"
 TIMEOUT_S = 5.0
 
