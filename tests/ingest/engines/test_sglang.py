@@ -520,7 +520,7 @@ def test_who_leaves_ends_the_servers_request(
     proxied: Make, ids_of: Any, stream: bool, incremental: bool
 ) -> None:
     """/abort_request with its id; its last chunk, which alone has the versions, is awaited and recorded."""
-    ids = ids_of("one two three four five six seven")
+    ids = ids_of("word " * 60)
     proxy, app = proxied(Answer(ids, first_s=0.02, token_s=0.05), weight_version="9", incremental=incremental)
 
     async def scenario() -> None:
@@ -530,9 +530,7 @@ def test_who_leaves_ends_the_servers_request(
         await reply.end()
         await proxy.taker.drained()
 
-    begun = time.monotonic()
     proxy.run(scenario())
-    assert time.monotonic() - begun < 0.05 * len(ids)
     (seen,) = app.seen
     assert seen["finish_reason"]["type"] == "abort"
     (turn,) = _turns(proxy)
@@ -554,7 +552,8 @@ class Late(ScriptedSGLang):
 
 def test_an_abort_that_comes_before_the_request(in_process: Any, chat: Any, ids_of: Any) -> None:
     """The server knows no such request yet and forgets the abort: it is told again until it ends."""
-    app = Late(in_turn([Answer(ids_of("word " * 60), first_s=0.05, token_s=0.05)]), Options(log=9))
+    ids = ids_of("word " * 60)
+    app = Late(in_turn([Answer(ids, first_s=0.05, token_s=0.05)]), Options(log=9))
     with serving(app) as url:
         proxy = in_process(SglangEngine(url), chat())
 
@@ -565,12 +564,11 @@ def test_an_abort_that_comes_before_the_request(in_process: Any, chat: Any, ids_
             await reply.end()
             await proxy.taker.drained()
 
-        begun = time.monotonic()
         proxy.run(scenario())
-        assert time.monotonic() - begun < 2
     (seen,) = app.seen
     assert seen["finish_reason"]["type"] == "abort"
     (turn,) = _turns(proxy)
+    assert len(turn.completed.completion_ids) < len(ids)
     _check(proxy.trajectories()["t"], turn, seen)
 
 
