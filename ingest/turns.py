@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.answered import AnsweredTurn
-from rollbook.ingest.engines.engine import Engine, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Engine, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
 from rollbook.ingest.recorder import Recorder
@@ -19,7 +19,7 @@ from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
-from rollbook.store.errors import EngineError, EngineLostError, RequestError
+from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError, RequestError
 from rollbook.store.events import TurnFailed
 from rollbook.store.ids import new_id
 
@@ -201,7 +201,9 @@ class TurnTaker:
         )
         try:
             # Who needs only the end is not told on the way: an engine may then answer all at once.
-            generation = await self.engine.generate(prompt, turn.sampling, heard if turn.grows else unheard)
+            generation = await self._generated(
+                running, prompt, turn.sampling, heard if turn.grows else unheard
+            )
         except BaseException as error:
             turn.ended = True
             failed = TurnFailed(live.opened.trajectory_id, turn.turn_id, repr(error))
@@ -212,6 +214,17 @@ class TurnTaker:
         await self.recorder.write(completed)
         live.completed_turn(plan, turn.requested, completed, running.items)
         return AnsweredTurn(turn.requested, completed)
+
+    async def _generated(
+        self, running: RunningCall, prompt: Prompt, sampling: Sampling, heard: Heard
+    ) -> Generation:
+        """What an engine makes of a prompt. A sync may begin after it was let in: then it waits once more."""
+        while True:
+            try:
+                return await self.engine.generate(prompt, sampling, heard)
+            except EngineHeldError:
+                await self._let_in()
+                _check_wanted(running)
 
 
 def _check_wanted(running: RunningCall) -> None:

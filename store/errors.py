@@ -15,6 +15,7 @@
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
     ├── EngineError              an engine failed, or was given what it cannot serve
     │   └── EngineLostError      an engine went away, or may not be believed: another may answer
+    │       └── EngineHeldError  none takes requests now, and nothing was asked of any
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── TrainError               a training run that cannot go on
@@ -93,6 +94,10 @@ class EngineError(RollbookError):
 
 class EngineLostError(EngineError):
     """An engine cannot be reached any more, or holds weights that nobody verified. Another may answer."""
+
+
+class EngineHeldError(EngineLostError):
+    """No engine takes requests now; nothing was asked of any."""
 
 
 class ModelError(RollbookError):

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter
 
 from rollbook.ingest.engines.engine import Activated, Engine, Generation, Heard, Prompt, Sampling, unheard
-from rollbook.store.errors import EngineError, EngineLostError
+from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError
 from rollbook.store.events import Json, SyncFailed, SyncFinished, SyncStarted
 
 OWN = "/engine"
@@ -128,6 +128,7 @@ class Fleet:
         """Sample a completion.
 
         Raises:
+            EngineHeldError: a sync of all began since `ready` returned.
             EngineLostError: the engine is gone, or may not be believed any more.
             EngineError: it refuses.
         """
@@ -161,7 +162,7 @@ class Fleet:
             return held
         usable = [m for m in self.members if m.usable]
         if not usable:
-            raise EngineLostError("no engine takes requests now")
+            raise EngineHeldError("no engine takes requests now")
         member = min(usable, key=lambda m: m.running)
         if trajectory_id:
             self._of[trajectory_id] = member

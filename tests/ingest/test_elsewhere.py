@@ -120,6 +120,33 @@ def test_who_has_seen_nothing_is_answered_by_another(two: Any, kind: str, stream
     assert (live.running, live.sending, live.calls) == (0, 0, [])
 
 
+def test_a_sync_that_begins_just_as_a_request_was_let_in(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits once more: no engine was asked, so nothing failed, and it has one turn."""
+    let_in = two.engine.ready
+
+    async def ready() -> None:
+        await let_in()
+        if not begun:
+            begun.append(True)
+            for url in URLS:
+                two.engine.heard(SyncStarted("actor", 1, "s", url, "disk"))
+            asyncio.get_running_loop().call_later(0.05, finish)
+
+    def finish() -> None:
+        assert (two.one.prompts, two.other.prompts) == ([], [])
+        two.engine.heard(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
+
+    async def scenario() -> Any:
+        return await two.exchange("/t/a/v1/chat/completions", asked("chat")).end()
+
+    begun: list[bool] = []
+    monkeypatch.setattr(two.engine, "ready", ready)
+    reply = two.run(scenario())
+    assert (reply.status, text_in("chat", reply.json)) == (200, "Hi from another")
+    [turn] = only(two).turns.values()
+    assert (turn.failed, turn.delivered) == (None, "sent")
+
+
 def test_pieces_that_nobody_saw_are_not_sent(two: Any) -> None:
     """The engine dies in the same moment in which its first tokens come: they are of a turn that failed."""
 
