@@ -118,12 +118,9 @@ def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Sour
 
 def _next(trainer: Trainer, source: Source) -> Selection | None:
     """The next selection; where none comes, what the recipe dropped is recorded all the same."""
-    selection = None
-    try:
-        selection = source.take(trainer.version, trainer.served, trainer.note_drops)
-    finally:
-        if selection is None:
-            trainer.note_drops(source.unfilled(trainer.version))
+    selection = source.take(trainer.version, trainer.served, trainer.note_drops)
+    if selection is None:
+        trainer.note_drops(source.unfilled(trainer.version))
     return selection
 
 

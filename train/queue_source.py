@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from rollbook.ingest.admission.policy import StalenessPolicy, Unit
 from rollbook.store.cut import Cut
@@ -16,35 +15,10 @@ from rollbook.train.history import History
 from rollbook.train.recipe import Drop, is_candidate, select
 from rollbook.train.samples import Sample, samples_of
 from rollbook.train.selection import Evicted, Selection
+from rollbook.train.units import Begun, CompleteUnit
 
 POLL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """What is used together, and is complete: a group's trajectories, or (`leaf`) one sample of one.
-
-    Attributes:
-        began: place of its first trajectory in the order in which trajectories began.
-        completed_s: when it was complete, by the monotonic clock.
-    """
-
-    name: str
-    began: int
-    trajectories: tuple[str, ...]
-    leaf: str | None
-    completed_s: float
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A trajectory that may become part of a unit."""
-
-    group: str | None
-    began: int
-    ages: tuple[int, ...]
-    """Versions of which its oldest token may be: what was served as it began, until tokens tell."""
-    sampled: bool = False
+BROKEN_OFF = ("aborted", "failed")
 
 
 class QueueSource:
@@ -53,6 +27,7 @@ class QueueSource:
     Args:
         more: gives further events (an empty list when there are none yet), or None at the end.
         cut: gives the cut of the events handed out so far.
+        live: whether rewards of finished trajectories may still come.
     """
 
     def __init__(
@@ -61,8 +36,10 @@ class QueueSource:
         history: History,
         more: Callable[[], list[Event] | None],
         cut: Callable[[], Cut],
+        *,
+        live: bool = True,
     ) -> None:
-        self._config, self._more, self._cut = config, more, cut
+        self._config, self._more, self._cut, self._live = config, more, cut, live
         algorithm, recipe = config.algorithm, config.recipe
         self._grouped = isinstance(algorithm, GrpoConfig)
         self._size = algorithm.group_size if isinstance(algorithm, GrpoConfig) else 1
@@ -70,12 +47,12 @@ class QueueSource:
         self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()
-        self._units: dict[str, _Unit] = {}
+        self._units: dict[str, CompleteUnit] = {}
         """Complete ones, in the order in which they completed."""
-        self._of: dict[str, list[_Unit]] = {}
+        self._of: dict[str, list[CompleteUnit]] = {}
         """Trajectory -> its unit, or the units of its samples."""
-        self._running: dict[str, _Begun] = {}
-        self._groups: dict[str, dict[str, _Begun]] = {}
+        self._running: dict[str, Begun] = {}
+        self._groups: dict[str, dict[str, Begun]] = {}
         """Group -> its finished trajectories, while they are too few."""
         self._made = self._seen = 0
         self._fit: dict[str, tuple[int, list[Sample], list[Drop]]] = {}
@@ -121,31 +98,37 @@ class QueueSource:
     # Choosing ---------------------------------------------------------------------------------
 
     def _evict(self, version: int, evicted: Evicted) -> None:
-        """Drop complete units that can never be used, at once: new ones wait for their places.
-
-        A reward may still come, so a unit that only lacks one is waited for.
-        """
+        """Drop complete units that can never be used, at once: new ones wait for their places."""
         drops: list[Drop] = []
         for unit in list(self._units.values()):
-            kept, dropped = self._fitting(unit, version)
-            if kept or not dropped or all(drop.rule == "zero_variance" for drop in dropped):
-                continue
-            late = time.monotonic() - unit.completed_s > self._config.admission.wait_s
-            if late or any(drop.rule != "no_reward" for drop in dropped):
-                drops += dropped
+            if self._unfit(unit, version) and not self._awaited(unit, version):
+                drops += self._fitting(unit, version)[1]
                 self._remove(unit)
         if drops:
             evicted(drops)
 
-    def _chosen(self, version: int, *, waits: bool) -> list[_Unit] | None:
+    def _awaited(self, unit: CompleteUnit, version: int) -> bool:
+        """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""
+        if not self._live or time.monotonic() - unit.completed_s > self._config.admission.wait_s:
+            return False
+        lacking = [d.sample for d in self._fitting(unit, version)[1] if d.rule == "no_reward"]
+        ends = [self._folding[sample.trajectory_id].finished for sample in lacking]
+        return any(end is not None and end.status not in BROKEN_OFF for end in ends)
+
+    def _chosen(self, version: int, *, waits: bool) -> list[CompleteUnit] | None:
         """The units of the next step, or None.
 
         Args:
-            waits: whether those that run are waited for, where the policy would.
+            waits: whether those that run, or lack a reward, are waited for, where the policy would.
         """
-        ready = [unit for unit in self._units.values() if not self._unfit(unit, version)]
+        awaited = {unit.name for unit in self._units.values() if self._awaited(unit, version)}
+        ready = [
+            unit
+            for unit in self._units.values()
+            if (waits if unit.name in awaited else not self._unfit(unit, version))
+        ]
         begun = {unit.name: unit.began for unit in ready}
-        units = [self._as_unit(unit, version) for unit in ready]
+        units = [self._as_unit(unit, version, complete=unit.name not in awaited) for unit in ready]
         for began, unit in self._running_units(version) if waits else ():
             begun[unit.name] = began
             units.append(unit)
@@ -160,7 +143,7 @@ class QueueSource:
             for name, begun in self._running.items():
                 yield begun.began, Unit(f"running {name}", self._oldest(begun.ages, version), complete=False)
             return
-        groups: dict[str, list[_Begun]] = {}
+        groups: dict[str, list[Begun]] = {}
         for begun in self._running.values():
             groups.setdefault(str(begun.group), []).append(begun)
         for group, members in groups.items():
@@ -175,18 +158,18 @@ class QueueSource:
         fresh = [age for age in ages if limit is None or version - age <= limit]
         return min(fresh or ages, default=None)
 
-    def _unfit(self, unit: _Unit, version: int) -> bool:
+    def _unfit(self, unit: CompleteUnit, version: int) -> bool:
         """Whether the recipe drops all of it; a group without a difference in reward has its turn."""
         kept, dropped = self._fitting(unit, version)
         return not kept and any(drop.rule != "zero_variance" for drop in dropped)
 
-    def _as_unit(self, unit: _Unit, version: int) -> Unit:
+    def _as_unit(self, unit: CompleteUnit, version: int, *, complete: bool) -> Unit:
         kept, dropped = self._fitting(unit, version)
-        flat = [drop.sample for drop in dropped if drop.rule == "zero_variance"]
-        ages = [sample.oldest_version for sample in [*kept, *flat]]
-        return Unit(unit.name, self._oldest([a for a in ages if a is not None], version), complete=True)
+        usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
+        ages = [sample.oldest_version for sample in [*kept, *usable]]
+        return Unit(unit.name, self._oldest([a for a in ages if a is not None], version), complete)
 
-    def _selection(self, chosen: list[_Unit], version: int) -> Selection:
+    def _selection(self, chosen: list[CompleteUnit], version: int) -> Selection:
         """The chosen units' samples, if any are left of them, and what is dropped."""
         fits = [self._fitting(unit, version) for unit in chosen]
         kept = [sample for samples, _ in fits for sample in samples]
@@ -194,7 +177,7 @@ class QueueSource:
             self._remove(unit)
         return Selection(kept, [drop for _, drops in fits for drop in drops], self._cut())
 
-    def _fitting(self, unit: _Unit, version: int) -> tuple[list[Sample], list[Drop]]:
+    def _fitting(self, unit: CompleteUnit, version: int) -> tuple[list[Sample], list[Drop]]:
         """What the recipe keeps and drops of a unit, as of every event handed out: a replay sees the same."""
         held = self._fit.get(unit.name)
         if held is None or held[0] != version:
@@ -247,7 +230,7 @@ class QueueSource:
                 group = (record.group or trajectory_id) if self._grouped else None
                 self._seen += 1
                 ages = (self._served_before, self._served)
-                self._running[trajectory_id] = _Begun(group, self._seen, ages)
+                self._running[trajectory_id] = Begun(group, self._seen, ages)
         elif isinstance(record, TurnCompleted) and record.version_spans and trajectory_id in self._running:
             begun = self._running[trajectory_id]
             earlier = begun.ages if begun.sampled else ()
@@ -268,7 +251,7 @@ class QueueSource:
             if not fresh:
                 self._folding.forget(trajectory_id)
 
-    def _add_to_group(self, name: str, trajectory_id: str, begun: _Begun) -> None:
+    def _add_to_group(self, name: str, trajectory_id: str, begun: Begun) -> None:
         """The first to finish make a group: more may be asked for than are needed."""
         group = self._groups.setdefault(name, {})
         group[trajectory_id] = begun
@@ -283,12 +266,12 @@ class QueueSource:
 
     def _complete(self, trajectories: tuple[str, ...], began: int, leaf: str | None) -> None:
         self._made += 1
-        unit = _Unit(f"{self._made}", began, trajectories, leaf, time.monotonic())
+        unit = CompleteUnit(f"{self._made}", began, trajectories, leaf, time.monotonic())
         self._units[unit.name] = unit
         for trajectory_id in trajectories:
             self._of.setdefault(trajectory_id, []).append(unit)
 
-    def _remove(self, unit: _Unit) -> None:
+    def _remove(self, unit: CompleteUnit) -> None:
         """Keep nothing of trajectories that no unit needs: the log has them."""
         del self._units[unit.name]
         self._fit.pop(unit.name, None)

@@ -90,7 +90,7 @@ def make_source(
         return QueueSource(config, history, more, tail.cut)
     if isinstance(config.algorithm, GrpoConfig):
         batches = iter([list(log.events(cut))])
-        return QueueSource(config, history, lambda: next(batches, None), lambda: cut)
+        return QueueSource(config, history, lambda: next(batches, None), lambda: cut, live=False)
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
     trajectories = fold(log.events(cut)).values()

@@ -99,6 +99,40 @@ def test_windowed_waits_for_what_runs_and_would_be_too_old(fabric: Any) -> None:
     assert [stream.take(5), stream.take(6)] == [["slow0", "slow1"], ["quick0", "quick1"]]
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_judge_rewards_one_after_the_other(fabric: Any, flat: bool) -> None:
+    """A group is used once it has all its rewards, each of which may come by itself."""
+    stream = Stream(fabric, recipe={"max_staleness": 1, "drop_zero_variance": flat})
+    stream.group("g", 0, (None, None))
+    stream.add(RewardAssigned("g0", None, 1.0))
+    stream.add()
+    stream.add(RewardAssigned("g1", None, 0.0))
+    assert (stream.take(0), stream.gone()) == (["g0", "g1"], [])
+
+
+def test_the_last_reward_comes_after_the_end(fabric: Any) -> None:
+    """The others are not used without it, and those that are due are waited for."""
+    stream = Stream(fabric)
+    stream.group("g", 4, (0.0, None))
+    stream.group("quick", 5)
+    with pytest.raises(TrainError):
+        stream.take(5)
+    stream.add(RewardAssigned("g1", None, 1.0))
+    assert [stream.take(5), stream.take(5)] == [["g0", "g1"], ["quick0", "quick1"]]
+
+
+def test_a_reward_that_does_not_come(fabric: Any) -> None:
+    """After a while the others are used without it; at once, where its trajectory was aborted."""
+    stream = Stream(fabric, wait_s=0.05, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream.group("g", 0, (0.0, 1.0, None))
+    assert stream.take(0) == ["g0", "g1"]
+    stream = Stream(fabric, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream.group("g", 0, (0.0, 1.0, None), finished=False)
+    ends = [TrajectoryFinished("g0"), TrajectoryFinished("g1"), TrajectoryFinished("g2", status="aborted")]
+    stream.add(*ends)
+    assert stream.take(0) == ["g0", "g1"]
+
+
 def test_it_waits_no_longer_than_it_was_told(fabric: Any) -> None:
     """What it waited for is too old then, and never used."""
     stream = Stream(fabric, wait_s=0.03)

@@ -182,7 +182,8 @@ def test_unusable_trajectories_are_dropped_with_their_rule(fabric: Any, store: S
     fabric.append(store, fabric.records("b", group="g"))
     fabric.append(store, fabric.records("c", [fabric.T(logprobs=None)], group="g", reward=0.0))
     fabric.append(store, fabric.records("d", group="g", reward=0.0))
-    taken = _next(_queue(fabric, store, algorithm={"name": "grpo", "groups": 1, "group_size": 4}), 0)
+    group = {"name": "grpo", "groups": 1, "group_size": 4}
+    taken = _next(_queue(fabric, store, algorithm=group, admission={"wait_s": 0.0}), 0)
     assert taken is not None
     assert _names(taken) == ["a", "d"]
     assert [(d.sample.name, d.rule) for d in taken.drops] == [("b", "no_reward"), ("c", "no_logprobs")]
@@ -285,7 +286,7 @@ def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
     made = [fabric.events(fabric.records(n, group=n[0], reward=float(i))) for i, n in enumerate(names)]
     polls = iter([[e for part in made[i : i + 2] for e in part] for i in range(0, len(made), 2)])
     config = fabric.config(fabric.GRPO, algorithm={"name": "grpo", "groups": 1, "group_size": 2})
-    source = QueueSource(config, History(fabric.RUN, "actor"), lambda: next(polls, None), dict)
+    source = QueueSource(config, History(fabric.RUN, "actor"), lambda: next(polls, None), dict, live=False)
     taken: list[list[str]] = []
     while (selection := _next(source, 0)) is not None:
         taken.append(_names(selection))

@@ -1,0 +1,32 @@
+"""Units of training that are complete, and trajectories that may become part of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteUnit:
+    """What is used together, and is complete: a group's trajectories, or (`leaf`) one sample of one.
+
+    Attributes:
+        began: place of its first trajectory in the order in which trajectories began.
+        completed_s: when it was complete, by the monotonic clock.
+    """
+
+    name: str
+    began: int
+    trajectories: tuple[str, ...]
+    leaf: str | None
+    completed_s: float
+
+
+@dataclass(slots=True)
+class Begun:
+    """A trajectory that may become part of a unit."""
+
+    group: str | None
+    began: int
+    ages: tuple[int, ...]
+    """Versions of which its oldest token may be: what was served as it began, until tokens tell."""
+    sampled: bool = False
