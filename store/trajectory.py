@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from rollbook.store.events import (
     TurnRequested,
 )
 from rollbook.store.tenure import Place, Tenures
-from rollbook.store.upkeep_events import TrajectoryAdopted
+from rollbook.store.upkeep_events import TrajectoryAdopted, TrajectoryErased
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,6 +174,14 @@ class _Builder:
                 self.finished = record
             case TrajectoryAdopted() as record:
                 self._tenures.adoptions[place] = record.last_event_id
+            case TrajectoryErased(tokens_kept=False):
+                self._erase()
+
+    def _erase(self) -> None:
+        """Its files were erased after they were read: what was folded of them may not be used any more."""
+        for turn_id, done in self.completed.items():
+            if TOKENS_ERASED not in done.flags:
+                self.completed[turn_id] = replace(done, flags=[*done.flags, TOKENS_ERASED])
 
     def build(self) -> Trajectory:
         tenures = self._tenures

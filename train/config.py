@@ -121,7 +121,7 @@ class AdmissionConfig(_Table):
     order: Literal["windowed", "fifo", "age"] = "windowed"
     """What is used first: what completes, or would become too old; what began first; what is oldest."""
     wait_s: Annotated[float, Field(ge=0)] = 300.0
-    """Longest wait for running trajectories that `order` waits for."""
+    """Longest wait for running trajectories that `order` waits for, and for rewards of those that ended."""
 
 
 class TrainConfig(_Table):

@@ -67,6 +67,8 @@ def _unfit(
         detail = {"staleness": version - oldest, "max_staleness": limit, "oldest_version": oldest}
         return Drop(sample, "staleness", detail)
     if isinstance(algorithm, GrpoConfig):
+        if limit is not None and bool((sample.versions[sample.loss_mask] < 0).any()):
+            return Drop(sample, "no_version", {})  # how stale it is cannot be told
         if sample.reward is None:
             return Drop(sample, "no_reward", {"source": recipe.reward_source})
         if np.isnan(sample.logprobs).any():

@@ -22,6 +22,7 @@ from rollbook.store.events import (
     TrajectoryFinished,
     TrajectoryOpened,
 )
+from rollbook.store.upkeep_events import TrajectoryErased
 from rollbook.train.history import History
 from rollbook.train.queue_source import QueueSource
 from rollbook.train.recipe import Drop
@@ -131,6 +132,24 @@ def test_a_reward_that_does_not_come(fabric: Any) -> None:
     ends = [TrajectoryFinished("g0"), TrajectoryFinished("g1"), TrajectoryFinished("g2", status="aborted")]
     stream.add(*ends)
     assert stream.take(0) == ["g0", "g1"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_erased_while_it_waits(fabric: Any, kept: bool) -> None:
+    """Nothing is trained on tokens that were erased since they were read."""
+    stream = Stream(fabric, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream.group("g", 0, (None, None, 1.0))
+    with pytest.raises(TrainError):
+        stream.take(0)
+    stream.add(
+        TrajectoryErased("g0", kept, "asked", 3),
+        RewardAssigned("g0", None, 0.0),
+        RewardAssigned("g1", None, 0.0),
+    )
+    selection = stream.source.take(0, 0, stream.evicted.extend)
+    assert selection is not None
+    assert [sample.name for sample in selection.samples] == [*["g0"] * kept, "g1", "g2"]
+    assert [(drop.sample.name, drop.rule) for drop in selection.drops] == [("g0", "erased")] * (not kept)
 
 
 def test_it_waits_no_longer_than_it_was_told(fabric: Any) -> None:
