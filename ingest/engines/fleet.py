@@ -56,6 +56,11 @@ class Member:
     lost: asyncio.Future[str] | None = None
 
     @property
+    def has_its_weights(self) -> bool:
+        """Whether it names those that a trainer gave it, if one did: one that began anew has its first."""
+        return not self.synced or self.version in (None, self.engine.policy_version())
+
+    @property
     def usable(self) -> bool:
         """Whether it takes new requests."""
         return self.out is None and not self.syncing
@@ -210,6 +215,9 @@ class Fleet:
         for record in records:
             if self.members[0].url != OWN:
                 self.heard(record)
+        for member in self.members:
+            if member.usable and not member.has_its_weights:
+                self._away(member, "it serves other weights than the last sync gave it")
 
     def heard(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
         """Take what the log says of a sync."""
@@ -242,19 +250,24 @@ class Fleet:
             task.add_done_callback(self._probing.discard)
 
     async def _probe(self, member: Member) -> None:
-        """Ask until it answers. With other weights than a trainer gave it, as when it began, it stays out."""
-        while not member.connected:
+        """Ask until it answers, and has the weights that a trainer gave it: a sync may be under way."""
+        while True:
             await asyncio.sleep(PROBE_S)
+            if member.out is None:
+                return  # a sync brought it back
+            member.connected = False
             try:
                 await member.engine.close()
                 await member.engine.start(self._activated)
             except EngineError:
                 continue
             member.connected = True
-        held = not member.synced or member.version in (None, member.engine.policy_version())
-        if held and not member.failed:
-            member.comes_back()
-            self._tell()
+            if member.failed:
+                return  # only a sync can
+            if member.has_its_weights:
+                member.comes_back()
+                self._tell()
+                return
 
     def _tell(self) -> None:
         """Wake whoever waits for an engine."""

@@ -314,6 +314,7 @@ def test_what_the_log_says_at_the_beginning() -> None:
     async def scenario(it: Any) -> None:
         it.fleet.remember([started(0), failed(0), started(1)])
         assert not await opens(it.fleet)
+        it.servers[1].version = 4
         it.fleet.remember([finished(1, 4)])
         assert await opens(it.fleet)
         assert it.fleet.policy_version() == 4
@@ -390,10 +391,53 @@ def test_a_synced_server_that_was_gone(version: int | None) -> None:
         await it.ask("r0")
         server.version = version
         server.ends(EngineLostError("connection reset"))
-        await until(lambda: server.starts == 2 and not it.fleet._probing)
+        await until(lambda: server.starts >= 2)
+        await pause()
         assert await opens(it.fleet) == (version == 3)
         it.fleet.heard(finished(0, 4))
         assert await it.ask("r1") == 0
+
+    run(scenario, Server())
+
+
+def test_a_server_that_began_anew_before_this_proxy() -> None:
+    """It has its first weights, whatever the log says that it was given; a sync gives it others."""
+
+    async def scenario(it: Any) -> None:
+        server = it.servers[0]
+        server.version = 0
+        it.fleet.remember([finished(0, 5)])
+        assert not await opens(it.fleet)
+        await until(lambda: server.starts > 2)
+        assert not await opens(it.fleet)
+        it.fleet.heard(started(0, 6))
+        it.fleet.heard(finished(0, 6))
+        assert await it.ask("r0") == 0
+        await until(lambda: not it.fleet._probing)
+
+    run(scenario, Server())
+
+
+def test_a_sync_finishes_while_the_connection_is_made() -> None:
+    """The version that was read then is an old one: it is read again."""
+
+    async def scenario(it: Any) -> None:
+        server = it.servers[0]
+        it.fleet.heard(finished(0, 3))
+        await it.ask("r0")
+
+        async def start(_: Any) -> None:
+            server.version = 3
+            if it.fleet.members[0].version == 4:
+                server.version = 4
+            else:
+                it.fleet.heard(finished(0, 4))
+
+        server.start = start
+        server.ends(EngineLostError("connection reset"))
+        await pause()
+        await until(lambda: it.fleet.members[0].usable)
+        assert (it.fleet.policy_version(), await it.ask("r1")) == (4, 0)
 
     run(scenario, Server())
 
