@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from rollbook.ingest.admission.policy import StalenessPolicy, Unit
@@ -54,6 +55,8 @@ class QueueSource:
         self._running: dict[str, Begun] = {}
         self._groups: dict[str, dict[str, Begun]] = {}
         """Group -> its finished trajectories, while they are too few."""
+        self._spent: Counter[str | None] = Counter()
+        """Group -> how many members of it are known that was used before this process began."""
         self._made = self._seen = 0
         self._fit: dict[str, tuple[int, list[Sample], list[Drop]]] = {}
         """Unit -> (version, what the recipe keeps and drops of it), until an event changes it."""
@@ -215,8 +218,14 @@ class QueueSource:
             self._folding.add(event)
             self._note(event)
         ended = [e.record.trajectory_id for e in events if isinstance(e.record, TrajectoryFinished)]
-        for trajectory_id in filter(self._folding.__contains__, ended):
+        there = filter(self._folding.__contains__, ended)
+        # What was used comes first: who has no sample may have been of its group.
+        for trajectory_id in sorted(there, key=lambda one: not self._was_used(one)):
             self._finish(trajectory_id)
+
+    def _was_used(self, trajectory_id: str) -> bool:
+        leaves = (path[-1].turn_id for path in self._folding[trajectory_id].paths())
+        return bool(self._used) and any(leaf in self._used for leaf in leaves)
 
     def _note(self, event: Event) -> None:
         """What an event says of the ages of trajectories and of what is chosen from."""
@@ -241,8 +250,10 @@ class QueueSource:
         begun = self._running.pop(trajectory_id, None)
         samples = [] if begun is None else self._samples(trajectory_id)
         fresh = [sample for sample in samples if sample.leaf_turn_id not in self._used]
-        if begun is None or (samples and not fresh):
+        if begun is None or (samples and not fresh) or (not samples and self._spent[begun.group]):
             self._folding.forget(trajectory_id)  # of another run or split, or used already
+            if begun is not None:
+                self._spent[begun.group] = (self._spent[begun.group] + 1) % self._size
         elif begun.group is not None:
             self._add_to_group(begun.group, trajectory_id, begun)
         else:

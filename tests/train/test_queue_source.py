@@ -23,7 +23,7 @@ from rollbook.store.events import (
     TrajectoryOpened,
 )
 from rollbook.store.upkeep_events import TrajectoryErased
-from rollbook.train.history import History
+from rollbook.train.history import CommittedStep, History
 from rollbook.train.queue_source import QueueSource
 from rollbook.train.recipe import Drop
 
@@ -32,7 +32,13 @@ class Stream:
     """A source over events that a test gives it, a portion for each time that it asks for more."""
 
     def __init__(
-        self, fabric: Any, order: str = "windowed", *, wait_s: float = 300.0, **changes: Any
+        self,
+        fabric: Any,
+        order: str = "windowed",
+        *,
+        wait_s: float = 300.0,
+        history: History | None = None,
+        **changes: Any,
     ) -> None:
         values = {
             "algorithm": {"name": "grpo", "groups": 1, "group_size": 2},
@@ -44,7 +50,7 @@ class Stream:
         self.fabric = fabric
         self.portions: list[list[Event]] = []
         self.evicted: list[Drop] = []
-        self.source = QueueSource(config, History(fabric.RUN, "actor"), self._more, dict)
+        self.source = QueueSource(config, history or History(fabric.RUN, "actor"), self._more, dict)
 
     def _more(self) -> list[Event]:
         return self.portions.pop(0) if self.portions else []
@@ -150,6 +156,21 @@ def test_erased_while_it_waits(fabric: Any, kept: bool) -> None:
     assert selection is not None
     assert [sample.name for sample in selection.samples] == [*["g0"] * kept, "g1", "g2"]
     assert [(drop.sample.name, drop.rule) for drop in selection.drops] == [("g0", "erased")] * (not kept)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_groups_name_that_is_used_again(fabric: Any, first: bool) -> None:
+    """After a restart as before: a member without a sample is not counted into the group that comes next."""
+    history = History(fabric.RUN, "actor")
+    planned = fabric.planned(0, 0, turns=["g0.0", "g1.0"])
+    history.steps[0] = CommittedStep(planned, fabric.committed(0, 1))
+    stream = Stream(fabric, history=history, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    undelivered = fabric.records("g2", [fabric.T(delivered=False)], group="g", reward=0.0)
+    used = [r for i in (0, 1) for r in fabric.records(f"g{i}", group="g", reward=float(i))]
+    stream.add(*(undelivered + used if first else used + undelivered))
+    again = [r for i in (3, 4, 5) for r in fabric.records(f"g{i}", group="g", reward=float(i))]
+    stream.add(*again)
+    assert stream.take(1) == ["g3", "g4", "g5"]
 
 
 def test_it_waits_no_longer_than_it_was_told(fabric: Any) -> None:

@@ -64,7 +64,10 @@ def test_grpo_needs_versions_where_staleness_is_bounded(fabric: Any) -> None:
     samples = _samples(fabric, fabric.records("a", half, reward=1.0), fabric.records("b", reward=0.0))
     recipe = RecipeConfig(max_staleness=9, drop_zero_variance=False)
     kept, drops = select(samples, recipe, GRPO, 9)
-    assert ([s.name for s in kept], [(d.sample.name, d.rule) for d in drops]) == (["b"], [("a", "no_version")])
+    assert ([s.name for s in kept], [(d.sample.name, d.rule) for d in drops]) == (
+        ["b"],
+        [("a", "no_version")],
+    )
     assert len(select(samples, RecipeConfig(), GRPO, 9)[0]) == 2
 
 
