@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
+from dataclasses import replace
+
 from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.reply import STOP_STRING
@@ -9,6 +13,11 @@ from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
 from rollbook.store import Store
 from rollbook.store.events import (
     QUARANTINE,
+    Event,
+    RunOpened,
+    SampleDropped,
+    StepCommitted,
+    StepPlanned,
     SyncFailed,
     SyncFinished,
     SyncStarted,
@@ -16,6 +25,8 @@ from rollbook.store.events import (
     TrajectoryOpened,
 )
 from rollbook.store.trajectory import Trajectory, Turn
+
+_OF_TRAINERS = (RunOpened, StepPlanned, StepCommitted, SampleDropped, SyncStarted, SyncFinished, SyncFailed)
 
 
 class RunReader:
@@ -38,20 +49,29 @@ class RunReader:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what became durable since the last time."""
+        """Read what became durable since the last time.
+
+        Lanes are read one after the other, so that little is in memory at once. What trainers wrote is kept
+        to the end: trainings and syncs follow each other across lanes.
+        """
         head = self._store.head()
+        trainers: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self._store.events(head, self.cut):
             record = event.record
             if event.run != self._run:
+                continue
+            if isinstance(record, _OF_TRAINERS):
+                trainers[event.lane].append(_slim(event))
                 continue
             self.outstanding.add(event)
             if isinstance(record, TrajectoryOpened):
                 self.opened[record.trajectory_id] = (record, event.lane)
             elif isinstance(record, TrajectoryFinished):
                 self._finished.add(record.trajectory_id)
-            elif isinstance(record, SyncStarted | SyncFinished | SyncFailed):
-                self.syncs.append(record)
-        self.outstanding.add_all(())  # that was all up to the head
+        in_time = list(heapq.merge(*trainers.values(), key=lambda event: event.event_id))
+        self.outstanding.add_all(in_time)  # with them, that was all up to the head
+        kinds = SyncStarted | SyncFinished | SyncFailed
+        self.syncs += [event.record for event in in_time if isinstance(event.record, kinds)]
         self.cut = head
         ids = set(self.opened) - self._finished
         self._open = list(self._store.trajectories(head, ids).values()) if ids else []
@@ -59,6 +79,16 @@ class RunReader:
     def open(self) -> list[Trajectory]:
         """Those that are not finished."""
         return self._open
+
+
+def _slim(event: Event) -> Event:
+    """The event, of a plan no more than which trajectories it uses: plans are large, and a run has many."""
+    record = event.record
+    if not isinstance(record, StepPlanned):
+        return event
+    used = [{"trajectory_id": sample["trajectory_id"]} for sample in record.samples]
+    bare = replace(record, samples=used, partition=[], recipe={}, input_digests={}, environment={})
+    return replace(event, record=bare)
 
 
 def restored(trajectory: Trajectory, lane: str, tips: dict[bytes, LiveTrajectory]) -> LiveTrajectory:

@@ -12,6 +12,12 @@ from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Event, TrajectoryOpened
 
+STALLED_S = 10.0
+"""For so long nothing may have been able to come by itself before one more is let in than fits. Members of a
+group that run one after the other leave gaps, shorter ones."""
+LOOKS = 5
+"""How often in that time it is looked whether that is still so."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -57,6 +63,10 @@ class AdmissionGate:
     _reserved: dict[str, _Place] = field(default_factory=dict)
     _seen: tuple[object, ...] = ()
     """What the last look at those who wait went by."""
+    _stalled: tuple[tuple[object, ...], float] | None = None
+    """The state in which nothing comes by itself, and since when."""
+    _timer: asyncio.TimerHandle | None = None
+    """The next look at that, while somebody waits."""
 
     async def enter(
         self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
@@ -75,12 +85,7 @@ class AdmissionGate:
         if name in self._reserved or self._joins(group) or (not self._waiting and self._has_room()):
             self._keep(name, group)
             return True
-        self.held += 1
-        one = _Waiting(name, group, asyncio.get_running_loop().create_future())
-        if not self._waiting:
-            self._seen = ()
-        self._waiting.append(one)
-        self.changed()  # engines may serve something else by now
+        one = self._queue(name, group)
         left = asyncio.ensure_future(gone())
         try:
             both: set[asyncio.Future[Any]] = {one.admitted, left}
@@ -100,6 +105,24 @@ class AdmissionGate:
             left.cancel()
             if not one.admitted.done():
                 self._waiting.remove(one)
+            self._rest()
+
+    def _queue(self, name: str, group: str | None) -> _Waiting:
+        self.held += 1
+        one = _Waiting(name, group, asyncio.get_running_loop().create_future())
+        if not self._waiting:
+            self._seen = ()
+        self._waiting.append(one)
+        self.changed()  # engines may serve something else by now
+        if self._timer is None:
+            self._look()
+        return one
+
+    def _rest(self) -> None:
+        """Nobody need look while nobody waits."""
+        if not self._waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def leave(self, name: str) -> None:
         """The trajectory is in the log now, or will not be: its place is kept no more."""
@@ -138,9 +161,27 @@ class AdmissionGate:
             joins = one.name in self._reserved or self._joins(one.group)
             room = room and (joins or self._has_room())  # who finds none keeps its turn
             if joins or room:
-                self._waiting.remove(one)
-                self._keep(one.name, one.group)
-                one.admitted.set_result(None)
+                self._admit(one)
+
+    def _admit(self, one: _Waiting) -> None:
+        self._waiting.remove(one)
+        self._keep(one.name, one.group)
+        one.admitted.set_result(None)
+
+    def _look(self) -> None:
+        """Let one more in than fits, where nothing has been able to come by itself for long."""
+        loop = asyncio.get_running_loop()
+        now, state = loop.time(), self.outstanding.state
+        begins = any(not place.begun for place in self._reserved.values())
+        if begins or not self.outstanding.stalled:
+            self._stalled = None
+        elif self._stalled is None or self._stalled[0] != state:
+            self._stalled = state, now
+        elif self._waiting and now - self._stalled[1] >= STALLED_S:
+            self._stalled = None
+            self._admit(self._waiting[0])
+            self._let_in()  # the rest of its group
+        self._timer = loop.call_later(STALLED_S / LOOKS, self._look) if self._waiting else None
 
     def _keep(self, name: str, group: str | None) -> None:
         """Keep a place; several requests of one new trajectory share it."""
@@ -180,9 +221,12 @@ class AdmissionGate:
     def _why(self) -> str:
         training, version = self.outstanding.training, self.outstanding.version
         limit = "" if training is None else f" of at most {training.policy.max_staleness} versions"
+        if self.outstanding.stalled:
+            more = f"none of them runs, and too few for a step are whole: in {STALLED_S:g} s one more begins"
+        else:
+            more = "if agents left trajectories unfinished, --abandon-s ends them"
         return (
             f"{self.outstanding.count} trajectories or groups wait for the trainer, which is at version "
-            f"{version}; one more would exceed a staleness{limit}. Try again; if agents left trajectories "
-            "unfinished, --abandon-s ends them, and if nothing trains any more, start the proxy with "
-            "--no-admission"
+            f"{version}; one more would exceed a staleness{limit}. Try again; {more}, and if nothing trains "
+            "any more, start the proxy with --no-admission"
         )

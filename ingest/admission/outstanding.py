@@ -83,6 +83,7 @@ class Outstanding:
     _latest: dict[str, str] = field(default_factory=dict)
     """Group -> its unit that was admitted last: a name may be used for another group once one is whole."""
     _made: int = 0
+    """How many trajectories were counted into units."""
     _spent: int = 0
     _planned: dict[str, tuple[int, int, list[str]]] = field(default_factory=dict)
     """Policy -> step, attempt and trajectories of the step that runs."""
@@ -95,13 +96,27 @@ class Outstanding:
         return len(self._units) - self._spent
 
     @property
+    def stalled(self) -> bool:
+        """Whether no more will come by itself: no unit runs, no step does, and too few are whole for one."""
+        training, whole = self.training, 0
+        if training is None or training.name in self._planned:
+            return False
+        for unit in self._units.values():
+            if unit.spent:
+                continue
+            if any(self._trajectories[member].running for member in unit.members):
+                return False
+            whole += len(unit.members) >= self._size
+        return whole < training.policy.batch
+
+    @property
     def version(self) -> int:
         """The trainer's."""
         return 0 if self.training is None else self._versions.get(self.training.name, 0)
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Changes whenever more may begin than before."""
+        """Changes whenever more may begin than before, and whenever something begins."""
         return self._made, self.count, self.version, self.training
 
     def room(self, group: str | None) -> int:
@@ -207,8 +222,9 @@ class Outstanding:
             return
         if training.steps_left > 1:
             self.training = replace(training, steps_left=training.steps_left - 1)
-            for name in list(self._units):
-                self._remove_if_over(name, swept=True)
+            for name, unit in list(self._units.items()):
+                if len(unit.members) < self._size:  # no age makes a whole one over
+                    self._remove_if_over(name)
         else:
             self.training = None
             self._regroup()
@@ -224,10 +240,10 @@ class Outstanding:
         if self.training is None or not self.training.uses(opened.split, opened.group):
             return
         group = opened.group if self._size > 1 else None
+        self._made += 1
         if self.room(group):
             name = self._latest[group or ""]
         else:
-            self._made += 1
             name = f"{self._made}"
             self._units[name] = _Unit(group)
             if group is not None:
@@ -239,13 +255,11 @@ class Outstanding:
             unit.spent = True
             self._spent += 1
 
-    def _remove_if_over(self, name: str | None, *, swept: bool = False) -> None:
+    def _remove_if_over(self, name: str | None) -> None:
         """Give back the place of a unit that will never be used: it ended, and nothing in it can be trained.
 
-        One that lacks trajectories may still get them; not so, where none of it runs, one that was given up.
-
-        Args:
-            swept: nor one of which all is too old by now.
+        One that lacks trajectories may still get them; not so, where none of it runs, one that was given up,
+        or of which nothing is young enough by now.
         """
         unit = None if name is None else self._units.get(name)
         if name is None or unit is None:
@@ -258,7 +272,7 @@ class Outstanding:
             over = not any(member.productive for member in members)
         else:
             young = any(member.productive and not self._too_old(member) for member in members)
-            over = (swept and not young) or any(member.given_up for member in members)
+            over = not young or any(member.given_up for member in members)
         if over:
             self._remove(name)
 

@@ -32,7 +32,7 @@ class Training:
 
 
 def training_of(opened: RunOpened) -> Training | None:
-    """The training that a `run.opened` says begins, if it learns from the log's tail and bounds staleness."""
+    """The training that a `run.opened` says begins: on the log's tail, staleness bounded, steps left."""
     config = opened.config
     if opened.command != "train" or config.get("source") != "tail":
         return None
@@ -47,6 +47,6 @@ def training_of(opened: RunOpened) -> Training | None:
         left = config["steps"] - config["steps_done"]
         admitted = config["admission"]["hold"] and recipe["max_staleness"] is not None
         splits = frozenset(recipe["splits"])
-        return Training(policy, config["policy"], size, splits, left) if admitted else None
+        return Training(policy, config["policy"], size, splits, left) if admitted and left > 0 else None
     except (KeyError, TypeError):
         return None  # a release before this one's, which held nothing back

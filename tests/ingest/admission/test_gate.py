@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from training_told import RUN, begins, committed, opened, planned
+from training_told import RUN, answered, begins, committed, opened, planned
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import Outstanding
@@ -15,6 +15,7 @@ from rollbook.store.errors import RequestError
 from rollbook.store.events import Event, Record, TrajectoryFinished
 
 HOLD_S = 5.0
+STALLED_S = 0.1
 
 
 class Door:
@@ -206,6 +207,86 @@ def test_who_leaves_takes_no_place(how: str, when: str) -> None:
             assert isinstance(error, RequestError)
             assert (error.status, error.code) == (499, "client_left")
         assert list(door.gate._reserved) == ["c"]
+
+    run(scenario)
+
+
+def ended(name: str, group: str) -> list[Record]:
+    """A trajectory that ends with a turn to train on."""
+    return [opened(name, group), *answered(name), TrajectoryFinished(name)]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long takes a moment."""
+    monkeypatch.setattr("rollbook.ingest.admission.gate.STALLED_S", STALLED_S)
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_is_never_whole_keeps_nobody_out_for_ever() -> None:
+    """A member too many fills all the room: after a while one more group is let in, and no other."""
+
+    async def scenario() -> None:
+        door = Door(begins(2, 1, 0), *ended("surplus", "g"))
+        for name in ("b0", "c0", "b1"):
+            await door.come(name, name[0])
+        assert await door.inside() == []
+        begun = asyncio.get_running_loop().time()
+        async with asyncio.timeout(10):
+            await door.tasks["b0"]
+        assert asyncio.get_running_loop().time() - begun >= STALLED_S / 2
+        assert await door.inside() == ["b0", "b1"]
+        await asyncio.sleep(3 * STALLED_S)
+        assert await door.inside() == ["b0", "b1"], "they are about to begin"
+        for name in ("b0", "b1"):
+            door.opens(name, "b")
+        await asyncio.sleep(3 * STALLED_S)
+        assert await door.inside() == ["b0", "b1"], "they run"
+        door.tell(*answered("b0"), TrajectoryFinished("b0"), TrajectoryFinished("b1"))
+        await asyncio.sleep(3 * STALLED_S)
+        assert await door.inside() == ["b0", "b1"], "a step can be made of them"
+        door.tell(*step(0, "b0"))
+        async with asyncio.timeout(10):
+            await door.tasks["c0"]
+        assert door.gate._timer is None, "nobody waits"
+
+    run(scenario)
+
+
+def test_members_that_run_one_after_the_other_let_no_other_group_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them nothing runs, but never for long."""
+    monkeypatch.setattr("rollbook.ingest.admission.gate.STALLED_S", 0.6)
+
+    async def scenario() -> None:
+        door = Door(begins(20, 1, 0), *ended("a", "g"))
+        await door.come("other", "h")
+        for number in range(8):
+            await asyncio.sleep(0.1)
+            door.tell(*ended(f"a{number}", "g"))
+        assert await door.inside() == []
+        door.left["other"].set()
+
+    run(scenario)
+
+
+@pytest.mark.usefixtures("soon")
+def test_who_comes_again_and_again_is_let_in_too() -> None:
+    """Each time for less than it takes: what lasts is the state, not the wait."""
+
+    async def scenario() -> None:
+        door = Door(begins(2, 1, 0), *ended("surplus", "g"), hold_s=STALLED_S / 3)
+        refused: list[str] = []
+        async with asyncio.timeout(10):
+            while True:
+                await door.come("b", "h", again=f" {len(refused)}")
+                (result,) = await asyncio.gather(door.tasks[f"b {len(refused)}"], return_exceptions=True)
+                if result is True:
+                    break
+                assert isinstance(result, RequestError)
+                refused.append(result.message)
+                assert door.gate._timer is None, "nobody waits"
+        assert len(refused) > 1
+        assert all("one more begins" in why and "--abandon-s" not in why for why in refused)
 
     run(scenario)
 

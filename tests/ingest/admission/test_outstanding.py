@@ -117,6 +117,57 @@ def test_a_part_of_a_group_that_is_too_old_gives_its_place_back() -> None:
     assert (fold.count, fold.room("g"), fold.room("h")) == (1, 0, 1)
 
 
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_one_too_many_of_a_group_gives_its_place_back_once_it_is_too_old(begins_anew: bool) -> None:
+    """It still ran as the steps committed, and ends after them; or as another training begins."""
+    late = [begins(2, limit=1), opened("late", "g"), *answered("late")]
+    end = TrajectoryFinished("late")
+    steps = [r for i in range(2) for r in (planned(i, []), committed(i))]
+    if begins_anew:
+        assert folded(*late, end, *steps[:2]).count == 1
+        assert folded(*late, end, *steps[:2], begins(2, limit=0)).count == 0
+    else:
+        assert folded(*late, *steps[:2], end).count == 1
+        assert folded(*late, *steps).count == 1
+        assert folded(*late, *steps, end).count == 0
+
+
+def test_one_of_which_nothing_can_be_trained_keeps_no_place_for_others() -> None:
+    """Nothing of its group runs: whoever goes on with that takes a place anew."""
+    assert folded(begins(2), opened("a", "g"), TrajectoryFinished("a", "failed")).count == 0
+
+
+def test_nothing_more_comes_by_itself() -> None:
+    """Nothing outstanding runs, and too few units are whole for a step, whatever there is in part."""
+
+    def ended(name: str, group: str) -> list[Record]:
+        return [opened(name, group), *answered(name), TrajectoryFinished(name)]
+
+    fold = folded(begins(2, batch=2), *ended("a0", "g"), *ended("b0", "h"), *ended("b1", "h"))
+    assert (fold.count, fold.stalled) == (2, True)
+    fold.add(Event(opened("a1", "g"), RUN))
+    assert not fold.stalled, "it runs"
+    fold.add_all(Event(record, RUN) for record in (*answered("a1"), TrajectoryFinished("a1")))
+    assert not fold.stalled, "they make a step"
+    fold.add(Event(dropped("b0"), RUN))
+    assert fold.stalled
+    fold.add(Event(planned(0, ["a0"]), RUN))
+    assert not fold.stalled, "a step runs"
+    fold.add(Event(committed(0), RUN))
+    assert fold.stalled
+    fold.add(Event(opened("c0", "i"), RUN))
+    assert not fold.stalled, "it may still be joined"
+    assert not folded().stalled
+
+
+def test_whatever_begins_is_another_state() -> None:
+    """A group's later members too: nobody takes the pauses between them for one that lasts."""
+    fold = folded(begins(2), opened("a", "g"))
+    before = fold.state
+    fold.add(Event(opened("b", "g"), RUN))
+    assert fold.state != before
+
+
 def test_a_training_that_is_done_bounds_nothing() -> None:
     """With its last step nothing counts; one that goes on has what is left of its steps."""
     opening = begins(1, steps=5, steps_done=3)
@@ -126,6 +177,15 @@ def test_a_training_that_is_done_bounds_nothing() -> None:
     assert (fold.training.steps_left, fold.count) == (1, 1)
     fold = folded(opening, opened("a"), *steps)
     assert (fold.training, fold.count) == (None, 0)
+
+
+def test_a_training_that_is_run_again_when_it_is_done_bounds_nothing() -> None:
+    """All its steps are taken: no commit would end it. One of another policy goes on."""
+    assert training_of(begins(2, steps=3, steps_done=3)) is None
+    again = begins(2, steps=3, steps_done=3)
+    fold = folded(begins(2, steps=4), opened("a", "g"), again)
+    assert (fold.training, fold.count) == (None, 0)
+    assert folded(begins(2, policy="critic"), again).training is not None
 
 
 def test_another_training_groups_anew() -> None:
