@@ -25,6 +25,7 @@ class Options:
         late_abort_s: so long after a stream's end the real server aborts whatever has its id by then.
         weights: keep checksums of the weights at `model_path`, as held in this torch type (`float32`); empty:
             keep none.
+        preferred: what /model_info says of --preferred-sampling-params; it changes no answer.
     """
 
     model_path: str = "scripted"
@@ -37,6 +38,7 @@ class Options:
     log: int = 0
     late_abort_s: float = 2.0
     weights: str = ""
+    preferred: Any = None
 
 
 class Failed(Exception):

@@ -261,7 +261,7 @@ class ScriptedSGLang:
         path = self.options.model_path
         found = {"model_path": path, "served_model_name": path, "tokenizer_path": path, "is_generation": True}
         return 200, found | {
-            "preferred_sampling_params": None,
+            "preferred_sampling_params": self.options.preferred,
             "weight_version": self.stale_version or self.weight_version,
             "has_image_understanding": self.options.images,
             "has_audio_understanding": False,

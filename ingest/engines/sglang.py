@@ -22,6 +22,7 @@ from rollbook.ingest.engines.sglang_parts import joined, may_go_on, the_rest
 from rollbook.ingest.engines.sglang_wire import (
     Part,
     Routing,
+    check_preferred,
     check_version,
     news,
     part,
@@ -94,8 +95,8 @@ class SglangEngine:
         """Connect, and see that the server is new enough and which weights it serves.
 
         Raises:
-            EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, or that was
-                not started to tell the experts that are to be recorded.
+            EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
+                with parameters of its own, or that was not started to tell the experts to be recorded.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -109,6 +110,7 @@ class SglangEngine:
                 raise EngineError(f"{self.url}/model_info answers {status}: is it an SGLang server?")
             self._version = policy_version_of(info.get("weight_version"), self._run, self.policy)
             await self._check_servers()
+            check_preferred(info, self.url)
         except BaseException:
             await self._session.close()
             raise
@@ -117,10 +119,13 @@ class SglangEngine:
         for url in await self._servers():
             try:
                 _, told = await self._ask("/server_info", url)
+                # What a router says is what one of its workers does.
+                info = (await self._ask("/model_info", url))[1] if self._routed else None
             except EngineError:
                 if not self._routed:
                     raise
-                told = None  # a worker that only its router reaches
+                told = info = None  # a worker that only its router reaches
+            check_preferred(info, url)
             if note := check_version(told, url):
                 logging.getLogger(__name__).warning(note)
             elif self._routing is not None and told.get("enable_return_routed_experts") is False:

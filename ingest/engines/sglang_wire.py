@@ -21,6 +21,16 @@ SEMANTICS = {"kind": "sampled", "of": "softmax(logits / temperature)", "filters"
 """What its logprobs are of: not filtered by top-p, top-k or min-p; at temperature 0, of softmax(logits)."""
 OLDEST_SERVER = "0.5.19"
 """The first SGLang whose answers say which weights made which tokens (`weight_versions`)."""
+_AS_NAMED = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+)
+"""Sampling parameters that have the same name, meaning and default here and there."""
 _NOT_SGLANGS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, binascii.Error)
 """What reading raises where an answer is of another form."""
 
@@ -39,7 +49,7 @@ class Part:
 
     Attributes:
         finish: SGLang's finish_reason.
-        experts: int32 [positions, layers, topk], None where the server tells none.
+        experts: int32 [positions, layers, topk], None where the server tells none, or those of other weights.
         numbers: of cached tokens, and how often the request was retracted, where there is something to say.
     """
 
@@ -77,6 +87,27 @@ def check_version(told: Any, url: str) -> str | None:
     return None
 
 
+def check_preferred(info: Any, url: str) -> None:
+    """See that a server samples with nothing that it is not asked for.
+
+    Args:
+        info: what /model_info answers.
+
+    Raises:
+        EngineError: it prefers sampling parameters that not every request sets, so no turn would tell them.
+    """
+    told = info.get("preferred_sampling_params") if isinstance(info, dict) else None
+    try:
+        preferred = dict((orjson.loads(told or "{}") if isinstance(told, str) else told) or {})
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"{url} has preferred_sampling_params that are no object: {told!r}") from error
+    if unasked := sorted(preferred.keys() - sampling_params(Sampling(1, 1.0, 0)).keys()):
+        raise EngineError(
+            f"{url} samples with {', '.join(unasked)} of its own, which no turn would tell: "
+            "start it without them in --preferred-sampling-params"
+        )
+
+
 def release_of(version: Any) -> tuple[int, ...] | None:
     """The numbers that a version begins with; None of what is no version."""
     found = re.match(r"\d+(\.\d+)+", version) if isinstance(version, str) else None
@@ -108,7 +139,7 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def sampling_params(sampling: Sampling) -> Json:
-    """SGLang's sampling parameters; what is as by default is left out.
+    """SGLang's sampling parameters; also those that are as by default, since a server may have others.
 
     `no_stop_trim` and the two below keep the ids and what they spell untouched. Top-k 1 is asked for as
     temperature 0, which samples the same: SGLang scales the logits of such a request by its temperature only
@@ -122,13 +153,11 @@ def sampling_params(sampling: Sampling) -> Json:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
-    asked = sampling.as_json()
-    for name in ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
-        if name in asked:
-            params[name] = asked[name]
-    for name in ("min_new_tokens", "stop", "logit_bias"):
-        if asked.get(name):
-            params[name] = asked[name]
+    params |= {name: getattr(sampling, name) for name in _AS_NAMED}
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.logit_bias:
+        params["logit_bias"] = sampling.logit_bias
     for kind, value in (sampling.constraint or {}).items():
         params[kind] = orjson.dumps(value).decode() if kind == "json_schema" else value
     return params
@@ -178,9 +207,7 @@ def part(
             logprobs,
             _spans(meta, run, policy, len(ids)),
             dict(meta["finish_reason"]),
-            _experts(
-                meta.get("routed_experts"), len(prompt.ids) + len(ids) - 1 - experts_start(prompt), routing
-            ),
+            _experts(meta, len(prompt.ids) + len(ids) - 1 - experts_start(prompt), routing),
             {name: int(meta[name]) for name in ("cached_tokens", "num_retractions") if meta.get(name)},
         )
         failed = made.finish["type"] == "abort" and not made.aborted
@@ -193,9 +220,12 @@ def part(
     return made
 
 
-def _experts(told: str | None, positions: int, routing: Routing | None) -> npt.NDArray[np.int32] | None:
+def _experts(meta: Json, positions: int, routing: Routing | None) -> npt.NDArray[np.int32] | None:
+    told = meta.get("routed_experts")
     if told is None or routing is None:
         return None
+    if meta.get("num_retractions") and len(meta.get("weight_versions") or ()) > 1:
+        return None  # all are those that the last weights chose, also of tokens that older ones made
     found = np.frombuffer(base64.b64decode(told, validate=True), np.dtype("<i4"))
     return found.reshape(positions, routing.layers, routing.topk)
 

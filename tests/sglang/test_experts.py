@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, Client
 from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, environment
 
+from rollbook.ingest.engines import sglang
 from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.engines.sglang_parts import routing_of
 from rollbook.store.errors import EngineError
@@ -52,6 +54,50 @@ def test_a_child_has_only_what_its_parent_has_not(moe: Any, client: Any, referen
     _check(second, prompt, known - 1, moe.model, reference)
     positions = len(unpack(first.routed_experts)) + len(unpack(second.routed_experts))
     assert positions == len(prompt) + len(second.completion_ids) - 1
+
+
+def _paused(moe: Any, client: Any, changing: Any, mode: str) -> Any:
+    """A completion that began under the server's own weights and ended under others."""
+
+    def act() -> None:
+        moe.post("/pause_generation", {"mode": mode})
+        changing.load(changing.next_model())
+        moe.post("/continue_generation")
+
+    changing.load(moe.model)
+    made, _ = client(moe, routed_experts=ROUTING).meanwhile(Sampling(240, 1.0, 3), act)
+    assert len(made.version_spans) == 2
+    return made
+
+
+def test_experts_of_new_weights_are_not_those_of_old_tokens(
+    moe: Any, client: Any, weights: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `retract` the server tells only what the new weights chose, so a turn has none.
+
+    Not so after `abort`.
+    """
+    answers: list[Any] = []
+    real = sglang.part
+
+    def heard(answer: Any, *rest: Any) -> Any:
+        answers.append(answer)
+        return real(answer, *rest)
+
+    monkeypatch.setattr(sglang, "part", heard)
+    changing = weights(moe)
+    made = _paused(moe, client, changing, "retract")
+    assert (made.routed_experts, made.timings["num_retractions"]) == ({}, 1)
+    whole = [*PROMPT, *made.completion_ids.tolist()]
+    told = np.frombuffer(base64.b64decode(answers[0]["meta_info"]["routed_experts"]), "<i4")
+    found = np.sort(told.reshape(-1, ROUTING.layers, ROUTING.topk), -1)
+    paths = (moe.model, changing.next_model())
+    old, new = (np.sort(reference.experts(path, whole)[:-1], -1) for path in paths)
+    assert np.array_equal(found, new)
+    before = len(PROMPT) + made.version_spans[0].end - 1
+    assert not np.array_equal(found[:before], old[:before])
+    made = _paused(moe, client, changing, "abort")
+    assert len(unpack(made.routed_experts)) == len(PROMPT) + len(made.completion_ids) - 1
 
 
 def test_nobody_is_told_who_did_not_ask(moe: Any, dense: Any, client: Any, models: Any) -> None:

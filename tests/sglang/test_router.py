@@ -17,7 +17,7 @@ from tests.sglang.server import ENVIRONMENT, Process, SglangServer, environment,
 from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.store.errors import EngineError
 
-LONG = Sampling(240, 1.0, 3)
+LONG = Sampling(900, 1.0, 3)
 
 
 class Router(Process):
@@ -119,7 +119,7 @@ def test_a_pause_of_the_workers(router: Router, client: Any, weights: Any, refer
     made, heard = client(router.url).meanwhile(LONG, act)
     ids = made.completion_ids.tolist()
     assert heard == ids
-    assert len(ids) == 240
+    assert len(ids) == 900
     spans = made.version_spans
     assert made.timings["resumed"] >= len(spans) - 1 >= 1
     if len(router.workers) == 1:
@@ -131,7 +131,7 @@ def test_a_pause_of_the_workers(router: Router, client: Any, weights: Any, refer
         prompt = [*PROMPT, *ids[: span.start]]
         wanted = reference.logprobs(served[span.version], prompt, ids[span.start : span.end], 1.0)
         assert greatest_difference(made, wanted, span.start) <= TOLERANCE
-    assert at == 240
+    assert at == 900
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +87,6 @@ class Trainer:
 
     def sync(self, version: int, tensors: Any = None) -> list[str]:
         """Give the engines what `make` made, or something else."""
-        import json
-
         from rollbook.train.sync.session import Release
 
         if hasattr(self._transport, "path"):
@@ -276,3 +277,24 @@ def test_in_the_middle_of_a_request(
     else:
         wanted += reference.logprobs(ours.path, [*PROMPT, *ids[:cut]], ids[cut:], 1.0).tolist()
     assert max(abs(a - b) for a, b in zip(told, wanted, strict=True)) <= TOLERANCE
+
+
+def test_a_grammar_that_is_compiled(dense: SglangServer, trainer: Any, reference: Any) -> None:
+    """For its request SGLang flushes nothing, not even paused: it goes on until the grammar is there."""
+    ours, made = trainer(dense), []
+    ours.connect("tensor")
+    ours.sync(first := ours.make())
+    second = ours.make()
+    one = {"type": "string", "pattern": "^[a-z]{1,90}(foo|bar){0,60}$"}
+    fields = {f"k{number}": one for number in range(60)}
+    schema = json.dumps({"type": "object", "properties": fields, "required": list(fields)})
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "json_schema": schema}}
+    asking = threading.Thread(target=lambda: made.append(dense.post("/generate", body)))
+    asking.start()
+    while httpx.post(f"{dense.url}/flush_cache", timeout=30).status_code == 200:
+        time.sleep(0.01)
+    dense.post("/pause_generation", {"mode": "retract"})
+    assert ours.sync(second) == [dense.url]
+    asking.join(TIMEOUT_S)
+    assert {s["version"] for s in made[0]["meta_info"]["weight_versions"]} <= {str(first), str(second)}
+    _check(dense, ours.path, second, reference)

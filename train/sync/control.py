@@ -14,6 +14,8 @@ from rollbook.store.events import Json
 SESSIONS_SINCE = "0.5.21"
 """The first SGLang that takes tensors and broadcasts inside a session, between begin and end."""
 EMBEDDED = "rollbook-embedded"
+UNVERIFIED = "unverified"
+"""What weights are called that may be anything: no policy version is read from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,19 @@ class EngineControl:
         """Go on generating."""
         self._ask("POST", "/continue_generation", {})
 
+    # SGLang's route also collects garbage, which takes milliseconds: it freezes what its start has made.
+
+    def flush(self) -> EngineError | None:
+        """Have it forget every cached prefix; what it says if it refuses, as with requests in the way."""
+        try:
+            self._ask("POST", "/flush_cache")
+        except _RefusedError as refused:
+            return refused
+        return None
+
     # Weights ----------------------------------------------------------------------------------
+
+    # `flush` has the engine forget every cached prefix with an update: other weights made them.
 
     def begin_update(self) -> None:
         """Open a session, which updates from tensors or from a broadcast need.
@@ -145,9 +159,6 @@ class EngineControl:
     def end_update(self) -> None:
         """Close the session: the engine derives what it keeps beside the weights."""
         self._ask("POST", "/end_weight_update", {})
-
-    # `flush` has it forget every cached prefix, which other weights made. SGLang's own route for that also
-    # hands its allocator's spare memory back (on a CPU, half a second of garbage collection); this does not.
 
     def update_from_disk(self, path: str, *, flush: bool) -> None:
         """Have it load a model directory."""
@@ -181,6 +192,10 @@ class EngineControl:
         body = {"new_version": name, "abort_all_requests": False}
         self._ask("POST", "/update_weight_version", body)
 
+    def disown(self) -> None:
+        """Have no token from here on count to a version."""
+        self.activate(UNVERIFIED)
+
     def _ask(self, method: str, route: str, body: Json | None = None) -> Any:
         try:
             reply = self._client.request(method, self.url + route, json=body)
@@ -197,5 +212,6 @@ class EngineControl:
                 raise EngineError(f"engine {self.url}: {route} answers no JSON") from error
         refused = isinstance(told, dict) and told.get("success") is False
         if reply.status_code != 200 or refused:
-            raise _RefusedError(f"engine {self.url}: {route} answers {reply.status_code}: {reply.text[:300]}")
+            text = f"engine {self.url}: {route} answers {reply.status_code}: {reply.text[:300].strip()}"
+            raise _RefusedError(text)
         return told

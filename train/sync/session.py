@@ -1,6 +1,9 @@
 """The sequence that gives engines a new version of a policy's weights.
 
-    drain or pause -> begin, update in buckets and flush, end -> verify -> activate -> continue
+    drain or pause -> flush -> begin, update in buckets and flush, end -> verify -> activate -> continue
+
+SGLang refuses to flush, even paused, while a constrained request waits for its grammar, which it takes up
+only when it goes on. So it is flushed before any weight moves too, and goes on for moments until it can be.
 
 An engine stands still from its pause to the end, so no token is made of weights that are not verified; it
 gets the version's name only after its own checksums equal those of the tensors sent. One that fails anywhere
@@ -30,6 +33,8 @@ from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weight
 
 DRAIN = "drain"
 POLL_S = 0.01
+MOMENT_S, LONGEST_MOMENT_S = 0.05, 1.0
+"""How long an engine goes on that refused to flush; twice as long each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,12 @@ class Manner:
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """A sync of one engine, under way."""
+    """A sync of one engine, under way. `flush_first`: it may refuse to, so before any weight moves."""
 
     receiver: Receiver
     sync_id: str
     begun: float
+    flush_first: bool
     told: bool = False
 
 
@@ -169,7 +175,7 @@ class Syncer:
             receiver = Receiver(engine, len(ranks), expected, flush=self._manner.pause != "in_place")
             if isinstance(error, Exception):
                 receiver.failed(error)
-            courses.append(_Course(receiver, new_id(), time.perf_counter()))
+            courses.append(_Course(receiver, new_id(), time.perf_counter(), receiver.flush and not own))
         named = (release.policy, release.version)
         self._write(
             *(SyncStarted(*named, c.sync_id, c.receiver.control.url, self._transport.name) for c in courses)
@@ -206,8 +212,34 @@ class Syncer:
             while control.url not in self._standing and control.requests() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
             pause = "retract"  # whatever came in since
+        known = control.url in self._given and control.url not in self._standing
         self._standing.add(control.url)
         control.pause(pause)
+        if course.flush_first:
+            self._flush(control, pause, known)
+
+    def _flush(self, control: EngineControl, pause: str, known: bool) -> None:
+        """Have an engine that stands still forget its prefixes.
+
+        Args:
+            known: its weights are verified. Others may be half an earlier trainer's.
+        """
+        deadline, moment = time.monotonic() + control.timeout_s, MOMENT_S
+        while (refused := control.flush()) is not None and time.monotonic() < deadline:
+            if not known:
+                control.disown()
+            control.resume()
+            time.sleep(moment)
+            moment = min(2 * moment, LONGEST_MOMENT_S)
+            control.pause(pause)
+        if refused is None:
+            return
+        if known:  # no weight has moved
+            control.resume()
+            self._standing.discard(control.url)
+        text = f"{refused} (for {control.timeout_s:g} s). Constrained requests (response_format) that are"
+        text += " being compiled hold its cache: send fewer or smaller schemas, or raise the sync's timeout_s"
+        raise EngineError(text)
 
     def _send(self, release: Release, weights: Weights, courses: list[_Course]) -> int:
         present = _present(courses)

@@ -118,7 +118,7 @@ def test_a_conversation_keeps_its_ids(proxied: Make, ids_of: Any) -> None:
 
 
 def test_what_the_server_is_asked(proxied: Make, ids_of: Any) -> None:
-    """SGLang's names, what is as by default left out, ids untouched by stop strings."""
+    """SGLang's names, also of what is as by default, ids untouched by stop strings."""
     proxy, app = proxied(ids_of("a"))
     fields = {
         **{
@@ -145,6 +145,7 @@ def test_what_the_server_is_asked(proxied: Make, ids_of: Any) -> None:
         **{"sampling_seed": 3, "stop": ["END", "x"], "logit_bias": {"5": -1.0}, "repetition_penalty": 1.2},
         **{"presence_penalty": 0.5, "no_stop_trim": True, "skip_special_tokens": False},
         **{"spaces_between_special_tokens": False, "json_schema": '{"b":1,"a":2}'},
+        **{"min_p": 0.0, "frequency_penalty": 0.0},
     }
     assert (seen["return_logprob"], seen["stream"]) == (True, True)
     assert "image_data" not in seen
@@ -154,10 +155,11 @@ def test_what_the_server_is_asked(proxied: Make, ids_of: Any) -> None:
         *("constraint", "logit_bias", "min_new_tokens", "presence_penalty", "repetition_penalty")
     ]
     assert turn.completed.logprob_semantics["temperature"] == 0.5
-    plain = sampling_params(Sampling(9, 1.0, 1))
-    assert set(plain) == {
-        *("max_new_tokens", "temperature", "sampling_seed"),
-        *("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"),
+    assert sampling_params(Sampling(9, 1.0, 1)) == {
+        **{"max_new_tokens": 9, "temperature": 1.0, "sampling_seed": 1, "no_stop_trim": True},
+        **{"skip_special_tokens": False, "spaces_between_special_tokens": False},
+        **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0},
+        **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
     }
 
 

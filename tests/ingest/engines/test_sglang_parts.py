@@ -278,6 +278,23 @@ def test_experts_of_parts_are_one() -> None:
     assert joined(PROMPT, SAMPLING, [first, silent], {}).routed_experts == {}
 
 
+def _told(versions: tuple[str, ...], retractions: int) -> Any:
+    answer = _answer([7, 8], _ids(4))
+    spans = [{"version": name, "start": i, "end": i + 1} for i, name in enumerate(versions)]
+    answer["meta_info"] |= {"weight_versions": spans, "num_retractions": retractions}
+    return answer
+
+
+@pytest.mark.parametrize("versions", [("1", "2"), ("somebody's", "2")])
+def test_experts_of_other_weights_are_not_taken(versions: tuple[str, str]) -> None:
+    """What was retracted to new weights: they chose all, also those of the tokens that the old ones made."""
+    made = part(_told(versions, 1), PROMPT, "actor", ROUTING)
+    assert made.experts is None
+    assert joined(PROMPT, SAMPLING, [made], {}).routed_experts == {}
+    for kept in (_told(versions, 0), _told(("1",), 1)):
+        assert np.array_equal(part(kept, PROMPT, "actor", ROUTING).experts, _ids(4))
+
+
 def test_experts_that_are_none() -> None:
     """Of another number of positions, or no ids: the engine's fault. Unwanted ones are not looked at."""
     for experts in (_ids(3), _ids(5), np.full((4, 2, 3), -1)):
@@ -370,6 +387,54 @@ def test_a_server_that_tells_no_experts(run: Any) -> None:
         _started(run, url)
     with _serving("0.5.23", enable_return_routed_experts=True) as url:
         _started(run, url, routed_experts=ROUTING)
+
+
+SENT = {"top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "max_new_tokens": 9}
+
+
+@pytest.mark.parametrize("form", [lambda told: told, lambda told: json.dumps(told)])
+@pytest.mark.parametrize("key", ["stop", "logit_bias", "json_schema", "stop_token_ids", "ignore_eos", "n"])
+def test_a_server_with_sampling_parameters_of_its_own(run: Any, key: str, form: Any) -> None:
+    """Those that no request sets would be sampled with, and recorded by nobody."""
+    app = ScriptedSGLang(options=Options(preferred=form(SENT | {key: 1})))
+    with serving(app) as url, pytest.raises(EngineError, match="--preferred-sampling-params") as told:
+        _started(run, url)
+    assert str(told.value).startswith(f"{url} samples with {key} of its own")
+
+
+@pytest.mark.parametrize("preferred", [None, "", "null", {}, "{}", SENT, json.dumps(SENT)])
+def test_a_server_whose_sampling_parameters_are_always_set(run: Any, preferred: Any) -> None:
+    """Taken: each request says its own."""
+    with serving(ScriptedSGLang(options=Options(preferred=preferred))) as url:
+        _started(run, url)
+
+
+@pytest.mark.parametrize("preferred", ["stop", "[1]", [1], 5])
+def test_sampling_parameters_that_are_none(run: Any, preferred: Any) -> None:
+    """Who cannot say what it samples with is not taken."""
+    app = ScriptedSGLang(options=Options(preferred=preferred))
+    with serving(app) as url, pytest.raises(EngineError, match="that are no object"):
+        _started(run, url)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_worker_with_sampling_parameters_of_its_own(run: Any, reached: bool) -> None:
+    """Each worker is asked, since the router answers for one of them; that counts where none is reached."""
+    preferring = {"preferred_sampling_params": {"stop": "x"}}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        answers = {
+            "/get_model_info": {"weight_version": "3"} | ({} if reached else preferring),
+            "/workers": {"workers": [{"url": worker}]},
+        }
+        found = answers.get(scope["path"])
+        await reply(send, 404 if found is None else 200, found or {})
+
+    own = ScriptedSGLang(options=Options(preferred=preferring["preferred_sampling_params"]))
+    with serving(app) as url, serving(own) as there:
+        worker, named = (there, there) if reached else ("http://127.0.0.1:9", url)
+        with pytest.raises(EngineError, match=f"^{named} samples with stop of its own"):
+            _started(run, url)
 
 
 def test_top_k_1_is_greedy() -> None:

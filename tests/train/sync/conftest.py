@@ -138,6 +138,27 @@ class World:
         return made
 
 
+def running(engine: Engine) -> Callable[[], dict[str, Any]]:
+    """Have a request run that has made tokens; what waits for its end and gives its meta_info."""
+    got: list[Any] = []
+    body = {"input_ids": [1, 2], "return_logprob": True}
+
+    def ask() -> None:
+        got.append(httpx.post(f"{engine.url}/generate", json=body, timeout=30).json())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not any(job.made > 2 for job in engine.app.running.values()):
+        time.sleep(0.002)
+
+    def wait() -> dict[str, Any]:
+        thread.join(30)
+        found: dict[str, Any] = got[0]["meta_info"]
+        return found
+
+    return wait
+
+
 class _Recorded(ScriptedSGLang):
     """A scripted server that remembers what it was asked."""
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
+from tests.train.sync.conftest import running
 
 from rollbook.bench.scripted_answers import Answer, in_turn
 from rollbook.store.errors import EngineError
@@ -32,15 +32,17 @@ CALLS = [
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort", "drain"])
 def test_the_order_of_calls(world: Any, transport: str, pause: str) -> None:
-    """Paused, changed, flushed but for in place, verified, renamed, in the log, and only then resumed."""
+    """Paused, flushed but for in place, changed, verified, renamed, in the log, and only then resumed."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport(transport), pause)
     assert world.sync(syncer, 1) == [engine.url]
     halt = [*["/v1/loads"] * (pause == "drain"), "/pause_generation"]
+    flush = ["/flush_cache"] * (pause != "in_place")
     wanted = [
         *BEFORE,
         STARTED,
         *halt,
+        *flush,
         *UPDATES[transport],
         *AFTER[:-1],
         ACTIVATED,
@@ -223,28 +225,6 @@ def test_servers_without_sessions(world: Any, version: str, transport: str, take
 # Requests that run ---------------------------------------------------------------------------------
 
 
-def _running(engine: Any) -> Callable[[], dict[str, Any]]:
-    import threading
-
-    got: list[Any] = []
-    body = {"input_ids": [1, 2], "return_logprob": True}
-
-    def ask() -> None:
-        got.append(httpx.post(f"{engine.url}/generate", json=body, timeout=30).json())
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while not any(job.made > 2 for job in engine.app.running.values()):
-        time.sleep(0.002)
-
-    def wait() -> dict[str, Any]:
-        thread.join(30)
-        found: dict[str, Any] = got[0]["meta_info"]
-        return found
-
-    return wait
-
-
 @pytest.mark.parametrize(
     ("pause", "versions", "finish"),
     [
@@ -257,7 +237,7 @@ def _running(engine: Any) -> Callable[[], dict[str, Any]]:
 def test_a_request_that_runs(world: Any, pause: str, versions: list[str], finish: str) -> None:
     """It goes on under the new version, ends early, or ends before: its spans say which."""
     engine = world.engine(in_turn([Answer(range(100, 160), token_s=0.01)]))
-    wait = _running(engine)
+    wait = running(engine)
     syncer = world.syncer([engine.url], world.transport("tensor"), pause)
     assert world.sync(syncer, 1) == [engine.url]
     told = wait()
@@ -271,7 +251,7 @@ def test_a_request_that_runs(world: Any, pause: str, versions: list[str], finish
 def test_draining_takes_an_end(world: Any, timed: Callable[..., Any]) -> None:
     """Requests that do not end within `drain_s` are retracted; in an engine that stands still, at once."""
     engine = world.engine(in_turn([Answer(range(100, 160), token_s=0.08)]))
-    wait = _running(engine)
+    wait = running(engine)
     engine.fault("/end_weight_update", "error")
     syncer = world.syncer([engine.url], world.transport("tensor"), "drain")
     with timed(20.0), pytest.raises(EngineError, match="/end_weight_update"):
