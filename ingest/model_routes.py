@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.endpoints.completions import Completions
 from rollbook.ingest.endpoints.history import EarlierTurn
@@ -21,7 +22,7 @@ from rollbook.ingest.endpoints.messages import Messages
 from rollbook.ingest.endpoints.responses import Responses
 from rollbook.ingest.endpoints.responses_wire import turn_of
 from rollbook.ingest.error_replies import told
-from rollbook.ingest.front_door import BodyRoom, FrontDoor
+from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.identity import Identity, identify
 from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.live import LiveTrajectory

@@ -11,12 +11,13 @@ from fastapi import FastAPI, Request, Response
 
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
+from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.follow import Follower
-from rollbook.ingest.front_door import BodyRoom, FrontDoor
+from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_routes import ModelRoutes

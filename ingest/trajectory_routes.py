@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 
-from rollbook.ingest.front_door import BodyRoom, FrontDoor
+from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.identity import key_name, trajectory_key
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import (

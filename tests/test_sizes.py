@@ -1,4 +1,4 @@
-"""Modules stay under 300 lines and functions under 50; an exception gives its reason in `# size:`."""
+"""Modules stay under 400 lines and functions under 50; an exception gives its reason in `# size:`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 FOLDERS = ("store", "ingest", "train", "replay", "bench", "demo", "src")
-MODULE_LINES, FUNCTION_LINES = 300, 50
+MODULE_LINES, FUNCTION_LINES = 400, 50
 EXCEPTION = "# size:"
 
 
@@ -24,7 +24,7 @@ def _too_long(name: str, source: str) -> list[str]:
 
 
 def test_nothing_is_too_long(root: Path) -> None:
-    """No module of the product is over 300 lines and no function over 50, but for reasons given."""
+    """No module of the product is over 400 lines and no function over 50, but for reasons given."""
     # The links in src/rollbook lead to the folders that are listed themselves.
     paths = [p for f in FOLDERS for p in sorted((root / f).rglob("*.py")) if f != "src" or p == p.resolve()]
     assert len(paths) > 20
@@ -32,10 +32,10 @@ def test_nothing_is_too_long(root: Path) -> None:
 
 
 def test_the_measure_itself() -> None:
-    """A module of 301 lines and a function of 51 are found, and an exception with a reason is not."""
+    """A module of 401 lines and a function of 51 are found, and an exception with a reason is not."""
     body = "    x = 1\n" * 50
-    assert _too_long("m", "x = 1\n" * 300) == []
-    assert _too_long("m", "x = 1\n" * 301) == ["m has 301 lines"]
-    assert _too_long("m", "# size: a table\n" + "x = 1\n" * 300) == []
+    assert _too_long("m", "x = 1\n" * 400) == []
+    assert _too_long("m", "x = 1\n" * 401) == ["m has 401 lines"]
+    assert _too_long("m", "# size: a table\n" + "x = 1\n" * 400) == []
     assert _too_long("m", f"def f():\n{body}") == ["m: f has 51 lines"]
     assert _too_long("m", f"def f():  # size: one table\n{body}") == []

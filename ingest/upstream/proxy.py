@@ -19,9 +19,10 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from yarl import URL
 
+from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
-from rollbook.ingest.front_door import BodyRoom, FrontDoor
+from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.identity import identify
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.front_door import BodyRoom
+from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import RequestError
 

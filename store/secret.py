@@ -1,0 +1,55 @@
+"""One secret a store, that never leaves its folder: keys and digests that only its holder can make."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from rollbook.store.errors import NotAStoreError
+from rollbook.store.ids import new_id
+from rollbook.store.lane.files import fsync_folder
+
+SECRET = "SECRET"
+"""Its file; no part of the log, never uploaded, exported or shown."""
+_BYTES = 32
+
+
+def store_secret(store: Path, purpose: str) -> bytes:
+    """32 bytes for one purpose, the same for as long as the store keeps its secret; made where there is none.
+
+    Two purposes share nothing: each has an HMAC-SHA256 of its name by the store's secret.
+
+    Raises:
+        NotAStoreError: the file holds no secret.
+    """
+    path = store / SECRET
+    try:
+        secret = path.read_bytes()
+    except FileNotFoundError:
+        secret = _made(path)
+    if len(secret) != _BYTES:
+        text = (
+            f"{path} holds {len(secret)} bytes, and a store's secret has {_BYTES}: restore it, or remove it"
+        )
+        raise NotAStoreError(text + " (keys of single trajectories and digests of secrets then change)")
+    return hmac.new(secret, purpose.encode(), hashlib.sha256).digest()
+
+
+def _made(path: Path) -> bytes:
+    """A new secret, durably; of two processes that make one at once, the first one's."""
+    temporary = path.with_name(f"{new_id()}.creating")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, secrets.token_bytes(_BYTES))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+    fsync_folder(path.parent)
+    return path.read_bytes()

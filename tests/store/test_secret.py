@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollbook.store.errors import NotAStoreError
+from rollbook.store.secret import SECRET, store_secret
+
+
+def test_a_secret_stays_and_purposes_share_nothing(tmp_path: Path) -> None:
+    first = store_secret(tmp_path, "keys")
+    assert len(first) == 32
+    assert store_secret(tmp_path, "keys") == first
+    assert store_secret(tmp_path, "digests") != first
+    assert first not in (tmp_path / SECRET).read_bytes()
+
+
+def test_only_its_owner_may_read_the_file(tmp_path: Path) -> None:
+    store_secret(tmp_path, "keys")
+    assert stat.S_IMODE((tmp_path / SECRET).stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == [SECRET]
+
+
+def test_two_stores_have_different_secrets(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    assert store_secret(one, "keys") != store_secret(other, "keys")
+
+
+def test_those_who_make_it_at_once_get_the_same(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: store_secret(tmp_path, "keys"), range(64)))) == 1
+
+
+def test_a_damaged_secret_is_named(tmp_path: Path) -> None:
+    (tmp_path / SECRET).write_bytes(b"short")
+    with pytest.raises(NotAStoreError, match="holds 5 bytes"):
+        store_secret(tmp_path, "keys")
