@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rollbook.ingest.endpoints.messages import Messages
 from rollbook.ingest.endpoints.openai_error import openai_error
-from rollbook.store.errors import EngineError, RequestError, WriteFailedError
+from rollbook.store.errors import EngineError, RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json
 
 Form = Callable[[str], Callable[[int, str, str], Json]]
@@ -37,6 +37,8 @@ def told(error: Exception) -> tuple[int, str, str]:
             return error.status, error.code, error.message
         case WriteFailedError():
             return 503, "store_failed", str(error)
+        case UnstorableError():
+            return 400, "not_recordable", f"the request cannot be recorded, so it is not answered: {error}"
         case EngineError():
             return 502, "engine_failed", str(error)
         case ClientDisconnect():
@@ -60,5 +62,6 @@ def add_error_replies(app: FastAPI, form: Form) -> None:
         body = form(request.url.path)(status, code, message)
         return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
-    for kind in (RequestError, EngineError, WriteFailedError, HTTPException, ClientDisconnect, Exception):
+    ours = (RequestError, EngineError, WriteFailedError, UnstorableError)
+    for kind in (*ours, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, reply)

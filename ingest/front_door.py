@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
@@ -114,9 +115,9 @@ class FrontDoor:
         """The trajectory that a request opens if there is none of its name."""
         return self._clean(identity).wanted()
 
-    def label(self, live: LiveTrajectory, identity: Identity) -> None:
-        """Note the labels of a request, which is recorded by now."""
-        self.recorder.relabelled(live, self._clean(identity).labels)
+    def label(self, live: LiveTrajectory, identity: Identity) -> Future[int] | None:
+        """Note the labels of a request, which is recorded by now, if it gives any that are new."""
+        return self.recorder.relabelled(live, self._clean(identity).labels)
 
     def _clean(self, identity: Identity) -> Identity:
         redacted = self.options.redactor.body

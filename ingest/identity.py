@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import orjson
 
-from rollbook.ingest.requests import OpenTrajectory, check_split, validated
+from rollbook.ingest.requests import OpenTrajectory, check_recordable, check_split, validated
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -147,8 +147,9 @@ def _header_labels(headers: Mapping[str, str]) -> Json:
     except orjson.JSONDecodeError:
         labels = None
     if not isinstance(labels, dict):
-        text = f'x-rollbook-labels is {raw!r}: send a JSON object, such as {{"attempt": 2}}'
+        text = f'x-rollbook-labels is {raw[:200]!r}: send a JSON object, such as {{"attempt": 2}}'
         raise RequestError(400, "bad_labels", text)
+    check_recordable(labels, "x-rollbook-labels")
     return labels
 
 

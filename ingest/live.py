@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class LiveTrajectory:
         arrivals: digest of a request -> the running call, or the turns it became.
         active_s: when something last happened, by the monotonic clock.
         tips: where a quarantined trajectory says how far it goes; unnamed traffic is told apart by it.
+        opening: the append of its opening; None where that was durable before this process knew of it.
     """
 
     opened: TrajectoryOpened
@@ -48,6 +50,7 @@ class LiveTrajectory:
     arrivals: dict[str, RunningCall | tuple[str, ...]] = field(default_factory=dict)
     active_s: float = field(default_factory=time.monotonic)
     tips: dict[bytes, LiveTrajectory] | None = None
+    opening: Future[int] | None = None
 
     def begun(self, running: RunningCall, digest: str) -> None:
         """A request is being answered."""

@@ -48,6 +48,11 @@ class Metrics:
         self.unrecorded = Counter(
             "rollbook_unrecorded", "Turns that were passed on and not recorded.", registry=self.registry
         )
+        self.lost_events = Counter(
+            "rollbook_lost_events",
+            "Events that were refused, or that the disk did not take; what rested on them failed.",
+            registry=self.registry,
+        )
         self.engine_s = Histogram(
             "rollbook_engine_seconds",
             "Time of a turn in the engine.",

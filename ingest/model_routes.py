@@ -28,7 +28,7 @@ from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.recorder import Recorder, all_durable
 from rollbook.ingest.requests import SamplingFields, json_object
 from rollbook.ingest.respond import Endpoint, TurnResponse
 from rollbook.ingest.retry import retry_count
@@ -36,7 +36,7 @@ from rollbook.ingest.running import RunningCall
 from rollbook.ingest.tokens.tree import TurnTree
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.turns import Planned, TurnTaker
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import RequestError, UnstorableError
 from rollbook.store.events import QUARANTINE, Json
 
 ENDPOINTS: Mapping[str, Endpoint] = {
@@ -85,7 +85,7 @@ class ModelRoutes:
                     )
                     arrival = Arrival.of(endpoint.path, raw, retry_count(request))
                     running = await self._running_call(live, call, arrival, planned)
-                self.door.label(live, identity)
+                running.rests_on.append(self.door.label(live, identity))
         except BaseException as error:
             self._running -= 1
             self.metrics.failed(error)
@@ -164,8 +164,13 @@ class ModelRoutes:
             known = self.recorder.find(identity.name)
         tree = TurnTree() if known is None else known.tree
         planned = await self.taker.planned(tree, call, size) if identity.name is not None else None
+        live = self.door.trajectory(identity, call.messages)
+        while live.opening is not None:  # nothing is written of a trajectory that may yet be refused
+            with contextlib.suppress(UnstorableError):  # whoever opens it is told
+                await all_durable([live.opening])
+            live = self.door.trajectory(identity, call.messages)
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
-        return self.door.trajectory(identity, call.messages), call, planned
+        return live, call, planned
 
     def _sent(
         self, live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn], delivered: bool

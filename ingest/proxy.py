@@ -44,7 +44,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, taker.hold_s)
     door = FrontDoor(recorder, options, gate if options.admission else None)
     metrics, room = Metrics(), BodyRoom(options)
-    recorder.on_events = gate.take
+    recorder.on_events, recorder.on_lost = gate.take, metrics.lost_events.inc
     deaf: list[str] = []
     """Why the log is followed no more: then nobody would hear of a sync, or of room for trajectories."""
 

@@ -1,16 +1,19 @@
 """The proxy's memory of its trajectories, and the one place that writes their events.
 
-A reply goes out only after its `turn.completed` is durable. What is in memory here is a fold of the
-log: a restarted recorder reads it back and goes on with the trajectories that are still open.
+A reply goes out only after every event that it rests on is durable: the trajectory's opening, the request,
+the completion. Each client's events are an append of their own, so that what one client sends never decides
+what becomes of another's. What is in memory here is a fold of the log: a restarted recorder reads it back and
+goes on with the trajectories that are still open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
@@ -19,7 +22,7 @@ from rollbook.ingest.restore import RunReader, restored
 from rollbook.ingest.rewards import turn_rewards
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store import Event, Store
-from rollbook.store.errors import LaneLockedError, RequestError, WriteFailedError
+from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
 from rollbook.store.events import (
     QUARANTINE,
     Json,
@@ -31,6 +34,7 @@ from rollbook.store.events import (
     TurnDelivered,
 )
 from rollbook.store.ids import new_id
+from rollbook.store.lane.writer import append_future
 from rollbook.store.trajectory import Trajectory
 from rollbook.store.upkeep_events import TrajectoryAdopted
 
@@ -51,13 +55,15 @@ class Recorder:
         self.writer = store.writer(lane)
         self._by_name: dict[str, LiveTrajectory] = {}
         self._last: Future[int] | None = None
-        self._waiting: list[Event] = []
+        self._waiting: dict[Future[int], list[Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tips: dict[bytes, LiveTrajectory] = {}
         self.adopted: dict[str, int] = {}
         """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
         self.on_events: Callable[[list[Event]], None] = lambda events: None
         """Told of every event as it is appended or noted."""
+        self.on_lost: Callable[[int], None] = lambda events: None
+        """Told, in any thread, how many events of an append that failed are not in the log."""
         try:
             self._restore()
         except BaseException:
@@ -97,19 +103,47 @@ class Recorder:
         if records:
             self.writer.append([Event(record, self.run) for record in records]).result()
 
-    async def write(self, *records: Record) -> list[Event]:
+    async def write(self, *records: Record, behind: Iterable[Future[int] | None] = ()) -> list[Event]:
         """Append records together; returns once they are durable.
 
+        Args:
+            behind: what they rest on: where one of these appends fails, nothing is written.
+
         Raises:
-            WriteFailedError: they are not.
+            WriteFailedError: they are not durable.
+            UnstorableError: one of them, or of what they rest on, has no stored form.
         """
+        pending = {append for append in behind if append is not None and not _durable(append)}
         events = self._events(records)
-        await asyncio.wrap_future(self._append(events))
+        noted = self._waiting.get(next(iter(pending))) if len(pending) == 1 else None
+        if noted is not None:
+            noted.extend(events)  # has not gone yet: together they are stored, or neither is
+            self.flush()
+            await all_durable(pending)
+        else:
+            await all_durable(pending)
+            await asyncio.wrap_future(self._append(events))
         return events
 
     def append(self, *records: Record) -> Future[int]:
         """Append records at once, behind what was noted; resolved once they are durable."""
         return self._append(self._events(records))
+
+    def note(self, *records: Record) -> Future[int]:
+        """Append records without waiting; resolved once they are durable.
+
+        They go beside the next `write`, or by themselves a moment later: one commit instead of two.
+        """
+        future = append_future()
+        self._waiting[future] = self._events(records)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+            return future
+        if self._timer is None:
+            self._timer = loop.call_later(NOTE_S, self.flush)
+        return future
 
     def _events(self, records: tuple[Record, ...]) -> list[Event]:
         events = [Event(record, self.run) for record in records]
@@ -117,41 +151,37 @@ class Recorder:
         return events
 
     def _append(self, events: list[Event]) -> Future[int]:
-        noted, self._waiting = self._waiting, []
-        self._last = self.writer.append([*noted, *events])
-        return self._last
+        self.flush()
+        return self._put(events, append_future())
 
-    def note(self, *records: Record) -> None:
-        """Append records without waiting; a failure shows at the next `write` or `settle`.
+    def _put(self, events: list[Event], future: Future[int]) -> Future[int]:
+        future.add_done_callback(partial(self._put_down, len(events)))
+        self._last = self.writer.append(events, future)
+        return future
 
-        They go with the next `write`, or by themselves a moment later: one commit instead of two.
-        """
-        self._waiting += self._events(records)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self._flush()
-            return
-        if self._timer is None:
-            self._timer = loop.call_later(NOTE_S, self._flush)
+    def _put_down(self, events: int, future: Future[int]) -> None:
+        if future.exception() is not None:
+            self.on_lost(events)
 
-    def _flush(self) -> None:
-        """Append what was noted."""
+    def flush(self) -> None:
+        """Append what was noted, each client's by itself."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._waiting:
-            self._append([])
+        noted, self._waiting = self._waiting, {}
+        for future, events in noted.items():
+            self._put(events, future)
 
     async def settle(self) -> None:
-        """Wait until what was noted or appended so far is durable (a lane commits in order).
+        """Wait until what was noted or appended so far is durable, or was refused (a lane commits in order).
 
         Raises:
-            WriteFailedError: it is not.
+            WriteFailedError: the lane takes nothing more.
         """
-        self._flush()
+        self.flush()
         if self._last is not None:
-            await asyncio.wrap_future(self._last)
+            with contextlib.suppress(UnstorableError):  # its own client was told
+                await asyncio.wrap_future(self._last)
 
     # Trajectories -----------------------------------------------------------------------------
 
@@ -163,17 +193,32 @@ class Recorder:
         """
         trajectory_id = new_id()
         name = wanted.id or trajectory_id
-        if name in self._by_name:
+        if self._named(name) is not None:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
         opened = TrajectoryOpened(trajectory_id, name, wanted.group, wanted.task, wanted.split, wanted.labels)
         return LiveTrajectory(opened, self.lane)
 
-    def record_opening(self, live: LiveTrajectory) -> None:
-        """Record a drafted trajectory, once."""
-        if live.opened.name not in self._by_name:
-            self._by_name[live.opened.name] = live
-            self.note(live.opened)
+    def record_opening(self, live: LiveTrajectory, *records: Record) -> Future[int]:
+        """Note records of a trajectory, with its opening if it is only drafted: then all are stored, or none.
+
+        A trajectory whose opening is not durable is unknown again: its name is free, and its calls fail.
+        """
+        if self._named(live.opened.name) is not None:
+            return self.note(*records)
+        self._by_name[live.opened.name] = live
+        live.opening = self.note(live.opened, *records)
+        return live.opening
+
+    def _named(self, name: str) -> LiveTrajectory | None:
+        """The trajectory of that name, if its opening is in the log or on its way there."""
+        live = self._by_name.get(name)
+        if live is not None and live.opening is not None and live.opening.done():
+            if live.opening.exception() is not None:
+                del self._by_name[name]
+                return None
+            live.opening = None
+        return live
 
     def unnamed(self, messages: list[Json]) -> LiveTrajectory:
         """The quarantined trajectory that these messages go on from, or a new one.
@@ -184,7 +229,7 @@ class Recorder:
             del self._tips[next(iter(self._tips))]
         for tip in reversed(chain_all(messages)[1:-1]):
             live = self._tips.get(tip)
-            if live is not None and not live.finished:
+            if live is not None and not live.finished and self._named(live.opened.name) is live:
                 return live
         trajectory_id = new_id()
         opened = TrajectoryOpened(trajectory_id, f"{QUARANTINE}/{trajectory_id}", split=QUARANTINE)
@@ -225,7 +270,7 @@ class Recorder:
         Raises:
             RequestError: 404, the run has none.
         """
-        live = self._by_name.get(name)
+        live = self._named(name)
         if live is None:
             text = f"no trajectory {name!r} in run {self.run!r}"
             raise RequestError(404, "unknown_trajectory", text)
@@ -237,15 +282,17 @@ class Recorder:
         Raises:
             RequestError: 409, another proxy writes it.
         """
-        live = self._by_name.get(name)
+        live = self._named(name)
         return None if live is None else self._ours(live)
 
-    def relabelled(self, live: LiveTrajectory, labels: Json) -> None:
-        """Note labels that a request gives its trajectory beyond those it was opened with."""
+    def relabelled(self, live: LiveTrajectory, labels: Json) -> Future[int] | None:
+        """Note labels that a request gives its trajectory beyond those it was opened with, if any."""
         new = {k: v for k, v in labels.items() if live.opened.labels.get(k) != v}
-        if new and live.opened.name in self._by_name:
-            self.note(*(LabelAdded(live.opened.trajectory_id, None, k, v) for k, v in new.items()))
-            live.opened = replace(live.opened, labels=live.opened.labels | new)
+        if not new or self._named(live.opened.name) is None:
+            return None
+        noted = self.note(*(LabelAdded(live.opened.trajectory_id, None, k, v) for k, v in new.items()))
+        live.opened = replace(live.opened, labels=live.opened.labels | new)
+        return noted
 
     def _ours(self, live: LiveTrajectory) -> LiveTrajectory:
         if live.lane != self.lane and not live.finished:
@@ -279,7 +326,7 @@ class Recorder:
             while live.sending:  # a reply whose last byte is on its way is delivered before the end
                 live.settled.clear()
                 await live.settled.wait()
-            await self.write(*records)
+            await self.write(*records, behind=[live.opening])
         except BaseException:
             live.finished = False
             raise
@@ -295,6 +342,25 @@ class Recorder:
 
     def close(self) -> None:
         """Commit what is pending and give the lane back."""
-        with contextlib.suppress(WriteFailedError):
-            self._flush()
+        self.flush()
         self.writer.close()
+
+
+def _durable(append: Future[int]) -> bool:
+    return append.done() and append.exception() is None
+
+
+async def all_durable(appends: Iterable[Future[int] | None]) -> None:
+    """Return once every append is durable; None is one that was long ago.
+
+    Raises:
+        WriteFailedError, UnstorableError: one of them is not.
+    """
+    for append in appends:
+        if append is not None:
+            await asyncio.wrap_future(append)
+
+
+def any_lost(appends: Iterable[Future[int] | None]) -> bool:
+    """Whether one of the appends is known not to be durable."""
+    return any(append is not None and append.done() and append.exception() for append in appends)

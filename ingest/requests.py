@@ -39,7 +39,7 @@ class SamplingFields(BaseModel):
     """
 
     model_config = ConfigDict(extra="ignore")
-    model: str | None = None
+    model: str | None = Field(None, max_length=4096)
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: int | None = None
@@ -117,7 +117,7 @@ def json_object(raw: bytes) -> Json:
     return body
 
 
-def check_recordable(value: Any) -> None:
+def check_recordable(value: Any, what: str = "the body") -> None:
     """Refuse what could be read but not written again, such as lists nested 300 deep.
 
     Raises:
@@ -126,7 +126,7 @@ def check_recordable(value: Any) -> None:
     try:
         orjson.dumps([[value]])  # as deep as it gets inside an event
     except orjson.JSONEncodeError as error:
-        raise RequestError(400, "bad_json", f"the body cannot be recorded: {error}") from error
+        raise RequestError(400, "bad_json", f"{what} cannot be recorded: {error}") from error
 
 
 def validated(model: type[Model], body: Json) -> Model:

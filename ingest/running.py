@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from rollbook.ingest.answered import AnsweredTurn
@@ -79,6 +80,10 @@ class RunningCall:
         items: list[Any] | None = None,
     ) -> None:
         self.call, self.turns, self.reading, self.items = call, list(turns), reading, items
+        self.first = turns[0].requested
+        """The record that holds the request; of others the log has only what differs from it."""
+        self.rests_on: list[Future[int] | None] = []
+        """Appends that must be durable before a reply may end; None is one that was long ago."""
         self.done: asyncio.Future[list[AnsweredTurn]] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(self._finished)
         self._listeners: set[asyncio.Event] = set()

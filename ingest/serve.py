@@ -45,7 +45,7 @@ def _serve_upstream(options: ServeOptions) -> None:
     upstream = upstream_of(options)
     listener = _listen(options.host, options.port)
     with _recorder(options) as recorder:
-        recorder.note(RunOpened("serve", options.as_json()))
+        recorder.append(RunOpened("serve", options.as_json())).result()
         console = _announce(options, listener.getsockname()[1], recorder)
         console.print(f"passing on to [bold]{upstream.url}[/], token ids kept where it tells them")
         app = build_upstream_app(recorder, upstream, options.proxy, options.policy)
@@ -64,7 +64,7 @@ def _serve_tokens(options: ServeOptions) -> None:
         taker = TurnTaker(recorder, engine, bridges, family, options.hold_s)
         config = options.as_json() | {"reply_format": family.name, "refused": bridges.refused}
         digests = (tokenizer.tokenizer_digest, tokenizer.template_digest)
-        recorder.note(RunOpened("serve", config, str(model), *digests))
+        recorder.append(RunOpened("serve", config, str(model), *digests)).result()
         console = _announce(options, listener.getsockname()[1], recorder)
         console.print(f"replies are read as {family.name}")
         if bridges.refused:

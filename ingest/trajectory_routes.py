@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.identity import key_name, trajectory_key
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.recorder import Recorder, all_durable
 from rollbook.ingest.requests import (
     AddLabel,
     AssignReward,
@@ -76,8 +76,8 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
             await desk.door.admit(live.opened.name, body, request, places)
             if body.id is not None:
                 desk.recorder.draft(body)  # refuses a name that somebody took meanwhile
-            desk.recorder.record_opening(live)
-        await desk.recorder.settle()
+            opening = desk.recorder.record_opening(live)
+        await all_durable([opening])
         name = live.opened.name
         secret = next(iter(desk.door.options.api_keys), None)
         key = trajectory_key(name, desk.recorder.run, secret)

@@ -42,9 +42,9 @@ def requested_records(
     arrival: Arrival,
     samplings: Sequence[Sampling],
 ) -> tuple[list[TurnRequested], list[Any] | None]:
-    """(a record for each completion that is asked for; the items as sent, for the next request's sake).
+    """(a whole record for each completion that is asked for; the items as sent, for the next request's sake).
 
-    Siblings ask what the first one asks: nothing of it is stored again.
+    Their messages go on from the first one's, so they are not said again.
 
     Raises:
         RequestError: 400, the request cannot be written down.

@@ -10,7 +10,7 @@ from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.engines.engine import Engine, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.recorder import Recorder, any_lost
 from rollbook.ingest.replies.detect import opens_reasoning
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.reply import Reading
@@ -19,9 +19,10 @@ from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
-from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError, RequestError
+from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError, RequestError, UnstorableError
 from rollbook.store.events import TurnFailed
 from rollbook.store.ids import new_id
+from rollbook.store.siblings import as_sibling
 
 RAW = "raw prompts"
 LARGE_BYTES = 256 * 2**10
@@ -77,11 +78,13 @@ class TurnTaker:
         records, items = requested_records(live, call, plan, key, honoured, arrival, samplings)
         grows = call.stream or bool(call.stops)
         turns = [RunningTurn(r, s, reading, grows=grows) for r, s in zip(records, samplings, strict=True)]
-        self.recorder.record_opening(live)  # nothing can refuse the request any more
+        # Nothing can refuse the request any more. It is stored once, whole or not at all.
+        first = records[0]
+        asked = self.recorder.record_opening(live, first, *(as_sibling(r, first) for r in records[1:]))
         if plan.echoed is not None:
             self.recorder.mark_delivered(live, plan.echoed.turn_id, "echoed")
-        self.recorder.note(*records)
         running = RunningCall(call, turns, reading, items)
+        running.rests_on += [live.opening, asked]
         live.begun(running, arrival.digest)
         task = asyncio.create_task(self._answer(live, running, plan))
         self._tasks.add(task)
@@ -144,10 +147,16 @@ class TurnTaker:
     def _fail(self, live: LiveTrajectory, running: RunningCall, error: BaseException) -> None:
         for turn in running.turns:
             if not turn.ended:
-                turn.ended = True
-                self.recorder.note(TurnFailed(live.opened.trajectory_id, turn.turn_id, repr(error)))
+                self._note_failed(live, running, turn, error)
         shown = error if isinstance(error, Exception) else EngineError(f"the request was cut off: {error!r}")
         running.done.set_exception(shown)
+
+    def _note_failed(
+        self, live: LiveTrajectory, running: RunningCall, turn: RunningTurn, error: BaseException
+    ) -> None:
+        turn.ended = True
+        if not any_lost(running.rests_on):  # else the log knows of no such turn
+            self.recorder.note(TurnFailed(live.opened.trajectory_id, turn.turn_id, repr(error)))
 
     async def _let_in(self) -> None:
         try:
@@ -170,7 +179,7 @@ class TurnTaker:
             # At once: from here on nothing of the turn that failed may reach the client.
             wire = turn.requested.wire | {"instead_of": turn.turn_id}
             again = replace(turn.requested, turn_id=new_id(), wire=wire)
-            self.recorder.note(again)
+            running.rests_on.append(self.recorder.note(as_sibling(again, running.first)))
             turn.again(again)
             running.changed()
             await self._let_in()
@@ -205,13 +214,17 @@ class TurnTaker:
                 running, prompt, turn.sampling, heard if turn.grows else unheard
             )
         except BaseException as error:
-            turn.ended = True
-            failed = TurnFailed(live.opened.trajectory_id, turn.turn_id, repr(error))
-            self.recorder.note(failed)
+            self._note_failed(live, running, turn, error)
             raise
         completed = completed_record(live, turn, plan, generation, running.reading)
         turn.ended = True
-        await self.recorder.write(completed)
+        try:
+            await self.recorder.write(completed, behind=running.rests_on)
+        except UnstorableError as error:
+            if any_lost(running.rests_on):
+                raise
+            turn.ended = False
+            raise EngineError(f"the engine's answer cannot be recorded: {error}") from error
         live.completed_turn(plan, turn.requested, completed, running.items)
         return AnsweredTurn(turn.requested, completed)
 

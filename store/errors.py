@@ -7,6 +7,7 @@
     │   ├── LaneLockedError      another process writes this lane
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
     │   ├── WriteFailedError     (also OSError) an append did not become durable
+    │   ├── UnstorableError      (also ValueError) an append holds what has no stored form; refused alone
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
     │   ├── RemoteError          object storage is not reached, or refuses; the log itself is well
@@ -53,6 +54,10 @@ class CorruptionError(StoreError):
 
 class WriteFailedError(StoreError, OSError):
     """An append did not become durable; the lane takes no further appends."""
+
+
+class UnstorableError(StoreError, ValueError):
+    """An append holds what has no stored form, or more than one frame can hold. It alone is refused."""
 
 
 class CutError(StoreError, ValueError):

@@ -143,6 +143,9 @@ class TurnRequested:
     `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), and, where the endpoint's messages
     have another form than `messages`, the messages as sent: the first `shared_items` of the base turn's,
     then `items`.
+
+    A request for n completions is stored once: of its later turns `sibling_of` names the first one, and
+    `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`store.siblings`).
     """
 
     KIND: ClassVar[str] = "turn.requested"
@@ -160,6 +163,7 @@ class TurnRequested:
     honoured: Json
     context_key: str
     wire: Json = field(default_factory=dict)
+    sibling_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import orjson
@@ -10,13 +11,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from rollbook.store.log import open_store
+from rollbook.store.sql.incomplete import Incomplete, incomplete_turns
 from rollbook.store.verify import LaneVerified, lane_bytes, verify_store
 
+MOST_NAMED = 1000
+"""Incomplete turns that are named; of more it is only said that there are."""
 _MIB = 1 << 20
 
 
 def run_verify(path: Path, as_json: bool) -> int:
-    """Verify the store and print what was found; the exit code: 0, or 1 where a lane is damaged.
+    """Verify the store and print what was found; the exit code: 0, or 1 where something is wrong.
+
+    Where every lane is whole, turns are looked for that lack the events they rest on.
 
     Raises:
         NotAStoreError: there is none.
@@ -34,11 +40,16 @@ def run_verify(path: Path, as_json: bool) -> int:
         found = verify_store(
             log, lambda lane, count: progress.update(task, advance=count, description=f"verifying {lane}")
         )
+    damaged = any(lane.fault for lane in found)
+    incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
     if as_json:
-        print(orjson.dumps([lane.as_json() for lane in found], option=orjson.OPT_INDENT_2).decode())
+        told = {"lanes": [lane.as_json() for lane in found]}
+        told["incomplete"] = [turn.as_json() for turn in incomplete]
+        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
     else:
         _print(found)
-    return 1 if any(lane.fault for lane in found) else 0
+        _print_incomplete(incomplete)
+    return 1 if damaged or incomplete else 0
 
 
 def _print(found: list[LaneVerified]) -> None:
@@ -61,3 +72,11 @@ def _print(found: list[LaneVerified]) -> None:
                 soft_wrap=True,
                 style="red",
             )
+
+
+def _print_incomplete(turns: list[Incomplete]) -> None:
+    console = Console()
+    for turn in turns[:MOST_NAMED]:
+        console.print(str(turn), markup=False, soft_wrap=True, style="red")
+    if len(turns) > MOST_NAMED:
+        console.print(f"and more than {MOST_NAMED} others", markup=False, style="red")

@@ -27,6 +27,7 @@ from rollbook.store.events import (
     TurnFailed,
     TurnRequested,
 )
+from rollbook.store.siblings import whole
 from rollbook.store.tenure import Place, Tenures
 from rollbook.store.upkeep_events import TrajectoryAdopted, TrajectoryErased
 
@@ -183,6 +184,12 @@ class _Builder:
             if TOKENS_ERASED not in done.flags:
                 self.completed[turn_id] = replace(done, flags=[*done.flags, TOKENS_ERASED])
 
+    def _asked(self, turn_id: str) -> TurnRequested:
+        """All that a turn asked: of one that is stored as a sibling, with what its first turn holds."""
+        asked = self.requested[turn_id]
+        first = None if asked.sibling_of is None else self.requested.get(asked.sibling_of)
+        return asked if first is None else whole(asked, first)
+
     def build(self) -> Trajectory:
         tenures = self._tenures
         order = list(self.requested)
@@ -191,7 +198,7 @@ class _Builder:
         turns = {
             turn_id: Turn(
                 position,
-                self.requested[turn_id],
+                self._asked(turn_id),
                 self.completed.get(turn_id),
                 self.failed.get(turn_id),
                 self.delivered.get(turn_id),

@@ -12,7 +12,7 @@ from typing import Any
 
 Values = dict[str, Any]
 
-VERSIONS: Mapping[str, int] = {"sample.dropped": 2, "turn.completed": 3, "turn.requested": 2}
+VERSIONS: Mapping[str, int] = {"sample.dropped": 2, "turn.completed": 3, "turn.requested": 3}
 """Kind -> version of its record in this release; 1 where it is not named."""
 
 
@@ -24,6 +24,11 @@ def _sample_dropped_1(values: Values) -> Values:
 def _turn_requested_1(values: Values) -> Values:
     """Version 2 says how the request came in. Before, it was a chat completion, and a first attempt."""
     return values | {"wire": {}}
+
+
+def _turn_requested_2(values: Values) -> Values:
+    """Version 3 stores a request for n completions once. Before, each of its turns held all of it."""
+    return values | {"sibling_of": None}
 
 
 def _turn_completed_1(values: Values) -> Values:
@@ -41,6 +46,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("turn.completed", 1): _turn_completed_1,
     ("turn.completed", 2): _turn_completed_2,
     ("turn.requested", 1): _turn_requested_1,
+    ("turn.requested", 2): _turn_requested_2,
 }
 """(kind, version) -> what makes the next version of it."""
 

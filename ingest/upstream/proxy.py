@@ -204,6 +204,7 @@ def build_upstream_app(
     """The record-only proxy as an ASGI application."""
     options = options or ProxyOptions()
     metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
+    recorder.on_lost = metrics.lost_events.inc
     passages = PassageRecorder(recorder, metrics, options.redactor, policy)
     routes = UpstreamRoutes(upstream, door, room, passages)
 

@@ -5,7 +5,6 @@ Recording must not get in the way: what cannot be recorded is passed on and coun
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.recorder import Recorder, all_durable, any_lost
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.tokens.normal_form import chain_all
@@ -26,9 +25,10 @@ from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.reply import UpstreamReply
 from rollbook.ingest.upstream.request import EarlierResponse, choices_asked
-from rollbook.store.errors import WriteFailedError
+from rollbook.store.errors import UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
+from rollbook.store.siblings import as_sibling
 
 CONTEXT = "upstream"
 RESPONSES_KEPT = 65536
@@ -41,7 +41,8 @@ class Passing:
 
     Attributes:
         redacted: something was taken out of it, so its tokens are not to be kept.
-        written: the append of how it came out. A lane that failed before fails then too.
+        rests_on: the appends of its trajectory's opening and of the request itself.
+        written: the append of how it came out.
         answered: turns that came back.
         settled: whether it was recorded how the request came out.
     """
@@ -54,6 +55,7 @@ class Passing:
     parent: TreeTurn | None
     redacted: bool = False
     begun_s: float = field(default_factory=time.perf_counter)
+    rests_on: list[Future[int] | None] = field(default_factory=list)
     written: Future[int] | None = None
     answered: list[AnsweredTurn] = field(default_factory=list)
     settled: bool = False
@@ -142,15 +144,21 @@ class PassageRecorder:
         check_recordable([call.rest, first.messages, wire])
         passing = Passing(live, call, [first], messages, hashes, parent, redacted)
         passing.requested += [_sibling(first, choice) for choice in range(1, choices)]
-        self.recorder.record_opening(live)
-        self.recorder.append(*passing.requested)  # at once: the log is to say so whatever comes of it
+        siblings = (as_sibling(turn, first) for turn in passing.requested[1:])
+        asked = self.recorder.record_opening(live, first, *siblings)
+        self.recorder.flush()  # at once: the log is to say so whatever comes of it
+        passing.rests_on = [live.opening, asked]
         if candidates:
             self.recorder.mark_delivered(live, candidates[0].turn.turn_id, "echoed")
         return passing
 
     def _append(self, passing: Passing, *records: Record) -> None:
-        """Append at once, behind what was noted: whoever settles from now on waits for these too."""
-        passing.written = self.recorder.append(*records)
+        """Append at once, behind what was noted: whoever settles from now on waits for these too.
+
+        Nothing is written of a request that the log does not have: `durable` counts it.
+        """
+        if not any_lost(passing.rests_on):
+            passing.written = self.recorder.append(*records)
 
     def settle(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> None:
         """Record what came back, at once: the client's next request may be here before the disk is.
@@ -159,6 +167,8 @@ class PassageRecorder:
             ended: the reply came to its end by itself.
         """
         passing.settled = True
+        if any_lost(passing.rests_on):
+            return  # of a request that the log does not have, nothing is known: `durable` counts it
         try:
             records = self._outcome(passing, reply, ended=ended)
         except Exception as error:
@@ -180,7 +190,7 @@ class PassageRecorder:
         unasked = [c.index for c in reply.choices if c.index >= len(passing.requested)]
         siblings = [_sibling(passing.requested[0], index) for index in unasked]
         choices = {choice.index: choice for choice in reply.choices}
-        records: list[Record] = [*siblings]
+        records: list[Record] = [as_sibling(turn, passing.requested[0]) for turn in siblings]
         made: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
         for requested in (*passing.requested, *siblings):
             choice = choices.get(requested.wire.get("choice", 0))
@@ -232,11 +242,10 @@ class PassageRecorder:
 
     async def durable(self, passing: Passing, *, delivered: bool) -> None:
         """Wait for the disk, and count what it did not take."""
-        assert passing.written is not None
         try:
-            await asyncio.wrap_future(passing.written)
-        except (WriteFailedError, ValueError):
-            self.lost(len(passing.requested))
+            await all_durable([*passing.rests_on, passing.written])
+        except (WriteFailedError, UnstorableError) as error:
+            self.lost(len(passing.requested), "" if isinstance(error, WriteFailedError) else str(error))
             return
         for turn in passing.answered:
             if delivered:

@@ -38,7 +38,9 @@ def store_seal(
 
 @store_app.command("verify")
 def store_verify(store: StoreOption, json: AsJson = False) -> None:
-    """Read every byte of the log and check it: checksums, chains, order. Exit code 1: damage was found."""
+    """Read every byte of the log and check it: checksums, chains, order; and that every answered turn has
+    its request and its trajectory's opening. Exit code 1: something is damaged, or missing.
+    """
     from rollbook.store.print_verify import run_verify
 
     raise typer.Exit(run_verify(store, json))

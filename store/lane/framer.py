@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.store.bodies import KEY, externalize
-from rollbook.store.codec import MAY_REFER, Row, row_of
+from rollbook.store.codec import ARRAYS, MAY_REFER, ROW_NAMES, Row, row_of
+from rollbook.store.errors import UnstorableError
 from rollbook.store.events import Event, TurnCompleted, TurnRequested
 from rollbook.store.lane.batches import encode_batch
 from rollbook.store.lane.flusher import Acknowledged, Job
@@ -26,6 +27,21 @@ from rollbook.store.upkeep_events import BodyStored
 
 Appends = Sequence[tuple[Sequence[Event], "Future[int]"]]
 _REFERENCE = f'"{KEY}"'.encode()
+FRAME_BYTES = 256 << 20
+"""A group of more bytes than about this is written in several frames: each is in memory several times."""
+APPEND_BYTES = 1 << 30
+"""Largest append, whose events share a frame; Arrow's offsets and the frame's length end at 2 and 4 GiB."""
+_ARRAYS_AT = tuple(ROW_NAMES.index(name) for name in ARRAYS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Append:
+    """An append whose events have a row each; `bytes` is about what they take."""
+
+    events: Sequence[Event]
+    future: Future[int]
+    rows: list[Row]
+    bytes: int
 
 
 class Framer:
@@ -73,22 +89,33 @@ class Framer:
         return jobs
 
     def _commits(self, group: Appends) -> list[Job]:
-        """The group in one frame or, where that cannot be, its appends one by one; what has no form fails."""
+        """The group in frames. An append that has no stored form is refused before a frame is made of it."""
+        jobs: list[Job] = []
+        part: list[_Append] = []
+        size = 0
+        for append in filter(None, map(_with_rows, group)):
+            if part and size + append.bytes > FRAME_BYTES:
+                jobs += self._framed(part)
+                part, size = [], 0
+            part.append(append)
+            size += append.bytes
+        return [*jobs, *self._framed(part)] if part else jobs
+
+    def _framed(self, appends: Sequence[_Append]) -> list[Job]:
+        """The appends in one frame or, where one of them has no place in it, one by one."""
         try:
-            return [self._commit(group)]
+            return [self._commit(appends)]
         except Exception as error:
-            if len(group) > 1:
-                return [job for append in group for job in self._commits([append])]
-            # One client's bad value is no reason to stop the lane.
-            [(_, future)] = group
-            future.set_exception(ValueError(f"an event cannot be stored: {error}"))
+            if len(appends) > 1:
+                return [job for append in appends for job in self._framed([append])]
+            _refuse(appends[0].future, error)
             return []
 
-    def _commit(self, group: Appends) -> Job:
+    def _commit(self, appends: Sequence[_Append]) -> Job:
         first_seq = self._next_seq
         bodies = self._bodies.copy()
         try:
-            rows, acknowledged, new = self._rows(group)
+            rows, acknowledged, new = self._rows(appends)
             frame = self._encode(rows, first_seq)
         except Exception:
             self._bodies = bodies
@@ -100,23 +127,23 @@ class Framer:
             self._oldest = time.monotonic()
         return Job(buffers, self._next_seq, acknowledged=acknowledged)
 
-    def _rows(self, group: Appends) -> tuple[list[Row], Acknowledged, dict[str, int]]:
+    def _rows(self, appends: Sequence[_Append]) -> tuple[list[Row], Acknowledged, dict[str, int]]:
         """Rows of the events that are new, where each append's first event is, and the rows' places by id."""
         rows: list[Row] = []
         acknowledged: Acknowledged = []
         new: dict[str, int] = {}
-        all_new = self._window.all_new([event.event_id for events, _ in group for event in events])
-        for events, future in group:
+        all_new = self._window.all_new([row[0] for append in appends for row in append.rows])
+        for append in appends:
             first: int | None = None
-            for event in events:
+            for event, row in zip(append.events, append.rows, strict=True):
                 seq = None if all_new else self._known(event.event_id, new)
                 if seq is None:
-                    for row in self._event_rows(event):
-                        seq = new[row[0]] = self._next_seq + len(rows)
-                        rows.append(row)
+                    for stored in self._event_rows(event, row):
+                        seq = new[stored[0]] = self._next_seq + len(rows)
+                        rows.append(stored)
                 first = seq if first is None else first
             assert first is not None
-            acknowledged.append((future, first))
+            acknowledged.append((append.future, first))
         return rows, acknowledged, new
 
     def _known(self, event_id: str, new: dict[str, int]) -> int | None:
@@ -124,9 +151,8 @@ class Framer:
         seq = new.get(event_id)
         return self._window.find(event_id) if seq is None else seq
 
-    def _event_rows(self, event: Event) -> list[Row]:
+    def _event_rows(self, event: Event, row: Row) -> list[Row]:
         """The event's row, after those of the bodies that it is the first of this segment to name."""
-        row = row_of(event)
         record = event.record
         limit = self._settings.body_bytes
         match record:
@@ -161,3 +187,28 @@ class Framer:
         buffers, self._chain = encode_frame(kind, payload, seq, count, self._chain)
         self._offset += sum(memoryview(b).nbytes for b in buffers)
         return buffers
+
+
+def _with_rows(append: tuple[Sequence[Event], Future[int]]) -> _Append | None:
+    """The append with its events' rows; None, and its future failed, where it has no stored form."""
+    events, future = append
+    try:
+        rows = [row_of(event) for event in events]
+        size = sum(map(_row_bytes, rows))
+        if size > APPEND_BYTES:
+            raise ValueError(f"its {size} bytes are more than the {APPEND_BYTES} that one append can hold")
+    except Exception as error:
+        _refuse(future, error)
+        return None
+    return _Append(events, future, rows, size)
+
+
+def _row_bytes(row: Row) -> int:
+    """About how many bytes a row takes in its frame."""
+    arrays = [row[at] for at in _ARRAYS_AT]
+    return len(row[-1]) + sum(4 * len(values) for values in arrays if values is not None)
+
+
+def _refuse(future: Future[int], error: Exception) -> None:
+    # One client's bad value is no reason to stop the lane, nor to fail what others append.
+    future.set_exception(UnstorableError(f"an event cannot be stored: {error}"))

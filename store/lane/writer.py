@@ -100,16 +100,18 @@ class LaneWriter:
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
 
-    def append(self, events: Sequence[Event]) -> Future[int]:
+    def append(self, events: Sequence[Event], future: Future[int] | None = None) -> Future[int]:
         """Append events together; the future gives the first one's sequence number once durable.
 
         An event whose id the lane already holds is not stored again: its old number counts.
 
-        The future raises WriteFailedError when the events did not become durable, and ValueError when
-        there are none, or one holds a value that has no stored form (the lane goes on).
+        Args:
+            future: an `append_future` that somebody waits for already; a new one without.
+
+        The future raises WriteFailedError when the events did not become durable, and UnstorableError when
+        one holds a value that has no stored form, or ValueError when there are none (the lane goes on).
         """
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # an append cannot be taken back
+        future = append_future() if future is None else future
         with self._gate:
             if self._failure is not None or self._closed:
                 reason = self._failure or "it is closed"
@@ -200,6 +202,13 @@ class LaneWriter:
         for _, future in group:
             if not future.done():
                 future.set_exception(WriteFailedError(f"lane {self.lane!r}: {error}"))
+
+
+def append_future() -> Future[int]:
+    """What an append resolves. It cannot be cancelled: an append cannot be taken back."""
+    future: Future[int] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _size(events: Sequence[Event]) -> int:

@@ -64,11 +64,20 @@ def _in_force(which: str) -> str:
                GROUP BY trajectory_id, turn_id)"""
 
 
+_FIRST_ASKED = """(
+        SELECT s.trajectory_id, s.turn_id, f.extra AS first_asked
+        FROM (SELECT trajectory_id, turn_id, json_extract_string(extra, '$.sibling_of') AS first_turn_id
+              FROM _turn_events WHERE kind = 'turn.requested' AND contains(extra, '"sibling_of":"')) s
+        JOIN (SELECT trajectory_id, turn_id, extra FROM _turn_events WHERE kind = 'turn.requested') f
+          ON f.trajectory_id = s.trajectory_id AND f.turn_id = s.first_turn_id)"""
+"""The request of each turn that is stored as a sibling: that of the first turn, which holds it."""
+
 _DETAIL = f"""(
       SELECT trajectory_id, turn_id, any_value(trajectory) AS trajectory, any_value(reward) AS reward,
              any_value(version_spans) AS version_spans, any_value(prompt_ids) AS prompt_ids,
              any_value(completion_ids) AS completion_ids, any_value(logprobs) AS logprobs,
-             any_value(asked) AS asked, any_value(answered) AS answered
+             any_value(asked) AS asked, any_value(first_asked) AS first_asked,
+             any_value(answered) AS answered
       FROM (
         SELECT trajectory_id, turn_id, version_spans, prompt_ids, completion_ids, logprobs,
                CASE WHEN kind = 'turn.requested' THEN extra END AS asked,
@@ -76,6 +85,8 @@ _DETAIL = f"""(
         FROM _turn_events
         UNION ALL BY NAME
         SELECT trajectory_id, turn_id, trajectory FROM _turn_scalars JOIN {_NAMES} USING (trajectory_id)
+        UNION ALL BY NAME
+        SELECT * FROM {_FIRST_ASKED}
         UNION ALL BY NAME
         SELECT * FROM {_in_force("turn_id IS NOT NULL")})
       GROUP BY trajectory_id, turn_id)"""
@@ -95,16 +106,20 @@ TURNS = View(
            json_extract_string(d.answered, '$.reply.content') AS content,
            json_extract(d.answered, '$.reply') AS reply,
            json_extract(d.asked, '$.messages') AS new_messages,
-           json_extract(d.asked, '$.request') AS request, s.requested_model,
-           json_extract(d.asked, '$.sampling') AS sampling,
+           json_extract(coalesce(d.first_asked, d.asked), '$.request') AS request, s.requested_model,
+           CASE WHEN d.first_asked IS NULL THEN json_extract(d.asked, '$.sampling')
+                ELSE json_merge_patch(json_extract(d.first_asked, '$.sampling'),
+                                      json_extract(d.asked, '$.sampling')) END AS sampling,
            d.reward, s.requested, s.completed,
            date_diff('microsecond', s.requested, s.completed) / 1000.0 AS latency_ms, s.lane, s.seq,
            s.error, json_extract(d.answered, '$.flags') AS flags,
            json_extract(d.answered, '$.timings') AS timings,
            s.min_version, s.max_version, s.min_logprob, s.sum_logprob,
-           coalesce(json_extract_string(d.asked, '$.wire.endpoint'), '/v1/chat/completions') AS endpoint,
+           coalesce(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.endpoint'),
+                    '/v1/chat/completions') AS endpoint,
            coalesce(CAST(json_extract_string(d.asked, '$.wire.choice') AS BIGINT), 0) AS choice,
-           coalesce(CAST(json_extract_string(d.asked, '$.wire.retry') AS BIGINT), 0) AS retry,
+           coalesce(CAST(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.retry') AS BIGINT), 0)
+             AS retry,
            CASE WHEN s.completed IS NULL THEN NULL
                 WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens
     FROM _turn_scalars s

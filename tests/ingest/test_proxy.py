@@ -559,8 +559,7 @@ def test_a_store_that_fails_is_a_503(proxy: Any, monkeypatch: pytest.MonkeyPatch
     first = proxy.chat("t", USER)
     assert first.status_code == 200
 
-    def append(events: Any) -> Future[int]:
-        future: Future[int] = Future()
+    def append(events: Any, future: Future[int]) -> Future[int]:
         future.set_exception(WriteFailedError("lane 'serve': no space left on device"))
         return future
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from rollbook.store import Event
+from rollbook.store.errors import UnstorableError
 from rollbook.store.events import TurnFailed, TurnRequested
 from rollbook.store.lane import framer as framer_module
 from rollbook.store.lane.batches import encode_batch
@@ -186,3 +187,27 @@ def test_bodies_are_stored_once_a_segment() -> None:
     [job] = framer.jobs(_group(ask("u3")))
     counts.append((job.next_seq, job.acknowledged[0][1]))
     assert counts == [(2, 1), (3, 2), (5, 4)]
+
+
+def test_a_large_group_is_written_in_several_frames(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No frame holds much more than its share, and appends stay in order."""
+    size = framer_module._with_rows((notes(3, 10), Future())).bytes  # type: ignore[union-attr]
+    monkeypatch.setattr(framer_module, "FRAME_BYTES", 2 * size)
+    framer = _framer()
+    jobs = [framer.begin_segment()]
+    jobs += framer.jobs(_group(*(notes(3, start) for start in range(10, 60, 10))))
+    assert [frame.count for frame in _frames(jobs)] == [0, 6, 6, 3]
+    assert [seq for job in jobs for _, seq in job.acknowledged] == [0, 3, 6, 9, 12]
+
+
+def test_an_append_beyond_any_frame_is_refused_alone(notes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not put together with others first, nor encoded."""
+    size = framer_module._with_rows((notes(3), Future())).bytes  # type: ignore[union-attr]
+    monkeypatch.setattr(framer_module, "APPEND_BYTES", 2 * size)
+    framer = _framer()
+    jobs = [framer.begin_segment()]
+    group = _group(notes(3), notes(9, 10), notes(3, 20))
+    jobs += framer.jobs(group)
+    assert [frame.count for frame in _frames(jobs)] == [0, 6]
+    with pytest.raises(UnstorableError, match="more than"):
+        group[1][1].result(0)

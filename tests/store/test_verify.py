@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli import app
-from rollbook.store import Store
+from rollbook.store import Event, Store
+from rollbook.store.events import TrajectoryOpened, TurnCompleted, TurnFailed, TurnRequested, token_ids
 from rollbook.store.lane.files import quarantine, quarantined, read_watermark
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units, read_manifest, unit_folder, write_manifest
 from rollbook.store.settings import SealSettings
+from rollbook.store.sql.incomplete import Incomplete, incomplete_turns
 from rollbook.store.verify import verify_lane, verify_store
 
 
@@ -231,5 +233,36 @@ def test_the_command(damaged: Store) -> None:
     result = run(app, [*arguments, "--json"])
     assert result.exit_code == 1
     found = orjson.loads(result.stdout)
-    assert [(lane["lane"], lane["whole"]) for lane in found] == [("a", False), ("b", True)]
-    assert found[0]["fault"]["file"].endswith("turns.parquet")
+    assert found["incomplete"] == []
+    assert [(lane["lane"], lane["whole"]) for lane in found["lanes"]] == [("a", False), ("b", True)]
+    assert found["lanes"][0]["fault"]["file"].endswith("turns.parquet")
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_turns_that_lack_what_they_rest_on_are_named(store: Store, sealed: bool) -> None:
+    """A completed turn without its request, and a turn without its trajectory's opening; others are not."""
+
+    def asked(trajectory: str, turn: str) -> TurnRequested:
+        return TurnRequested(trajectory, turn, "r", None, "first_turn", None, 0, [], {}, None, {}, {}, "key")
+
+    def done(trajectory: str, turn: str) -> TurnCompleted:
+        ids = token_ids([1])
+        return TurnCompleted(trajectory, turn, None, None, ids, ids, None, (), 1, "", "stop", {}, {}, [], {})
+
+    records = [
+        *(TrajectoryOpened("t1", "one"), asked("t1", "u1"), done("t1", "u1"), done("t1", "u2")),
+        *(asked("t1", "u3"), TurnFailed("t1", "u3", "x"), asked("t2", "u4"), done("t2", "u4")),
+    ]
+    with store.writer("a") as writer:
+        writer.append([Event(record, "run") for record in records]).result(30)
+    if sealed:
+        list(seal_closed(store.path, "a", SealSettings(), all_of_it=True))
+    assert list(incomplete_turns(store)) == [
+        Incomplete("run", "t1", "u2", "turn.requested"),
+        Incomplete("run", "t2", "u4", "trajectory.opened"),
+    ]
+    result = CliRunner().invoke(app, ["store", "verify", "--store", str(store.path)])
+    assert result.exit_code == 1
+    assert "turn u2 of trajectory t1 (run run) has no turn.requested" in result.stdout
+    told = CliRunner().invoke(app, ["store", "verify", "--json", "--store", str(store.path)])
+    assert [turn["turn_id"] for turn in orjson.loads(told.stdout)["incomplete"]] == ["u2", "u4"]

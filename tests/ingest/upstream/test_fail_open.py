@@ -15,6 +15,7 @@ from upstream_replies import ENDPOINTS
 
 from rollbook.ingest.upstream import record
 from rollbook.store.errors import WriteFailedError
+from rollbook.store.sql.incomplete import incomplete_turns
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}
@@ -97,8 +98,7 @@ def test_a_request_that_cannot_be_written(
 ) -> None:
     """A write that fails is counted once, whether the upstream answers, refuses or cannot be reached."""
 
-    def append(events: Any) -> Future[int]:
-        future: Future[int] = Future()
+    def append(events: Any, future: Future[int]) -> Future[int]:
         future.set_exception(WriteFailedError("lane 'serve': it is full"))
         return future
 
@@ -212,3 +212,22 @@ def test_metrics_count_what_is_recorded(passed: Any, upstream: Any) -> None:
     assert passed.metric("rollbook_engine_seconds_count") == 1
     assert passed.metric("rollbook_running") == 0
     assert passed.metric("rollbook_unrecorded_total") == 0
+
+
+def test_record_only_counts_what_is_not_recorded(
+    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that has no stored form passes, its reply too; it is counted, and others are recorded."""
+    nested: Any = 1
+    for _ in range(260):
+        nested = [nested]
+    upstream.answers += [whole(chat_reply()), whole(chat_reply())]
+    monkeypatch.setattr("rollbook.ingest.upstream.record.check_recordable", lambda *_: None)
+    monkeypatch.setattr("rollbook.ingest.upstream.proxy.check_recordable", lambda *_: None)
+    assert passed.chat(USER, name="bad", metadata={"deep": nested}).status_code == 200
+    assert passed.chat(USER, name="good").status_code == 200
+    assert passed.turns("good")[0].completed is not None
+    assert "bad" not in passed.trajectories()
+    assert passed.metric("rollbook_unrecorded_total") == 1
+    assert passed.http.get("/healthz").json()["unrecorded"] == 1
+    assert list(incomplete_turns(passed.recorder.store)) == []

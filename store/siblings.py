@@ -1,0 +1,57 @@
+"""A request for n completions is stored once: what its later turns hold, and what they mean. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rollbook.store.events import TurnRequested
+
+_NAMES = ("request", "honoured", "sampling", "wire")
+"""Objects of a request of which a sibling holds only what differs from the first one's."""
+_OWN = ("choice", "items", "shared_items")
+"""Of `wire`, what belongs to a turn alone: a sibling has it only where it says so itself."""
+
+
+def as_sibling(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
+    """The turn as it is stored beside the first one of its request.
+
+    Both are whole. Of an object the sibling keeps the entries that differ; where the first one has an entry
+    that the turn lacks, nothing can be left out, and the sibling keeps all.
+    """
+    pairs = ((name, getattr(turn, name), getattr(first, name)) for name in _NAMES)
+    kept: dict[str, Any] = {name: _difference(own, of_first, name) for name, own, of_first in pairs}
+    if any(value is None for value in kept.values()):
+        return turn
+    return replace(turn, sibling_of=first.turn_id, **kept)
+
+
+def whole(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
+    """The turn with all that was asked, of one that is stored as a sibling of `first`."""
+    filled = {name: _common(getattr(first, name), name) | getattr(turn, name) for name in _NAMES}
+    return replace(turn, sibling_of=None, **filled)
+
+
+def _difference(own: Mapping[str, Any], first: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    common = _common(first, name)
+    if common.keys() - own.keys():
+        return None
+    return {key: value for key, value in own.items() if key not in common or not _same(common[key], value)}
+
+
+def _common(first: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in first.items() if name != "wire" or key not in _OWN}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two JSON values are the same: 1, 1.0 and true are equal in Python, and not in a log."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
