@@ -156,8 +156,8 @@ def test_leaving_when_all_is_said_marks_nothing(proxy: Any, monkeypatch: pytest.
     write = recorder.write
     written = asyncio.Event()
 
-    async def late(*records: Any) -> Any:
-        done = await write(*records)
+    async def late(*records: Any, **behind: Any) -> Any:
+        done = await write(*records, **behind)
         await written.wait()
         return done
 

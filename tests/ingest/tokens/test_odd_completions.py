@@ -43,10 +43,10 @@ def test_a_crash_before_the_commit_leaves_no_turn(desk: Any, monkeypatch: pytest
     messages = [USER, one.reply, _user()]
     write = Recorder.write
 
-    async def die(self: Recorder, *records: Any) -> Any:
+    async def die(self: Recorder, *records: Any, **behind: Any) -> Any:
         if any(isinstance(record, TurnCompleted) for record in records):
             raise WriteFailedError("the machine is gone")
-        return await write(self, *records)
+        return await write(self, *records, **behind)
 
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "write", die)
