@@ -115,6 +115,31 @@ def quarantined(folder: Path) -> str | None:
     return path.read_text(errors="replace").strip() if path.exists() else None
 
 
+class SpareDescriptor:
+    """A descriptor held back for when no other is to be had. Belongs to one thread at a time."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self.keep()
+
+    def keep(self) -> None:
+        """Hold one from now on, if there is one to be had."""
+        if self._fd < 0:
+            with contextlib.suppress(OSError):
+                self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def give(self) -> bool:
+        """Give it back to the system; whether one was held."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        return fd >= 0
+
+    def close(self) -> None:
+        """Hold none any more."""
+        self.give()
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the folder's entries (created, renamed, removed files) durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -5,6 +5,15 @@ nobody was told it is durable, and it is truncated. Any other bad frame is damag
 events: the lane is quarantined, which changes no byte of it, and the error names the place.
 
 Segments that were sealed were verified then; recovery goes on from where the last sealed unit ends.
+
+A writer whose write has failed recovers its own lane too, and knows what it has acknowledged. Then nothing
+behind that is kept, whole or not, since those who appended it were told that it is not in the log. This is
+sound after a failed fsync as well. The kernel may have dropped what that fsync was for, and then calls the
+cached pages clean, so a later fsync of the same file proves nothing about them: but all of them hold bytes
+behind the acknowledged end, which are cut off, or bytes before it, which an earlier fsync that succeeded has
+put on the disk and the failed write repeated unchanged where it shared a block with them. What comes
+next goes into a new file. Before the acknowledged bytes are verified, the kernel is asked to forget what it
+keeps of the file, so that they are read from the disk as far as it does.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from rollbook.store.lane.files import (
     read_watermark,
     segment_numbers,
     segment_path,
+    write_watermark,
 )
 from rollbook.store.lane.frame import (
     EMPTY_CHAIN,
@@ -35,6 +45,8 @@ from rollbook.store.lane.frame import (
     valid_frame_after,
 )
 from rollbook.store.sealed.unit import current_units
+
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +117,21 @@ def unsealed_start(store: Path, lane: str) -> Start:
     return Start(number, next_seq, bytes.fromhex(chain), size)
 
 
-def recover_lane(store: Path, lane: str) -> LaneState:
+def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) -> LaneState:
     """Verify every frame that is not sealed and cut off a torn tail. The caller holds the lane's lock.
+
+    Args:
+        acknowledged: what the lane's writer, which is the caller, has acknowledged; it is cut off behind
+            that. Without, whole frames that nobody was told of count.
 
     Raises:
         CorruptionError: acknowledged bytes are damaged or missing. The lane has a note of it, its bytes
             are unchanged.
+        OSError: the files cannot be read or written now.
     """
     folder = lane_folder(store, lane)
+    if acknowledged is not None:
+        _cut_behind(folder, acknowledged)
     while True:
         start: Start | None = None
         try:
@@ -127,6 +146,31 @@ def recover_lane(store: Path, lane: str) -> LaneState:
             raise CorruptionError(f"{folder}: a segment went away while it was read: {error}") from error
         (folder / "QUARANTINED").unlink(missing_ok=True)
         return state
+
+
+def _cut_behind(folder: Path, end: Watermark) -> None:
+    """Let the lane end where its writer has acknowledged it, durably."""
+    for number in reversed(segment_numbers(folder)):
+        path = segment_path(folder, number)
+        if number > end.segment:
+            path.unlink()
+        elif number == end.segment:
+            if path.stat().st_size > end.offset:
+                _fsync(path, end.offset)
+            _forget_cached(path)
+    fsync_folder(folder)
+    write_watermark(folder, end)
+
+
+def _forget_cached(path: Path) -> None:
+    """Read the file anew, from the disk as far as the kernel lets go of what it keeps of it.
+
+    What cannot be read is an OSError here; met in a mapped file it would end the process.
+    """
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(_CHUNK):
+            pass
 
 
 def _recover(folder: Path, start: Start) -> LaneState:

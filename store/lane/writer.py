@@ -2,12 +2,18 @@
 
 One thread collects what is waiting and encodes it as one frame; another (`lane.flusher`) writes it, calls
 `fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
-one `append` share a frame, so they are all there after a crash or none is. After a failed write the lane
-takes nothing more, and every pending future fails.
+one `append` share a frame, so they are all there after a crash or none is.
+
+After a failed write every pending future fails, and so does what is appended from then on. Meanwhile the
+writer asks every second or so whether a file could be written again, in a new descriptor. If so, it does what
+a new writer would: it recovers the lane, whose lock it still holds, begins a new segment with a new framer
+and flusher, and takes appends again. Only where recovery finds damage it takes nothing more for good.
 """
 
 from __future__ import annotations
 
+import enum
+import logging
 import os
 import queue
 import threading
@@ -16,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from rollbook.store.errors import WriteFailedError
+from rollbook.store.errors import CorruptionError, WriteFailedError
 from rollbook.store.events import Event, TurnCompleted
 from rollbook.store.lane import files
 from rollbook.store.lane.flusher import Disk, Flusher, RealDisk
@@ -26,6 +32,21 @@ from rollbook.store.lane.search import event_window
 from rollbook.store.settings import AppendSettings
 
 _Pending = tuple[Sequence[Event], "Future[int]"]
+MEND_S = 1.0
+"""After a failed write, and after each try to go on, so long passes before the next one at least."""
+REST = 10
+"""And so many times as long as the try took: recovery reads all that is not sealed."""
+PROBE_BYTES = 1 << 20
+"""So much room there must be before a try, or as much as failed to be written: else it would fail again."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Signal(enum.Enum):
+    """What the encoding thread is told beside appends."""
+
+    CLOSE = enum.auto()
+    FAILED = enum.auto()
 
 
 class _Group:
@@ -61,6 +82,7 @@ class LaneWriter:
     Raises:
         LaneLockedError: another process writes the lane.
         CorruptionError: acknowledged events of the lane are damaged.
+        WriteFailedError: its files cannot be read or written.
     """
 
     def __init__(
@@ -72,10 +94,15 @@ class LaneWriter:
         disk: Disk | None = None,
     ) -> None:
         self.lane = lane
+        self.spells = 0
+        """How often it had to stop taking appends."""
+        self._store, self._store_id, self._disk = store, store_id, disk or RealDisk()
         self._settings = settings or AppendSettings()
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Pending | _Signal] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        self._failure: Exception | None = None
+        self._failure: Exception | None = WriteFailedError("it has not begun")
+        self._damaged = False
+        self._next_try = 0.0
         self._closed = False
         self._crowded = False
         folder = files.lane_folder(store, lane)
@@ -88,17 +115,36 @@ class LaneWriter:
         )
         try:
             self.recovered: LaneState = recover_lane(store, lane)
-            self._flusher = Flusher(folder, self.recovered.mark, disk or RealDisk(), self._note_failure)
-            window = event_window(store, lane, self.recovered)
-            self._framer = Framer(lane, store_id, self.recovered, window, self._settings)
-            self._flusher.start()
-            # A segment that was recovered is never written again: a fresh one starts clean.
-            self._flusher.put(self._framer.begin_segment(), alone=True)
-        except BaseException:
+            self._framer, self._flusher = self._begin(self.recovered)
+        except BaseException as error:
             os.close(self._lock_fd)
+            if isinstance(error, OSError):
+                text = f"lane {lane!r} of {store} cannot be begun: {error}; mend that and begin again"
+                raise WriteFailedError(text) from error
             raise
+        self._failure = None
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
+
+    def _begin(self, state: LaneState) -> tuple[Framer, Flusher]:
+        """What writes from here on: a segment that was recovered is never written again, so in a fresh one.
+
+        Raises:
+            OSError: it cannot be begun.
+        """
+        folder = files.lane_folder(self._store, self.lane)
+        flusher = Flusher(folder, state.mark, self._disk, self._note_failure)
+        try:
+            window = event_window(self._store, self.lane, state)
+            framer = Framer(self.lane, self._store_id, state, window, self._settings)
+            flusher.start()
+            flusher.put(framer.begin_segment(), alone=True)
+            if flusher.failure is not None:
+                raise flusher.failure.__cause__ or flusher.failure
+        except BaseException:
+            flusher.close()
+            raise
+        return framer, flusher
 
     def append(self, events: Sequence[Event], future: Future[int] | None = None) -> Future[int]:
         """Append events together; the future gives the first one's sequence number once durable.
@@ -124,15 +170,20 @@ class LaneWriter:
 
     @property
     def failure(self) -> str | None:
-        """Why the lane takes nothing more, or None."""
+        """Why the lane takes nothing now, or None."""
         return None if self._failure is None else str(self._failure)
+
+    @property
+    def waiting(self) -> str | None:
+        """What appends wait for, such as a free descriptor, or None."""
+        return self._flusher.waiting
 
     def close(self) -> None:
         """Commit what is pending and give the lane back. Safe to call twice."""
         with self._gate:
             first, self._closed = not self._closed, True
             if first:
-                self._queue.put(None)
+                self._queue.put(_Signal.CLOSE)
         self._thread.join()
         if first:
             self._flusher.close()
@@ -145,7 +196,13 @@ class LaneWriter:
         self.close()
 
     def _note_failure(self, error: Exception) -> None:
+        """Take no more appends."""
         with self._gate:
+            if self._failure is None:
+                self.spells += 1
+                self._next_try = time.monotonic() + MEND_S
+                self._queue.put(_Signal.FAILED)
+                logger.warning("%s", error)
             self._failure = error
 
     # The encoding thread ----------------------------------------------------------------------
@@ -153,28 +210,33 @@ class LaneWriter:
     def _run(self) -> None:
         open_ = True
         while open_:
-            group, open_ = self._collect()
-            if self._failure is not None:
-                self._fail(group, self._failure)
-                continue
+            group = _Group(self._settings)
             try:
-                jobs = self._framer.jobs(group)
+                open_ = self._collect(group)
+                if self._failure is None:
+                    self._commit(group)
             except Exception as error:  # a fault of ours: nobody may wait for ever because of it
                 self._note_failure(error)
-                self._fail(group, error)
-                continue
-            for job in jobs:
-                self._flusher.put(job, alone=self._queue.empty())
+            if (failure := self._failure) is not None:
+                self._fail(group, failure)
+                if open_ and not self._damaged and time.monotonic() >= self._next_try:
+                    self._mend()
 
-    def _collect(self) -> tuple[list[_Pending], bool]:
-        """The next group, and whether more may follow; empty when a segment has grown too old."""
+    def _commit(self, group: _Group) -> None:
+        """Hand the group to the flusher, which answers it from then on."""
+        jobs = self._framer.jobs(group.appends)
+        group.appends = []
+        for job in jobs:
+            self._flusher.put(job, alone=self._queue.empty())
+
+    def _collect(self, group: _Group) -> bool:
+        """Fill the group, and whether more may follow; it stays empty where something else is to be done."""
         try:
-            first = self._queue.get(timeout=self._framer.seconds_until_old())
+            first = self._queue.get(timeout=self._idle_s())
         except queue.Empty:
-            return [], True
-        if first is None:
-            return [], False
-        group = _Group(self._settings)
+            return True
+        if isinstance(first, _Signal):
+            return first is not _Signal.CLOSE
         group.add(first)
         # Whoever appends alone gains nothing by waiting for company.
         linger_s = self._settings.linger_ms / 1e3 if self._crowded else 0.0
@@ -184,7 +246,13 @@ class LaneWriter:
             time.sleep(linger_s)
             open_ = self._drain(group)
         self._crowded = len(group.appends) > 1
-        return group.appends, open_
+        return open_
+
+    def _idle_s(self) -> float | None:
+        """How long to wait for an append: until the segment is too old, or the lane may be tried again."""
+        if self._failure is None:
+            return self._framer.seconds_until_old()
+        return None if self._damaged else max(self._next_try - time.monotonic(), 0.0)
 
     def _drain(self, group: _Group) -> bool:
         """Move what is waiting into the group until it is full; whether more may follow."""
@@ -193,15 +261,37 @@ class LaneWriter:
                 item = self._queue.get_nowait()
             except queue.Empty:
                 return True
-            if item is None:
-                return False
+            if isinstance(item, _Signal):
+                return item is not _Signal.CLOSE
             group.add(item)
         return True
 
-    def _fail(self, group: list[_Pending], error: Exception) -> None:
-        for _, future in group:
+    def _fail(self, group: _Group, error: Exception) -> None:
+        for _, future in group.appends:
             if not future.done():
                 future.set_exception(WriteFailedError(f"lane {self.lane!r}: {error}"))
+
+    def _mend(self) -> None:
+        """Go on, where the lane's files can be written again."""
+        begun = time.monotonic()
+        try:
+            self._flusher.close()
+            room = max(self._flusher.wanted, PROBE_BYTES)
+            self._disk.probe(files.lane_folder(self._store, self.lane), room)
+            state = recover_lane(self._store, self.lane, self._flusher.mark)
+            framer, flusher = self._begin(state)
+        except CorruptionError as error:
+            self._damaged = True
+            self._note_failure(error)
+            logger.error("lane %s takes nothing more: %s", self.lane, error)
+        except Exception as error:
+            now = time.monotonic()
+            self._next_try = now + max(MEND_S, REST * (now - begun))
+            logger.debug("lane %s cannot go on yet: %s", self.lane, error)
+        else:
+            with self._gate:
+                self._framer, self._flusher, self._failure = framer, flusher, None
+            logger.warning("lane %s goes on at event %d", self.lane, state.next_seq)
 
 
 def append_future() -> Future[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,22 @@ from typing import Any
 import pytest
 
 from rollbook.store.errors import WriteFailedError
+from rollbook.store.lane import flusher as flusher_module
 from rollbook.store.lane.files import Watermark, read_watermark
 from rollbook.store.lane.flusher import AHEAD, OFTEN, ROOM, SMALL, Flusher, Job, RealDisk
 
 
 class Listed(RealDisk):
-    """Says what was called; `fail` names the call that fails, `whole` whether writes take all."""
+    """Says what was called once it began; `fail` names the call that fails, `short` what a write takes."""
 
     def __init__(self, lane: Path, fail: str = "", short: int = 0) -> None:
         self.calls: list[str] = []
+        self.begun = False
         self._lane, self._fail, self._short = lane, fail, short
 
     def _call(self, name: str) -> None:
+        if not self.begun:
+            return
         self.calls.append(f"{name} at {read_watermark(self._lane).next_seq}")
         if name == self._fail:
             raise OSError(errno.ENOSPC, "no room")
@@ -45,15 +52,21 @@ class Listed(RealDisk):
         self._call("cut")
         RealDisk.cut(self, fd, size)
 
-    def sync_folder(self, folder: Path) -> None:
+    def sync_folder(self, fd: int) -> None:
         self._call("sync_folder")
-        RealDisk.sync_folder(self, folder)
+        RealDisk.sync_folder(self, fd)
+
+    def mark(self, fd: int, watermark: bytes) -> None:
+        self._call("mark")
+        RealDisk.mark(self, fd, watermark)
 
 
 def _flush(lane: Path, disk: RealDisk, *jobs: Job, alone: bool = False) -> list[Exception]:
     failures: list[Exception] = []
     flusher = Flusher(lane, Watermark(0, 0, 0), disk, failures.append)
     flusher.start()
+    if isinstance(disk, Listed):
+        disk.begun = True
     for job in jobs:
         flusher.put(job, alone=alone)
     flusher.close()
@@ -78,8 +91,8 @@ def test_the_order_of_calls(tmp_path: Path, alone: bool) -> None:
     one.add_done_callback(lambda _: seen.append(read_watermark(tmp_path).next_seq))
     assert _flush(tmp_path, disk, first, second, nothing, alone=alone) == []
     assert disk.calls == [
-        *("open at 0", "write at 0", "sync at 0", "sync_folder at 0"),
-        *("write at 1", "sync at 1"),
+        *("open at 0", "write at 0", "sync at 0", "sync_folder at 0", "mark at 0"),
+        *("write at 1", "sync at 1", "mark at 1"),
     ]
     assert seen == [1]
     assert [f.result(0) for f in (one, two, three)] == [0, 1, 1]
@@ -99,7 +112,7 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, short: int) -> None:
 
 
 class Slow(RealDisk):
-    """Its syncs wait until they are let go on, and note in which thread they are and how long the file is."""
+    """Its syncs of segments wait until they are let go on, and note their thread and how long the file is."""
 
     def __init__(self) -> None:
         self.go_on = threading.Semaphore(0)
@@ -107,6 +120,8 @@ class Slow(RealDisk):
         self.syncs: list[tuple[str, int]] = []
 
     def sync(self, fd: int) -> None:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith(".wal"):
+            return
         self.syncing.set()
         assert self.go_on.acquire(timeout=30)
         self.syncs.append((threading.current_thread().name, os.fstat(fd).st_size))
@@ -153,7 +168,7 @@ def test_whoever_is_alone_flushes_it_himself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("call", ["open", "write", "sync", "sync_folder"])
+@pytest.mark.parametrize("call", ["open", "write", "sync", "sync_folder", "mark"])
 def test_a_failure_ends_it(tmp_path: Path, call: str, alone: bool) -> None:
     """The failed job and all behind it fail, no disk call follows, and none of its bytes stay."""
     disk = Listed(tmp_path, fail=call)
@@ -162,11 +177,12 @@ def test_a_failure_ends_it(tmp_path: Path, call: str, alone: bool) -> None:
     assert len(failures) == 1
     for future in (one, two, three):
         with pytest.raises(
-            WriteFailedError, match=r"after offset 0 of segment 0.*no room.*restart"
+            WriteFailedError, match=r"after offset 0 of segment 0.*no room.*goes on by itself"
         ) as caught:
             future.result(0)
         assert caught.value is failures[0]
     assert disk.calls[-1] == f"{call} at 0"
+    assert len(disk.calls) == 1 + ["open", "write", "sync", "sync_folder", "mark"].index(call)
     assert read_watermark(tmp_path) == Watermark(0, 0, 0)
     left = [path.read_bytes() for path in tmp_path.glob("*.wal")]
     assert left == ([] if call == "open" else [b""])
@@ -177,7 +193,7 @@ def test_what_was_durable_before_a_failure_stays(tmp_path: Path) -> None:
 
     class FailsLater(Listed):
         def sync(self, fd: int) -> None:
-            self._fail = "sync" if len(self.calls) > 4 else ""
+            self._fail = "sync" if len(self.calls) > 5 else ""
             super().sync(fd)
 
     (first, one), (second, two) = _job([b"header"], 1, 1), _job([b"lost"], 2)
@@ -193,6 +209,8 @@ def _small_commits(disk: RealDisk, lane: Path, count: int) -> Flusher:
     """A flusher that has written a header and so many frames of three bytes."""
     flusher = Flusher(lane, Watermark(0, 0, 0), disk, lambda _: None)
     flusher.start()
+    if isinstance(disk, Listed):
+        disk.begun = True
     flusher.put(_job([b"header"], 0, 1)[0], alone=True)
     for i in range(count):
         flusher.put(_job([b"abc"], i + 1)[0], alone=True)
@@ -223,7 +241,7 @@ def test_room_is_cut_off_before_the_next_segment_begins(tmp_path: Path) -> None:
     flusher = _small_commits(disk, tmp_path, OFTEN + 3)
     disk.calls.clear()
     flusher.put(_job([b"next"], OFTEN + 3, 2)[0], alone=True)
-    assert [call.split()[0] for call in disk.calls] == ["cut", "open", "write", "sync", "sync_folder"]
+    assert [call.split()[0] for call in disk.calls] == ["cut", "open", "write", "sync", "sync_folder", "mark"]
     assert (tmp_path / "00000001.wal").read_bytes() == b"header" + b"abc" * (OFTEN + 3)
     flusher.close()
     assert (tmp_path / "00000002.wal").read_bytes() == b"next"
@@ -279,3 +297,96 @@ def test_room_that_was_made_in_part_is_cut_off_too(tmp_path: Path) -> None:
     assert future.result(0) == OFTEN + 2
     flusher.close()
     assert (tmp_path / "00000001.wal").read_bytes() == b"header" + b"abc" * (OFTEN + 3)
+
+
+# What is short --------------------------------------------------------------------------------------
+
+
+class Scarce(Listed):
+    """A call that is refused so many times, for want of a descriptor or of memory."""
+
+    def __init__(self, lane: Path, fail: str, code: int, times: int) -> None:
+        super().__init__(lane, fail)
+        self.code, self.times = code, times
+
+    def _call(self, name: str) -> None:
+        fail, self._fail = self._fail, ""
+        super()._call(name)
+        self._fail = fail
+        if name == fail and self.begun and self.times:
+            self.times -= 1
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("call", ["open", "write"])
+def test_what_is_short_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """Nothing fails and nothing is written twice: the job waits, and says so, until there is some again."""
+    said: list[str | None] = []
+    disk = Scarce(tmp_path, call, code, 4)
+    monkeypatch.setattr(time, "sleep", lambda _: said.append(flusher.waiting))
+    flusher = Flusher(tmp_path, Watermark(0, 0, 0), disk, lambda _: None)
+    flusher.start()
+    disk.begun = True
+    (first, one), (second, two) = _job([b"header"], 1, 1), _job([b"more"], 2)
+    for job in (first, second):
+        flusher.put(job, alone=True)
+    assert [one.result(0), two.result(0)] == [0, 1]
+    assert len(said) == 3  # the first time the spare descriptor was given for it
+    assert all(os.strerror(code) in str(text) for text in said)
+    assert flusher.waiting is None
+    flusher.close()
+    assert (tmp_path / "00000001.wal").read_bytes() == b"headermore"
+    assert [c.split()[0] for c in disk.calls if c.startswith(call)] == [call] * (5 + (call == "write"))
+
+
+def test_what_stays_short_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appends wait so long and no longer; a flush is not asked for twice even then."""
+    monkeypatch.setattr(flusher_module, "PATIENCE_S", 0.05)
+    for call, tries in (("open", 3), ("sync", 1)):
+        folder = tmp_path / call
+        folder.mkdir()
+        disk = Scarce(folder, call, errno.ENOMEM, 1000)
+        job, future = _job([b"header"], 1, 1)
+        begun = time.monotonic()
+        failures = _flush(folder, disk, job)
+        assert isinstance(future.exception(0), WriteFailedError)
+        assert os.strerror(errno.ENOMEM) in str(failures[0])
+        asked = [c for c in disk.calls if c.split()[0] == call]
+        assert len(asked) >= tries if call == "open" else len(asked) == 1
+        assert time.monotonic() < begun + 2
+
+
+def test_the_spare_descriptor_is_for_the_next_segment(tmp_path: Path) -> None:
+    """Where somebody takes every free descriptor just before it is opened, it begins all the same."""
+
+    class Greedy(RealDisk):
+        taken: list[int] = []  # noqa: RUF012
+
+        def open(self, path: Path) -> int:
+            if not self.taken:
+                _take_all(self.taken)
+            return RealDisk.open(self, path)
+
+    flusher = Flusher(tmp_path, Watermark(0, 0, 0), Greedy(), lambda _: None)
+    flusher.start()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limit[1]))
+    job, future = _job([b"header"], 1, 1)
+    try:
+        flusher.put(job, alone=True)
+        assert future.result(0) == 0
+        assert len(Greedy.taken) > 10
+    finally:
+        for fd in Greedy.taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    flusher.close()
+
+
+def _take_all(taken: list[int]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
