@@ -74,7 +74,8 @@ def _request(extra: Mapping[str, Any]) -> dict[str, Any]:
         "sampling": {k: v for k, v in extra["sampling"].items() if isinstance(v, int | float | None)},
         "honoured": {},
         "context_key": "",
-        "wire": MARK,
+        # Whose key asked is no word of the agent's.
+        "wire": MARK | {k: v for k, v in extra["wire"].items() if k == "key"},
     }
 
 

@@ -21,6 +21,9 @@ from rollbook.store.training_events import (
     CheckpointWritten as CheckpointWritten,
 )
 from rollbook.store.training_events import (
+    EngineControlled as EngineControlled,
+)
+from rollbook.store.training_events import (
     PolicyActivated as PolicyActivated,
 )
 from rollbook.store.training_events import (
@@ -111,7 +114,12 @@ class RunOpened:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpened:
-    """One agent run began. `name` is the client's, unique within the run; `trajectory_id` is ours."""
+    """One agent run began. `name` is the client's, unique within the run; `trajectory_id` is ours.
+
+    `by`, here and in other kinds, is the name of the API key that did it: `trajectory` is the trajectory's
+    own, null that no keys were checked, or that it came by no API. A name is an operator's word for a key, no
+    text of the trajectory, so erasure leaves it.
+    """
 
     KIND: ClassVar[str] = "trajectory.opened"
     trajectory_id: str
@@ -120,16 +128,18 @@ class TrajectoryOpened:
     task: str | None = None
     split: str = "train"
     labels: Json = field(default_factory=dict)
+    by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryFinished:
-    """No more turns follow. `status` is completed, truncated, aborted or failed."""
+    """No more turns follow. `status` is completed, truncated, aborted or failed; `by` whom, see its opening."""
 
     KIND: ClassVar[str] = "trajectory.finished"
     trajectory_id: str
     status: str = "completed"
     success: bool | None = None
+    by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,8 @@ class TurnRequested:
     `messages`; the rest of its body is `request`. So a conversation of N turns is stored in O(N).
     `honoured` holds, as false, each field the engine cannot act on. `wire` says how the request came in:
     `endpoint` (/v1/chat/completions where it is absent), `choice` (place among the siblings of n > 1),
-    `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), and, where the endpoint's messages
+    `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), `key` (the name of the API key that
+    asked, as `by` of other kinds; erasure leaves it), and, where the endpoint's messages
     have another form than `messages`, the messages as sent: the first `shared_items` of the base turn's,
     then `items`.
 
@@ -221,7 +232,10 @@ class TurnDelivered:
 
 @dataclass(frozen=True, slots=True)
 class RewardAssigned:
-    """A number for a trajectory, or for one of its turns. `supersedes` names an earlier event_id."""
+    """A number for a trajectory, or for one of its turns. `supersedes` names an earlier event_id.
+
+    `source` is what the number is called, `by` whose key assigned it.
+    """
 
     KIND: ClassVar[str] = "reward.assigned"
     trajectory_id: str
@@ -229,6 +243,7 @@ class RewardAssigned:
     reward: float
     source: str = "agent"
     supersedes: str | None = None
+    by: str | None = None
 
 
 Record = (
@@ -257,6 +272,7 @@ Record = (
     | TrajectoryErased
     | TrajectoryAdopted
     | LabelAdded
+    | EngineControlled
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

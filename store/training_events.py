@@ -33,6 +33,23 @@ class PolicyActivated:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineControlled:
+    """Somebody changed what an engine does, by one of the proxy's `/engine` routes.
+
+    `action` is the route's name, `asked` the mode, version or path that was sent with it, `error` why the
+    engine refused (null: it is done), `by` the name of the key (null: keys are not checked). It holds no text
+    of a trajectory and nothing is folded from it: erasure passes over it, retention lets it go with its unit.
+    """
+
+    KIND: ClassVar[str] = "engine.controlled"
+    engine: str
+    action: str
+    asked: Json
+    error: str | None = None
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointWritten:
     """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
 

@@ -12,8 +12,22 @@ from typing import Any
 
 Values = dict[str, Any]
 
-VERSIONS: Mapping[str, int] = {"sample.dropped": 2, "turn.completed": 3, "turn.requested": 3}
+VERSIONS: Mapping[str, int] = {
+    "cursor.moved": 2,
+    "label.added": 2,
+    "reward.assigned": 2,
+    "sample.dropped": 2,
+    "trajectory.finished": 2,
+    "trajectory.opened": 2,
+    "turn.completed": 3,
+    "turn.requested": 3,
+}
 """Kind -> version of its record in this release; 1 where it is not named."""
+
+
+def _nobody(values: Values) -> Values:
+    """Version 2 says whose API key did it. Before, that was not written down."""
+    return values | {"by": None}
 
 
 def _sample_dropped_1(values: Values) -> Values:
@@ -42,7 +56,12 @@ def _turn_completed_2(values: Values) -> Values:
 
 
 UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
+    ("cursor.moved", 1): _nobody,
+    ("label.added", 1): _nobody,
+    ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
+    ("trajectory.finished", 1): _nobody,
+    ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,
     ("turn.completed", 2): _turn_completed_2,
     ("turn.requested", 1): _turn_requested_1,

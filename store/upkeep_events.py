@@ -17,11 +17,12 @@ class BodyStored:
 
 @dataclass(frozen=True, slots=True)
 class CursorMoved:
-    """A consumer of the log has dealt with everything in this cut (`lane=count,...`)."""
+    """A consumer of the log has dealt with everything in this cut (`lane=count,...`); `by` whom, over HTTP."""
 
     KIND: ClassVar[str] = "cursor.moved"
     consumer: str
     cut: str
+    by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class TrajectoryAdopted:
 
 @dataclass(frozen=True, slots=True)
 class LabelAdded:
-    """A note or tag on a trajectory, or on one of its turns."""
+    """A note or tag on a trajectory, or on one of its turns; `by` is the name of the key that added it."""
 
     KIND: ClassVar[str] = "label.added"
     trajectory_id: str
@@ -68,3 +69,4 @@ class LabelAdded:
     name: str
     value: Any
     source: str = "agent"
+    by: str | None = None

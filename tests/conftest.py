@@ -191,6 +191,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StepRetired(0, "actor", "no longer needed"),
         kinds.SegmentDropped("serve", 1, 2, 0, 10, "keep 1 d"),
         kinds.TrajectoryErased("t1", True, "a leaked key", 7),
+        kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
     ]
 
 

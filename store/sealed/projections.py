@@ -199,8 +199,8 @@ def rewards(events: str) -> str:
     """The `reward.assigned` rows of the relation `events` with their rarer fields as columns."""
     return f"""
     SELECT run, trajectory_id, turn_id, reward, texts[1] AS source, texts[2] AS supersedes, event_id, time,
-           lane, seq
-    FROM (SELECT *, json_extract_string(extra, ['$.source', '$.supersedes']) AS texts
+           lane, seq, texts[3] AS key
+    FROM (SELECT *, json_extract_string(extra, ['$.source', '$.supersedes', '$.by']) AS texts
           FROM {events} WHERE kind = 'reward.assigned')
     """
 

@@ -40,7 +40,7 @@ BODIES = View(
 
 _REWARDS = """(
     SELECT r.run, r.trajectory_id, r.turn_id, r.reward, r.source, r.event_id, r.time, r.lane, r.seq,
-           s.supersedes IS NOT NULL AS superseded
+           s.supersedes IS NOT NULL AS superseded, r.key
     FROM _rewards r
     LEFT JOIN (SELECT trajectory_id, supersedes FROM _rewards WHERE supersedes IS NOT NULL GROUP BY ALL) s
       ON s.trajectory_id = r.trajectory_id AND s.supersedes = r.event_id)"""
@@ -50,7 +50,7 @@ REWARDS = View(
     "Every reward ever assigned, to a trajectory (turn_id is null) or to a turn; a superseded one stays.",
     f"""
     SELECT r.run, r.trajectory_id, o.trajectory, r.turn_id, r.reward, r.source, r.event_id, r.time, r.lane,
-           r.seq, r.superseded
+           r.seq, r.superseded, r.key
     FROM {_REWARDS} r LEFT JOIN {_NAMES} o USING (trajectory_id)
     """,
     columns.REWARDS,
@@ -121,7 +121,8 @@ TURNS = View(
            coalesce(CAST(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.retry') AS BIGINT), 0)
              AS retry,
            CASE WHEN s.completed IS NULL THEN NULL
-                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens
+                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens,
+           json_extract_string(d.asked, '$.wire.key') AS key
     FROM _turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,

@@ -61,12 +61,13 @@ REWARDS = (
     TRAJECTORY,
     ViewColumn("turn_id", "VARCHAR", "the turn rewarded; null where it is the whole trajectory"),
     ViewColumn("reward", "DOUBLE", "the number"),
-    ViewColumn("source", "VARCHAR", "who gave it; agent unless said otherwise"),
+    ViewColumn("source", "VARCHAR", "what it is called; agent unless said otherwise"),
     ViewColumn("event_id", "VARCHAR", "how a later reward names it to supersede it"),
     ViewColumn("time", "TIMESTAMP", "when it was assigned, UTC"),
     LANE,
     ViewColumn("seq", "BIGINT", "its place in the lane"),
     ViewColumn("superseded", "BOOLEAN", "a later reward took its place"),
+    ViewColumn("key", "VARCHAR", "name of the API key that assigned it; null where keys are not checked"),
 )
 
 TURNS = (
@@ -114,6 +115,7 @@ TURNS = (
     ViewColumn("choice", "BIGINT", "place among the completions of one request, from 0"),
     ViewColumn("retry", "BIGINT", "how often the client says it has tried before"),
     ViewColumn("tokens", "VARCHAR", "exact, or text_only: it has no token ids; null unless completed"),
+    ViewColumn("key", "VARCHAR", "name of the API key that asked; null where keys are not checked"),
 )
 
 TRAJECTORIES = (

@@ -40,8 +40,8 @@ from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_
 LIVE = "_live"
 """Name of the registered Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
 
-EXACT_TURNS = "exact_turns"
-"""The youngest column of a derived file."""
+EXACT_TURNS, KEY = "exact_turns", "key"
+"""The youngest columns of two derived files."""
 
 MOST_BRANCHES = 16
 """More queries in a relation would take longer to plan than they save."""
@@ -116,7 +116,7 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         ("_turn_scalars", turn_scalars("_turn_parts")),
         ("_trajectory_parts", _trajectories(of, derived, computed=bool(computed))),
         ("_trajectory_scalars", trajectory_scalars("_trajectory_parts")),
-        ("_rewards", known(REWARDS, rewards("_rest_marks"))),
+        ("_rewards", _all_rewards(of, derived, computed=bool(computed))),
         ("_several_turns", _events(of, several, TURNS, fat)),
         ("_tokens", tokens("_turn_events", "_several_turns")),
         ("_outliers", known(OUTLIERS, outliers("_rest_turns"))),
@@ -133,6 +133,16 @@ def _trajectories(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> s
     if older:
         parts, turns = (_read([str(folder / name) for folder in older]) for name in (TRAJECTORIES, SCALARS))
         queries.append(with_exact_turns(parts, turns))
+    return " UNION ALL BY NAME ".join(queries)
+
+
+def _all_rewards(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
+    """The rows of `rewards`. Of those that an older release derived nobody knows whose key assigned them."""
+    queries = [f"SELECT * FROM ({rewards('_rest_marks')})"] if computed else []
+    files = [derived_folder(of.store, unit) / REWARDS for unit in derived]
+    for tells in (True, False):
+        if found := [str(file) for file in files if _tells(file, KEY) is tells]:
+            queries.append(f"SELECT *{'' if tells else ', CAST(NULL AS VARCHAR) AS key'} FROM {_read(found)}")
     return " UNION ALL BY NAME ".join(queries)
 
 

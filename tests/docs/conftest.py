@@ -111,6 +111,7 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
             "id-broken", "b1", "r-b1", None, "first_turn", None, 0, [], {}, None, {}, {}, "key"
         ),
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
+        kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
     ]
     for lane, told in (("serve", records), ("train", _train_records()), ("upkeep", _upkeep_records())):
         with log.writer(lane) as writer:
