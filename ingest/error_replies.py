@@ -24,7 +24,7 @@ def error_form(path: str) -> Callable[[int, str, str], Json]:
     return Messages().error if "/v1/messages" in path else openai_error
 
 
-FINAL = (400, 401, 403, 404, 405, 409, 413, 422)
+FINAL = (400, 401, 403, 404, 405, 409, 413, 415, 421, 422)
 """What will not change by itself must not be tried again."""
 RETRY_AFTER_S = {503: 10, 429: 1}
 """Some clients give up where they are told to wait for a minute or more."""
@@ -49,18 +49,23 @@ def told(error: Exception) -> tuple[int, str, str]:
             return 500, "internal_error", f"{type(error).__name__} in the proxy; its log says more"
 
 
+def error_reply(form: Form, path: str, error: Exception) -> Response:
+    """An error as a reply to a request of this path, with a status, a code and a remedy."""
+    status, code, message = told(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if status in FINAL and code != "trajectory_busy":
+        headers["x-should-retry"] = "false"
+    if status in RETRY_AFTER_S:
+        headers |= {"retry-after": str(RETRY_AFTER_S[status]), "x-should-retry": "true"}
+    body = form(path)(status, code, message)
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
 def add_error_replies(app: FastAPI, form: Form) -> None:
-    """Answer every error with a status, a code and a remedy. What nobody foresaw the server logs, too."""
+    """Answer every error with `error_reply`. What nobody foresaw the server logs, too."""
 
     async def reply(request: Request, error: Exception) -> Response:
-        status, code, message = told(error)
-        headers = dict(getattr(error, "headers", None) or {})
-        if status in FINAL and code != "trajectory_busy":
-            headers["x-should-retry"] = "false"
-        if status in RETRY_AFTER_S:
-            headers |= {"retry-after": str(RETRY_AFTER_S[status]), "x-should-retry": "true"}
-        body = form(request.url.path)(status, code, message)
-        return Response(orjson.dumps(body), status, headers, media_type="application/json")
+        return error_reply(form, request.url.path, error)
 
     ours = (RequestError, EngineError, WriteFailedError, UnstorableError)
     for kind in (*ours, HTTPException, ClientDisconnect, Exception):

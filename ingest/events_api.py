@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from rollbook.ingest.access import JUDGES_KINDS, may_read_kinds
 from rollbook.ingest.event_feed import EventStreams, Feed
+from rollbook.ingest.guard import caller_of
 from rollbook.ingest.recorder import Recorder
 from rollbook.store import Store, format_cut, parse_cut
 from rollbook.store.consumer import NO_CURSORS, Cursors
@@ -25,20 +27,15 @@ EVERY_KIND = "*"
 Query = Mapping[str, str]
 
 
-def add_event_routes(app: FastAPI, recorder: Recorder, allow: Callable[[Request], None]) -> EventStreams:
-    """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application.
-
-    Args:
-        allow: raises where a request may not see all trajectories.
-    """
+def add_event_routes(app: FastAPI, recorder: Recorder) -> EventStreams:
+    """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application."""
     streams = EventStreams(recorder.store)
 
     @app.get("/v1/events")
     async def events(request: Request) -> Response:
-        allow(request)
         return await _events(streams, request)
 
-    _add_cursor_routes(app, recorder, streams, allow)
+    _add_cursor_routes(app, recorder, streams)
     return streams
 
 
@@ -56,16 +53,19 @@ async def _events(streams: EventStreams, request: Request) -> Response:
     if form not in FORMATS:
         raise _bad_query(f"format={form}", f"use {' or '.join(FORMATS)}")
     follow = _flag(query, "follow", form == "sse")
-    limit = _limit(query)
+    limit, wanted = _limit(query), _wanted(query)
+    if not may_read_kinds(caller_of(request), wanted.kinds):
+        text = f"a judge's key reads these kinds of events: ?kinds={','.join(sorted(JUDGES_KINDS))}"
+        raise RequestError(403, "not_permitted", text)
     if form == "sse":
-        tail = await streams.run(_tail, streams.store, start, _wanted(query))
+        tail = await streams.run(_tail, streams.store, start, wanted)
         messages = streams.messages(Feed(tail, limit), follow)
         return StreamingResponse(
             messages, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
     if follow:
         raise _bad_query("follow=true", "an Arrow stream ends at the head: ask again from its X-Rollbook-Cut")
-    tail = await streams.run(_tail, streams.store, start, _wanted(query))
+    tail = await streams.run(_tail, streams.store, start, wanted)
     end = _end(tail.cut(), await streams.run(streams.store.head), limit)
     tail.until = end
     headers = {"x-rollbook-cut": format_cut(end)}
@@ -136,15 +136,12 @@ def _bad_query(what: str, remedy: str) -> RequestError:
 # Cursors ------------------------------------------------------------------------------------
 
 
-def _add_cursor_routes(
-    app: FastAPI, recorder: Recorder, streams: EventStreams, allow: Callable[[Request], None]
-) -> None:
+def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams) -> None:
     cursors = Cursors(recorder.store)
     moving = asyncio.Lock()
 
     @app.get("/v1/cursors/{name}")
-    async def read_cursor(name: str, request: Request) -> Json:
-        allow(request)
+    async def read_cursor(name: str) -> Json:
         cut = await _cursor(streams, cursors, name)
         if cut is None:
             text = f"no consumer {name!r} has a cursor: PUT one, or begin without `from`"
@@ -153,14 +150,13 @@ def _add_cursor_routes(
 
     @app.put("/v1/cursors/{name}")
     async def move_cursor(name: str, request: Request) -> Json:
-        allow(request)
         cut = _cut_of(await request.body())
         async with moving:
             old = await _cursor(streams, cursors, name) or {}
             _check_forward(name, old, cut)
             await streams.run(_tail, streams.store, format_cut(cut), Filter())  # the store holds it
             if cut != old:
-                await recorder.write(CursorMoved(name, format_cut(cut)))
+                await recorder.write(CursorMoved(name, format_cut(cut), caller_of(request).name))
         return {"cut": format_cut(cut)}
 
 

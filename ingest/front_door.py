@@ -1,4 +1,4 @@
-"""What every request passes: its key, and the trajectory it names."""
+"""What every request that the guard let in passes: the trajectory it names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
+from rollbook.ingest.access import Caller
 from rollbook.ingest.admission.gate import AdmissionGate
-from rollbook.ingest.identity import Identity, check_key, key_name, sent_key, split_path
+from rollbook.ingest.guard import caller_of
+from rollbook.ingest.identity import Identity, split_path
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
@@ -20,7 +22,7 @@ from rollbook.store.events import Json
 
 @dataclass(frozen=True, slots=True)
 class FrontDoor:
-    """Checks keys and finds trajectories."""
+    """Finds trajectories."""
 
     recorder: Recorder
     options: ProxyOptions
@@ -49,25 +51,6 @@ class FrontDoor:
         if await self.gate.enter(name, wanted.group, wanted.split, gone):
             places.callback(self.gate.leave, name)
 
-    def check(self, request: Request) -> str | None:
-        """The API key, if it may come in.
-
-        Raises:
-            RequestError: 401.
-        """
-        key = sent_key(request.headers)
-        check_key(key, self.recorder.run, self.options.api_keys)
-        return key
-
-    def check_operator(self, request: Request) -> None:
-        """Let in who may see all trajectories.
-
-        Raises:
-            RequestError: 401; 403, the key is of one trajectory.
-        """
-        if key_name(self.check(request)) is not None and self.options.api_keys:
-            raise RequestError(403, "other_trajectory", "this API key is of one trajectory alone")
-
     def check_running(self, running: int) -> None:
         """Refuse a request beyond those that may be answered at once.
 
@@ -78,29 +61,31 @@ class FrontDoor:
             text = f"{running} requests are running, as many as --max-running allows: try again"
             raise RequestError(429, "too_many_requests", text)
 
-    def enter(self, request: Request) -> tuple[Json, str, str | None]:
-        """(what the path says of the trajectory, the endpoint's path, the key).
+    def enter(self, request: Request) -> tuple[Json, str, Caller]:
+        """(what the path says of the trajectory, the endpoint's path, who asks).
 
         Raises:
-            RequestError: 401; 404, the path holds no id.
+            RequestError: 404, the path holds no id.
         """
-        key = self.check(request)
         raw = request.scope.get("raw_path") or request.url.path.encode()
         said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
-        return said, endpoint, key
+        return said, endpoint, caller_of(request)
 
-    def trajectory(self, identity: Identity, messages: list[Json]) -> LiveTrajectory:
+    def trajectory(self, identity: Identity, messages: list[Json], by: str | None = None) -> LiveTrajectory:
         """The trajectory a request belongs to: that of its name, a new one, or a quarantined one.
+
+        Args:
+            by: the name of the key that opens it, if it is new.
 
         Raises:
             RequestError: 409, it is finished, or was opened otherwise than the request says.
         """
         if identity.name is None:
-            return self.recorder.unnamed(messages)
+            return self.recorder.unnamed(messages, by)
         wanted = self.wanted(identity)
         live = self.recorder.find(identity.name)
         if live is None:
-            return self.recorder.draft(wanted)
+            return self.recorder.draft(wanted, by)
         for field in ("group", "task", "split"):
             sent, opened = getattr(wanted, field), getattr(live.opened, field)
             if field in identity.said and sent != opened:
@@ -115,9 +100,9 @@ class FrontDoor:
         """The trajectory that a request opens if there is none of its name."""
         return self._clean(identity).wanted()
 
-    def label(self, live: LiveTrajectory, identity: Identity) -> Future[int] | None:
+    def label(self, live: LiveTrajectory, identity: Identity, by: str | None = None) -> Future[int] | None:
         """Note the labels of a request, which is recorded by now, if it gives any that are new."""
-        return self.recorder.relabelled(live, self._clean(identity).labels)
+        return self.recorder.relabelled(live, self._clean(identity).labels, by)
 
     def _clean(self, identity: Identity) -> Identity:
         redacted = self.options.redactor.body

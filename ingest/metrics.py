@@ -53,6 +53,12 @@ class Metrics:
             "Events that were refused, or that the disk did not take; what rested on them failed.",
             registry=self.registry,
         )
+        self.passed = Counter(
+            "rollbook_passed",
+            "Requests that were passed on and ask for no turn, by method: nothing of them is recorded.",
+            ["method"],
+            registry=self.registry,
+        )
         self.engine_s = Histogram(
             "rollbook_engine_seconds",
             "Time of a turn in the engine.",

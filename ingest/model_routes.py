@@ -23,6 +23,7 @@ from rollbook.ingest.endpoints.responses import Responses
 from rollbook.ingest.endpoints.responses_wire import turn_of
 from rollbook.ingest.error_replies import told
 from rollbook.ingest.front_door import FrontDoor
+from rollbook.ingest.guard import caller_of
 from rollbook.ingest.identity import Identity, identify
 from rollbook.ingest.images import ImageLinks
 from rollbook.ingest.live import LiveTrajectory
@@ -69,7 +70,7 @@ class ModelRoutes:
 
     async def answer(self, request: Request) -> Response:
         """A completion."""
-        said, path, key = self.door.enter(request)
+        said, path, caller = self.door.enter(request)
         endpoint = ENDPOINTS.get(unquote(path))
         if endpoint is None:
             raise RequestError(404, "not_found", f"{path}: write /t/ID/v1/..., with the path as it is")
@@ -79,13 +80,13 @@ class ModelRoutes:
             async with self.room.body(request) as raw:
                 with contextlib.ExitStack() as places:
                     body = self.door.options.redactor.body(json_object(raw))
-                    identity = identify(said, request.headers, body, key)
+                    identity = identify(said, request.headers, body, caller.key)
                     live, call, planned = await self._read(
                         endpoint, identity, body, len(raw), request, places
                     )
-                    arrival = Arrival.of(endpoint.path, raw, retry_count(request))
+                    arrival = Arrival.of(endpoint.path, raw, retry_count(request), caller.name)
                     running = await self._running_call(live, call, arrival, planned)
-                running.rests_on.append(self.door.label(live, identity))
+                running.rests_on.append(self.door.label(live, identity, caller.name))
         except BaseException as error:
             self._running -= 1
             self.metrics.failed(error)
@@ -164,11 +165,11 @@ class ModelRoutes:
             known = self.recorder.find(identity.name)
         tree = TurnTree() if known is None else known.tree
         planned = await self.taker.planned(tree, call, size) if identity.name is not None else None
-        live = self.door.trajectory(identity, call.messages)
+        live = self.door.trajectory(identity, call.messages, caller_of(request).name)
         while live.opening is not None:  # nothing is written of a trajectory that may yet be refused
             with contextlib.suppress(UnstorableError):  # whoever opens it is told
                 await all_durable([live.opening])
-            live = self.door.trajectory(identity, call.messages)
+            live = self.door.trajectory(identity, call.messages, caller_of(request).name)
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
         return live, call, planned
 
@@ -194,8 +195,8 @@ class ModelRoutes:
 
     async def response(self, request: Request) -> Response:
         """An earlier response, from the log."""
-        said, _, key = self.door.enter(request)
-        identity = identify(said, request.headers, {}, key)
+        said, _, caller = self.door.enter(request)
+        identity = identify(said, request.headers, {}, caller.key)
         response_id = request.path_params["response_id"]
         turn_id = turn_of(response_id)
         live = None if turn_id is None else self.recorder.of_turn(turn_id)

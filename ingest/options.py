@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollbook.ingest.keys import Keys
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.respond import KeepAlive
+from rollbook.ingest.web_pages import Own
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,9 @@ class ProxyOptions:
     """Limits, keys and times.
 
     Attributes:
-        api_keys: any of them opens the proxy; none: everybody may use it.
+        keys: they open the proxy, each for what it is for; none: everybody may do everything.
+        own: hosts and origins of our own; web pages of others are refused.
+        on_store_failure: record only: `pass` on what cannot be recorded, or `refuse` it.
         max_body_bytes: largest body; a larger one is a 413.
         max_bodies_bytes: of all bodies that are read and answered at once; others wait their turn.
         max_running: requests answered at once; more are a 429.
@@ -24,7 +28,9 @@ class ProxyOptions:
         abandoned_s: a trajectory not heard of for so long is finished as aborted; 0: never.
     """
 
-    api_keys: tuple[str, ...] = ()
+    keys: Keys = field(default_factory=Keys)
+    own: Own = field(default_factory=Own)
+    on_store_failure: str = "pass"
     max_body_bytes: int = 64 * 2**20
     max_bodies_bytes: int = 512 * 2**20
     max_running: int = 4096
@@ -35,9 +41,13 @@ class ProxyOptions:
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
 
     def as_json(self) -> dict[str, Any]:
-        """For `run.opened`: how many keys there are, and not which."""
+        """For `run.opened`: of keys their names and roles."""
         return {
-            "api_keys": len(self.api_keys),
+            "keys": self.keys.roles(),
+            "keys_file": None if self.keys.file is None else str(self.keys.file),
+            "hosts": sorted(self.own.names),
+            "origins": sorted(self.own.origins),
+            "on_store_failure": self.on_store_failure,
             "max_body_bytes": self.max_body_bytes,
             "max_running": self.max_running,
             "admission": self.admission,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 
+from rollbook.ingest.access import sees_details
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
 from rollbook.ingest.body_room import BodyRoom
@@ -18,7 +19,9 @@ from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.follow import Follower
 from rollbook.ingest.front_door import FrontDoor
+from rollbook.ingest.guard import Guard, add_guards, caller_of
 from rollbook.ingest.images import ImageLinks
+from rollbook.ingest.keys import Keys
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_routes import ModelRoutes
 from rollbook.ingest.options import ProxyOptions
@@ -27,6 +30,7 @@ from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turns import TurnTaker
 from rollbook.store.events import (
+    EngineControlled,
     Event,
     Json,
     PolicyActivated,
@@ -52,13 +56,19 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
         policy = getattr(engine, "policy", "actor")
         await recorder.write(PolicyActivated(policy, version, engine.name, digest, str(path)))
 
+    async def controlled(request: Request, action: str, asked: Json, error: str | None) -> None:
+        by = caller_of(request).name
+        await recorder.write(EngineControlled(engine.name, action, asked, error, by))
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(activated)
         follower = _follow(recorder, engine, gate, deaf.append)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
+        following = asyncio.create_task(options.keys.follow())
         yield
         sweeping.cancel()
+        following.cancel()
         await follower.stop()
         await engine.close()
         await taker.drained()
@@ -69,14 +79,17 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     add_error_replies(app, error_form)
     links = ImageLinks(options.image_hosts)
     routes = ModelRoutes(recorder, taker, door, room, metrics, links, model_name)
-    add_trajectory_routes(app, recorder, door)
-    streams = app.state.streams = add_event_routes(app, recorder, door.check_operator)
+    guard = Guard.of(options.keys, recorder.run, recorder.store.path)
+    add_trajectory_routes(app, recorder, door, guard)
+    streams = app.state.streams = add_event_routes(app, recorder)
     routes.add(app)
-    _add_health(app, taker, deaf)
-    _add_metrics(app, taker, metrics, door, gate)
+    _add_health(app, taker, deaf, options.keys)
+    _add_metrics(app, taker, metrics, gate)
     control = engine.control()
     if control is not None:
+        app.state.controlled = controlled
         app.include_router(control, prefix="/engine")
+    add_guards(app, guard, options.own, metrics.failed)
     return app
 
 
@@ -101,13 +114,15 @@ def _follow(
     return follower
 
 
-def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str]) -> None:
+def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str], keys: Keys) -> None:
     recorder, engine = taker.recorder, taker.engine
 
     @app.get("/healthz")
-    async def healthz(response: Response) -> Json:
+    async def healthz(request: Request, response: Response) -> Json:
         failure = recorder.writer.failure or engine.failure() or next(iter(deaf), None)
         response.status_code = 503 if failure else 200
+        if not sees_details(caller_of(request)):
+            return {"status": "failing" if failure else "ok"}
         return {
             "status": failure or "ok",
             "run": recorder.run,
@@ -115,14 +130,12 @@ def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str]) -> None:
             "engine": engine.name,
             "policy_version": engine.policy_version(),
             "engines": engine.states() if isinstance(engine, Fleet) else [],
+            **keys.trouble(),
         }
 
 
-def _add_metrics(
-    app: FastAPI, taker: TurnTaker, metrics: Metrics, door: FrontDoor, gate: AdmissionGate
-) -> None:
+def _add_metrics(app: FastAPI, taker: TurnTaker, metrics: Metrics, gate: AdmissionGate) -> None:
     @app.get("/metrics")
-    async def page(request: Request) -> Response:
-        door.check_operator(request)
+    async def page() -> Response:
         metrics.held.set(gate.waiting)
         return metrics.page(taker.recorder, taker.engine.policy_version())

@@ -185,8 +185,11 @@ class Recorder:
 
     # Trajectories -----------------------------------------------------------------------------
 
-    def draft(self, wanted: OpenTrajectory) -> LiveTrajectory:
+    def draft(self, wanted: OpenTrajectory, by: str | None = None) -> LiveTrajectory:
         """A trajectory that is not recorded before `record_opening`: its first request may be refused.
+
+        Args:
+            by: the name of the key that opens it.
 
         Raises:
             RequestError: 409, the run has one of that name.
@@ -196,7 +199,8 @@ class Recorder:
         if self._named(name) is not None:
             text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
             raise RequestError(409, "trajectory_exists", text)
-        opened = TrajectoryOpened(trajectory_id, name, wanted.group, wanted.task, wanted.split, wanted.labels)
+        said = (wanted.group, wanted.task, wanted.split, wanted.labels)
+        opened = TrajectoryOpened(trajectory_id, name, *said, by)
         return LiveTrajectory(opened, self.lane)
 
     def record_opening(self, live: LiveTrajectory, *records: Record) -> Future[int]:
@@ -220,7 +224,7 @@ class Recorder:
             live.opening = None
         return live
 
-    def unnamed(self, messages: list[Json]) -> LiveTrajectory:
+    def unnamed(self, messages: list[Json], by: str | None = None) -> LiveTrajectory:
         """The quarantined trajectory that these messages go on from, or a new one.
 
         Traffic that names no trajectory is kept, apart: each conversation in one of its own, never trained.
@@ -232,7 +236,7 @@ class Recorder:
             if live is not None and not live.finished and self._named(live.opened.name) is live:
                 return live
         trajectory_id = new_id()
-        opened = TrajectoryOpened(trajectory_id, f"{QUARANTINE}/{trajectory_id}", split=QUARANTINE)
+        opened = TrajectoryOpened(trajectory_id, f"{QUARANTINE}/{trajectory_id}", split=QUARANTINE, by=by)
         return LiveTrajectory(opened, self.lane, tips=self._tips)
 
     def of_turn(self, turn_id: str) -> LiveTrajectory | None:
@@ -285,12 +289,12 @@ class Recorder:
         live = self._named(name)
         return None if live is None else self._ours(live)
 
-    def relabelled(self, live: LiveTrajectory, labels: Json) -> Future[int] | None:
+    def relabelled(self, live: LiveTrajectory, labels: Json, by: str | None = None) -> Future[int] | None:
         """Note labels that a request gives its trajectory beyond those it was opened with, if any."""
         new = {k: v for k, v in labels.items() if live.opened.labels.get(k) != v}
         if not new or self._named(live.opened.name) is None:
             return None
-        noted = self.note(*(LabelAdded(live.opened.trajectory_id, None, k, v) for k, v in new.items()))
+        noted = self.note(*(LabelAdded(live.opened.trajectory_id, None, k, v, by=by) for k, v in new.items()))
         live.opened = replace(live.opened, labels=live.opened.labels | new)
         return noted
 
@@ -301,8 +305,11 @@ class Recorder:
             raise RequestError(409, "other_lane", text)
         return live
 
-    async def finish(self, name: str, body: FinishTrajectory) -> int:
+    async def finish(self, name: str, body: FinishTrajectory, by: str | None = None) -> int:
         """Record the outcome and rewards; no turns may follow. The number of completed turns.
+
+        Args:
+            by: the name of the key that ends it.
 
         Raises:
             RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
@@ -316,11 +323,11 @@ class Recorder:
         if live.running:
             text = f"trajectory {name!r} has {live.running} running requests: await their replies"
             raise RequestError(409, "trajectory_busy", text)
-        records: list[Record] = [*turn_rewards(live, body.turn_rewards)]
+        records: list[Record] = [*turn_rewards(live, body.turn_rewards, by)]
         trajectory_id = live.opened.trajectory_id
         if body.reward is not None:
-            records.append(RewardAssigned(trajectory_id, None, body.reward))
-        records.append(TrajectoryFinished(trajectory_id, body.status, body.success))
+            records.append(RewardAssigned(trajectory_id, None, body.reward, by=by))
+        records.append(TrajectoryFinished(trajectory_id, body.status, body.success, by))
         live.finished = True
         try:
             while live.sending:  # a reply whose last byte is on its way is delivered before the end

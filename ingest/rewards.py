@@ -51,8 +51,11 @@ def _without_prefix(reply_id: str) -> str:
     return reply_id.removeprefix(prefix)
 
 
-def assigned_reward(trajectory: Trajectory, body: AssignReward) -> RewardAssigned:
+def assigned_reward(trajectory: Trajectory, body: AssignReward, by: str | None = None) -> RewardAssigned:
     """The record of one more reward for the trajectory, or for one of its turns. Pure.
+
+    Args:
+        by: the name of the key that assigns it.
 
     Raises:
         RequestError: 422, it names a turn or a reward that the trajectory does not have.
@@ -60,7 +63,8 @@ def assigned_reward(trajectory: Trajectory, body: AssignReward) -> RewardAssigne
     turn_id = turn_of_reply(trajectory, body.turn)
     if body.supersedes is not None:
         _check_superseded(trajectory, body, turn_id)
-    return RewardAssigned(trajectory.opened.trajectory_id, turn_id, body.reward, body.source, body.supersedes)
+    trajectory_id = trajectory.opened.trajectory_id
+    return RewardAssigned(trajectory_id, turn_id, body.reward, body.source, body.supersedes, by)
 
 
 def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str | None) -> None:
@@ -78,7 +82,7 @@ def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str |
 
 
 def turn_rewards(
-    live: LiveTrajectory, given: Sequence[float] | Mapping[str, float] | None
+    live: LiveTrajectory, given: Sequence[float] | Mapping[str, float] | None, by: str | None = None
 ) -> list[RewardAssigned]:
     """The rewards of single turns that a finish gives: in turn order, or by the ids of their replies. Pure.
 
@@ -100,4 +104,4 @@ def turn_rewards(
             raise RequestError(422, "wrong_turn_rewards", text)
         pairs = list(zip(completed, given, strict=True))
     trajectory_id = live.opened.trajectory_id
-    return [RewardAssigned(trajectory_id, turn_id, value) for turn_id, value in pairs]
+    return [RewardAssigned(trajectory_id, turn_id, value, by=by) for turn_id, value in pairs]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,6 +24,7 @@ from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.ingest.turns import TurnTaker
 from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
+from rollbook.ingest.web_pages import is_loopback
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
 
@@ -93,6 +94,7 @@ def _run(
         access_log=False,
         timeout_keep_alive=75,
         backlog=4096,
+        **forwarding(options.forwarded_from),
         **(headers or {}),  # type: ignore[arg-type]
     )
     server = uvicorn.Server(config)
@@ -106,6 +108,11 @@ def _run(
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
         server.run(sockets=[listener])
+
+
+def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
+    """For uvicorn: who asks is who connected, unless one of these proxies passes it on and says who did."""
+    return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -130,10 +137,8 @@ def _announce(options: ServeOptions, port: int, recorder: Recorder) -> Console:
     truncated = recorder.writer.recovered.truncated_bytes
     if truncated:
         console.print(f"recovered: cut off {truncated} bytes of a write that never finished")
-    try:
-        loopback = ipaddress.ip_address(options.host).is_loopback
-    except ValueError:
-        loopback = options.host == "localhost"
-    if not loopback and not options.proxy.api_keys:
-        console.print("[yellow]listening beyond this host, and everybody may come in: set --api-key[/]")
+    loopback = is_loopback(options.host) or options.host == "localhost"
+    if not loopback and not options.proxy.keys.configured:
+        text = "listening beyond this host, and everybody may come in: set --keys or --api-key"
+        console.print(f"[yellow]{text}[/]")
     return console

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -14,10 +16,12 @@ from rollbook.ingest.engines.sglang_wire import Routing
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.upstream.paths import paths_of
 from rollbook.ingest.upstream.proxy import Upstream
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import Json
 
+KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY"
 ENGINES = ("embedded", "sglang", "upstream", "scripted")
 
 
@@ -32,6 +36,8 @@ class ServeOptions:
         images: the engine's model takes them.
         routed_experts: have the engine tell, and keep, which experts each token went to.
         hold_s: how long a request waits while weights are being replaced.
+        forwarded_from: addresses and networks of proxies before this one, whose word for who asks counts.
+        pass_paths: for an upstream with a key: more methods and paths that pass.
     """
 
     store: Path
@@ -54,7 +60,19 @@ class ServeOptions:
     reply_format: str = "auto"
     tree: TreePolicy = field(default_factory=TreePolicy)
     hold_s: float = 110.0
+    forwarded_from: tuple[str, ...] = ()
+    pass_paths: tuple[str, ...] = ()
     proxy: ProxyOptions = field(default_factory=ProxyOptions)
+
+    def __post_init__(self) -> None:
+        for address in self.forwarded_from:
+            try:
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                text = (
+                    f"--forwarded-from {address!r}: {error}: give an address or a network, such as 10.0.0.0/8"
+                )
+                raise ConfigError(text) from error
 
     def as_json(self) -> dict[str, object]:
         """For `run.opened`; keys are left out."""
@@ -153,12 +171,30 @@ def model_of(options: ServeOptions) -> Path:
     return options.model
 
 
+def engine_key_of(given: str | None, environment: MutableMapping[str, str]) -> str | None:
+    """The engine's key, if there is one; our children's environment does not hold it.
+
+    Raises:
+        ConfigError: it is empty: then requests would pass with their agents' own keys, wherever they go.
+    """
+    empty = given is None and environment.get(KEY_VARIABLE, "unset").strip() == ""
+    if empty or (given is not None and not given.strip()):
+        raise ConfigError(f"--engine-key or {KEY_VARIABLE} is set and empty: unset it, or give it the key")
+    environment.pop(KEY_VARIABLE, None)
+    return given
+
+
 def upstream_of(options: ServeOptions) -> Upstream:
     """Where `--engine upstream` passes requests to.
 
     Raises:
-        ConfigError: it is not said.
+        ConfigError: it is not said, or a path that is to pass is none.
     """
     if len(options.engine_urls) != 1:
         raise ConfigError("--engine upstream needs one --engine-url, such as https://api.openai.com/v1")
-    return Upstream(options.engine_urls[0], options.engine_key, options.engine_ask)
+    paths_of(options.pass_paths)
+    if options.pass_paths and options.engine_key is None:
+        raise ConfigError(
+            "--pass-path adds to what passes with --engine-key: without a key everything passes"
+        )
+    return Upstream(options.engine_urls[0], options.engine_key, options.engine_ask, options.pass_paths)

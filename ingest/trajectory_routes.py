@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 
+from rollbook.ingest.access import check_source, check_trajectory, check_unfinished
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.front_door import FrontDoor
-from rollbook.ingest.identity import key_name, trajectory_key
+from rollbook.ingest.guard import Guard, caller_of
 from rollbook.ingest.recorder import Recorder, all_durable
 from rollbook.ingest.requests import (
     AddLabel,
@@ -30,36 +31,25 @@ from rollbook.store.trajectory import Trajectory
 
 @dataclass(slots=True, eq=False)
 class _Desk:
-    """What each of these routes does first: check the key, and read the body."""
+    """What these routes have in common: how a body is read, and what they work with."""
 
     recorder: Recorder
     door: FrontDoor
+    guard: Guard
     room: BodyRoom
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as the model, without secrets; an id is never taken for one."""
-        self.door.check(request)
         async with self.room.body(request) as raw:
             body = json_object(raw)
         check_recordable(body)
         names = {k: v for k, v in body.items() if k == "id"}
         return validated(model, self.door.options.redactor.body(body) | names)
 
-    def enter(self, request: Request, name: str | None) -> None:
-        """Let in whose key is of this trajectory, or of all.
 
-        Raises:
-            RequestError: 401; 403, the key is of another one.
-        """
-        owner = key_name(self.door.check(request))
-        if owner is not None and owner != name and self.door.options.api_keys:
-            text = f"this API key is of trajectory {owner!r} alone"
-            raise RequestError(403, "other_trajectory", text)
-
-
-def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor) -> None:
+def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard) -> None:
     """Add the routes under /v1/trajectories."""
-    desk = _Desk(recorder, door, BodyRoom(door.options))
+    desk = _Desk(recorder, door, guard, BodyRoom(door.options))
     _add_course(app, desk)
     _add_remarks(app, desk)
 
@@ -69,9 +59,10 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
 
     @app.post("/v1/trajectories", status_code=201)
     async def open_trajectory(request: Request) -> Json:
-        body = await desk.read(request, OpenTrajectory)
-        desk.enter(request, body.id)
-        live = desk.recorder.draft(body)  # refuses a name that is taken before there is anything to wait for
+        body, caller = await desk.read(request, OpenTrajectory), caller_of(request)
+        check_trajectory(caller, body.id)
+        # Refuses a name that is taken before there is anything to wait for.
+        live = desk.recorder.draft(body, caller.name)
         with contextlib.ExitStack() as places:
             await desk.door.admit(live.opened.name, body, request, places)
             if body.id is not None:
@@ -79,38 +70,52 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
             opening = desk.recorder.record_opening(live)
         await all_durable([opening])
         name = live.opened.name
-        secret = next(iter(desk.door.options.api_keys), None)
-        key = trajectory_key(name, desk.recorder.run, secret)
-        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": key}
+        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": desk.guard.key_of(name)}
 
     @app.post("/v1/trajectories/{name:path}/finish")
     async def finish(name: str, request: Request) -> Json:
-        desk.enter(request, name)
-        turns = await desk.recorder.finish(name, await desk.read(request, FinishTrajectory))
+        caller = caller_of(request)
+        check_trajectory(caller, name)
+        turns = await desk.recorder.finish(name, await desk.read(request, FinishTrajectory), caller.name)
         return {"id": name, "status": "finished", "turns": turns}
 
 
 def _add_remarks(app: FastAPI, desk: _Desk) -> None:
-    """What anybody says of a trajectory, at any time."""
+    """What anybody says of a trajectory, at any time; but its agent until its end, and as itself."""
 
     @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
     async def reward(name: str, request: Request) -> Json:
-        desk.enter(request, name)
+        caller = caller_of(request)
+        check_trajectory(caller, name)
         body = await desk.read(request, AssignReward)
+        check_source(caller, body.source)
         trajectory = await _recorded(desk.recorder, name)
-        [event] = await desk.recorder.write(assigned_reward(trajectory, body))
+        record = assigned_reward(trajectory, body, caller.name)
+        check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
+        [event] = await desk.recorder.write(record)
         return {"id": name, "trajectory_id": trajectory.opened.trajectory_id, "event_id": event.event_id}
 
     @app.post("/v1/trajectories/{name:path}/labels", status_code=201)
     async def label(name: str, request: Request) -> Json:
-        desk.enter(request, name)
+        caller = caller_of(request)
+        check_trajectory(caller, name)
         body = await desk.read(request, AddLabel)
+        check_source(caller, body.source)
         trajectory = await _recorded(desk.recorder, name)
         trajectory_id = trajectory.opened.trajectory_id
         turn_id = turn_of_reply(trajectory, body.turn)
-        record = LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source)
+        record = LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source, caller.name)
+        check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
         [event] = await desk.recorder.write(record)
         return {"id": name, "trajectory_id": trajectory_id, "event_id": event.event_id}
+
+
+def _is_finished(recorder: Recorder, trajectory: Trajectory) -> bool:
+    """Whether it has ended by now: here, or by another proxy, of which the log says so.
+
+    Asked with nothing to wait for before the write, or a finish could come in between.
+    """
+    return trajectory.finished is not None or recorder.known(trajectory.opened.name).finished
 
 
 async def _recorded(recorder: Recorder, name: str) -> Trajectory:

@@ -22,15 +22,17 @@ from rollbook.store.ids import new_id
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a request came in: the digest of its endpoint and body, and which retry the client calls it."""
+    """How a request came in: the digest of its endpoint and body, which retry the client calls it, and the
+    name of its key."""
 
     digest: str
     retry: int = 0
+    key: str | None = None
 
     @classmethod
-    def of(cls, endpoint: str, body: bytes, retry: int) -> Arrival:
+    def of(cls, endpoint: str, body: bytes, retry: int, key: str | None = None) -> Arrival:
         """The arrival of a body at an endpoint."""
-        return cls(xxhash.xxh3_128_hexdigest(endpoint.encode() + b"\n" + body), retry)
+        return cls(xxhash.xxh3_128_hexdigest(endpoint.encode() + b"\n" + body), retry, key)
 
 
 def requested_records(
@@ -158,6 +160,8 @@ def _wire(arrival: Arrival, choice: int, call: ModelCall, items: list[Any] | Non
         wire["choice"] = choice
     if arrival.retry:
         wire["retry"] = arrival.retry
+    if arrival.key is not None:
+        wire["key"] = arrival.key
     if items is not None:
         wire |= {"shared_items": shared_items, "items": items[shared_items:]}
     return wire

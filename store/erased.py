@@ -75,7 +75,7 @@ def _request(extra: Mapping[str, Any]) -> dict[str, Any]:
         "honoured": {},
         "context_key": "",
         # Whose key asked is no word of the agent's.
-        "wire": MARK | {k: v for k, v in extra["wire"].items() if k == "key"},
+        "wire": {**MARK, **{k: v for k, v in extra["wire"].items() if k == "key"}},
     }
 
 

@@ -133,7 +133,7 @@ class TrajectoryOpened:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryFinished:
-    """No more turns follow. `status` is completed, truncated, aborted or failed; `by` whom, see its opening."""
+    """No more turns follow. `status` is completed, truncated, aborted or failed."""
 
     KIND: ClassVar[str] = "trajectory.finished"
     trajectory_id: str
@@ -150,10 +150,9 @@ class TurnRequested:
     `messages`; the rest of its body is `request`. So a conversation of N turns is stored in O(N).
     `honoured` holds, as false, each field the engine cannot act on. `wire` says how the request came in:
     `endpoint` (/v1/chat/completions where it is absent), `choice` (place among the siblings of n > 1),
-    `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), `key` (the name of the API key that
-    asked, as `by` of other kinds; erasure leaves it), and, where the endpoint's messages
-    have another form than `messages`, the messages as sent: the first `shared_items` of the base turn's,
-    then `items`.
+    `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), `key` (the name of the API key, as
+    `by` of other kinds; erasure leaves it), and, where the endpoint's messages have another form than
+    `messages`, the messages as sent: the first `shared_items` of the base turn's, then `items`.
 
     A request for n completions is stored once: of its later turns `sibling_of` names the first one, and
     `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`store.siblings`).

@@ -17,7 +17,7 @@ class BodyStored:
 
 @dataclass(frozen=True, slots=True)
 class CursorMoved:
-    """A consumer of the log has dealt with everything in this cut (`lane=count,...`); `by` whom, over HTTP."""
+    """A consumer has dealt with everything in this cut (`lane=count,...`); `by` is whose key moved it."""
 
     KIND: ClassVar[str] = "cursor.moved"
     consumer: str

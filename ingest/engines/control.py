@@ -1,13 +1,19 @@
-"""SGLang's own control routes over the embedded engine, served under `/engine` on loopback only."""
+"""SGLang's own control routes over the embedded engine, served under `/engine`.
+
+The guard before the application decides who may use them. Each that changes something is recorded before it
+is answered, done or refused: who set which weights is in the log.
+"""
 
 from __future__ import annotations
 
-import ipaddress
 import time
-from typing import Protocol, cast, get_args
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, cast, get_args
 
-from fastapi import APIRouter, Depends, Request
+import orjson
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
 from rollbook import __version__
@@ -21,6 +27,24 @@ from rollbook.store.events import Json, token_ids
 
 KIND = "rollbook-embedded"
 """What /server_info calls this engine; SGLang's own says nothing there."""
+
+
+CHANGES = frozenset(
+    {
+        "pause_generation",
+        "continue_generation",
+        "flush_cache",
+        "update_weights_from_disk",
+        "begin_weight_update",
+        "update_weights_from_tensor",
+        "end_weight_update",
+        "update_weight_version",
+    }
+)
+"""Routes that change what the engine does."""
+_TOLD = ("mode", "model_path", "weight_version", "new_version", "flush_cache", "abort_all_requests")
+_ERROR_LENGTH = 500
+_LARGE_BYTES = 1 << 16
 
 
 class Controlled(Protocol):
@@ -72,24 +96,46 @@ def _check(body: GenerateBody, engine: Controlled) -> None:
         raise RequestError(400, "bad_request", text + f"{engine.context_length} in all")
 
 
-def loopback_only(request: Request) -> None:
-    """Refuse control from other hosts.
+class Controlling(APIRoute):
+    """A route whose name among `CHANGES` has it recorded, by the application's `state.controlled`."""
 
-    Raises:
-        RequestError: 403.
-    """
-    host = request.client.host if request.client else ""
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request of the route."""
+        answer = super().get_route_handler()
+        action = self.path.rpartition("/")[2]
+        if action not in CHANGES:
+            return answer
+
+        async def recorded(request: Request) -> Response:
+            asked = _told_of(await request.body())
+            try:
+                reply = await answer(request)
+            except Exception as error:
+                await request.app.state.controlled(request, action, asked, repr(error)[:_ERROR_LENGTH])
+                raise
+            refusal = None if reply.status_code == 200 else bytes(reply.body).decode()[:_ERROR_LENGTH]
+            await request.app.state.controlled(request, action, asked, refusal)
+            return reply
+
+        return recorded
+
+
+def _told_of(raw: bytes) -> Json:
+    """Of a request's body what the log keeps: no tensors."""
+    if len(raw) > _LARGE_BYTES:
+        return {}
     try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        raise RequestError(403, "loopback_only", "/engine is served to this host only")
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    if not isinstance(body, dict):
+        return {}
+    return {k: v for k, v in body.items() if k in _TOLD and isinstance(v, str | int | float | bool | None)}
 
 
 def control_routes(engine: Controlled) -> APIRouter:
     """The routes, to be mounted under /engine."""
-    routes = APIRouter(dependencies=[Depends(loopback_only)])
+    routes = APIRouter(route_class=Controlling)
 
     @routes.get("/health")
     async def health() -> Json:
@@ -147,7 +193,8 @@ def _add_flow_routes(routes: APIRouter, updates: WeightControl) -> None:
             return refused(error)
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    @routes.api_route("/flush_cache", methods=["GET", "POST"], response_model=None)
+    # SGLang takes a GET too. Here none changes anything: a link could have it sent.
+    @routes.post("/flush_cache", response_model=None)
     async def flush() -> PlainTextResponse:
         if await updates.flush_cache():
             return PlainTextResponse("Cache flushed.\n")

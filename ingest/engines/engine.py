@@ -127,4 +127,4 @@ class Engine(Protocol):
         """Why it can answer nothing any more, or None."""
 
     def control(self) -> APIRouter | None:
-        """Routes that control it, served under `/engine` on loopback only."""
+        """Routes that control it, served under `/engine`."""

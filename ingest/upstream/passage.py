@@ -16,6 +16,7 @@ from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
 from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
 from rollbook.ingest.upstream.target import end_to_end
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
+from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
 ERROR_LENGTH = 2000
@@ -53,7 +54,7 @@ class Passage(Response):
         """Pass the reply on; a client that goes away ends the upstream's work too."""
         try:
             await self._watch.race(self._pass_on(send))
-        except (ClientGone, aiohttp.ClientError, OSError):
+        except (ClientGone, aiohttp.ClientError, OSError, RequestError):
             pass  # a reply that does not end cuts the client's connection, as the upstream's was
         finally:
             self._watch.close()
@@ -78,10 +79,12 @@ class Passage(Response):
                 # The client may act on the end before we hear that there is no more.
                 if left == 0 or (finder is not None and finder.feed(data)):
                     self._settle(passing, ended=True)
+                    await self._passages.kept(passing)
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._delivered = self._ended and not self._watch.gone
         if passing is not None:
             self._settle(passing, ended=True)
+            await self._passages.kept(passing)
         there = not self._watch.gone
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._delivered = self._delivered or there

@@ -1,7 +1,7 @@
 """The record-only proxy: requests pass to an upstream byte for byte, replies and streams come back likewise.
 
-It fails open: if the store fails, traffic passes, and what was not recorded is counted at /metrics and told
-in a header.
+By default it fails open: if the store fails, traffic passes, and what was not recorded is counted at /metrics
+and told in a header. With the engine's own key only the agents' APIs pass (`upstream.paths`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from yarl import URL
 
+from rollbook.ingest.access import Caller, Role, sees_details
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import FrontDoor
+from rollbook.ingest.guard import Guard, add_guards, caller_of
 from rollbook.ingest.identity import identify
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
@@ -37,12 +39,13 @@ from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.passage import Passage, plain_bytes
+from rollbook.ingest.upstream.paths import Paths, meant, paths_of, response_named
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
 from rollbook.ingest.upstream.request import read_call
 from rollbook.ingest.upstream.stream import json_of
 from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import QUARANTINE, Json
 
 CONNECT_S = 10.0
@@ -63,19 +66,28 @@ class UpstreamRoutes:
     door: FrontDoor
     room: BodyRoom
     passages: PassageRecorder
+    paths: Paths | None = None
+    """Those that pass; None: all."""
     session: aiohttp.ClientSession | None = None
     _running: int = field(default=0)
 
     async def answer(self, request: Request) -> Response:
         """Whatever the upstream says."""
-        said, path, key = self.door.enter(request)
+        said, path, caller = self.door.enter(request)
+        if self.paths is not None:
+            self.paths.check(request.method, path)
+            self._check_response(said, request, caller, response_named(request.method, meant(path)))
         self.door.check_running(self._running)
         self._running += 1
         try:
             async with self.room.body(request) as raw:
-                passing = None
-                if request.method == "POST" and path in ENDPOINTS:
-                    passing, raw = self._asked(request, path, said, key, raw)
+                passing, endpoint = None, meant(path)
+                if request.method == "POST" and endpoint in ENDPOINTS:
+                    passing, raw = self._asked(request, endpoint, said, caller, raw)
+                    if passing is not None:
+                        await self.passages.kept(passing)
+                else:
+                    self.passages.metrics.passed.labels(request.method).inc()
                 return await self._passed(request, path, raw, passing)
         except BaseException:
             self._running -= 1
@@ -101,13 +113,14 @@ class UpstreamRoutes:
             raise
         if passing is not None:
             passing.replying()
-        told = self._told(request, path, passing, reply.status)
+        endpoint = meant(path)
+        told = self._told(request, endpoint, passing, reply.status)
         secrets = _secrets(request, self.upstream.key)
-        return Passage(reply, path, self.passages, passing, watch, told, self._left, secrets)
+        return Passage(reply, endpoint, self.passages, passing, watch, told, self._left, secrets)
 
     async def _send(self, request: Request, path: str, raw: bytes, *, plain: bool) -> aiohttp.ClientResponse:
         assert self.session is not None
-        own_keys = bool(self.door.options.api_keys)
+        own_keys = self.door.options.keys.configured
         headers = self.upstream.headers(request.headers.raw, path, own_keys=own_keys, plain=plain)
         query = request.scope.get("query_string", b"").decode("latin-1")
         target = URL(self.upstream.target(path, query), encoded=True)
@@ -140,41 +153,65 @@ class UpstreamRoutes:
         self._running -= 1
 
     def _asked(
-        self, request: Request, path: str, said: Json, key: str | None, raw: bytes
+        self, request: Request, path: str, said: Json, caller: Caller, raw: bytes
     ) -> tuple[Passing | None, bytes]:
         """(the request as recorded, or None; the bytes to pass on)
 
+        Args:
+            path: the endpoint that is meant.
+
         Raises:
-            RequestError: it names no trajectory that it can belong to.
+            RequestError: it names no trajectory that it can belong to, or goes on from another's response, or
+                cannot be recorded where that is refused.
         """
         try:
             sent = json_of(plain_bytes(raw, request.headers.get("content-encoding", "")))
             if not isinstance(sent, dict):
-                self.passages.lost(1, "a request's body is no JSON object")
+                self.passages.unrecordable(1, "a request's body is no JSON object")
                 return None, raw
             body = self.door.options.redactor.body(sent)
             check_recordable(body)
             call = read_call(ENDPOINTS[path], body, self.passages.earlier)
         except Exception as error:
-            self.passages.lost(1, f"a request cannot be read: {error!r}")
+            self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
             return None, raw
-        live = self._live(identify(said, request.headers, body, key), call, body)
+        if self.paths is not None and path == "/v1/responses":
+            self._check_response(said, request, caller, body.get("previous_response_id"))
+        identity = identify(said, request.headers, body, caller.key)
+        live = self._live(identity, call, body, caller.name)
         passing = None
         try:
-            arrival = Arrival.of(path, raw, retry_count(request))
+            arrival = Arrival.of(path, raw, retry_count(request), caller.name)
             passing = self.passages.asked(live, call, arrival, redacted=_redacted(sent, body))
+        except RequestError:
+            raise
         except Exception as error:
-            self.passages.lost(1, f"a request cannot be recorded: {error!r}")
             traceback.print_exc()
+            self.passages.unrecordable(1, f"a request cannot be recorded: {error!r}")
         if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)
         return passing, raw
 
-    def _live(self, identity: Any, call: ModelCall, body: Json) -> LiveTrajectory:
+    def _check_response(self, said: Json, request: Request, caller: Caller, response_id: Any) -> None:
+        """Refuse another's response: behind the engine's key they all lie together.
+
+        Raises:
+            RequestError: 404, none of that id passed here in the trajectory that is named, or by this key.
+        """
+        if not isinstance(response_id, str):
+            return
+        owner, identity = self.passages.owner(response_id), identify(said, request.headers, {}, caller.key)
+        in_it = owner is not None and identity.explicit and identity.name == owner.trajectory
+        by_it = owner is not None and owner.key == caller.name and caller.trajectory is None
+        if not (in_it or by_it or (owner is not None and caller.role is Role.operator)):
+            text = f"no response {response_id[:200]!r} passed here in this trajectory or by this key"
+            raise RequestError(404, "unknown_response", text)
+
+    def _live(self, identity: Any, call: ModelCall, body: Json, by: str | None) -> LiveTrajectory:
         known = None
         if identity.name is None:
             known = self.passages.of_response(body.get("previous_response_id"))
-        return known or self.door.trajectory(identity, call.messages)
+        return known or self.door.trajectory(identity, call.messages, by)
 
 
 def _redacted(sent: Json, body: Json) -> bool:
@@ -204,26 +241,32 @@ def build_upstream_app(
     """The record-only proxy as an ASGI application."""
     options = options or ProxyOptions()
     metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
+    guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     recorder.on_lost = metrics.lost_events.inc
-    passages = PassageRecorder(recorder, metrics, options.redactor, policy)
-    routes = UpstreamRoutes(upstream, door, room, passages)
+    refuses = options.on_store_failure == "refuse"
+    passages = PassageRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
+    paths = None if upstream.key is None else paths_of(upstream.passes)
+    routes = UpstreamRoutes(upstream, door, room, passages, paths)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
+        following = asyncio.create_task(options.keys.follow())
         async with _session() as routes.session:
             yield
         sweeping.cancel()
+        following.cancel()
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     add_error_replies(app, error_form)
-    add_trajectory_routes(app, recorder, door)
-    streams = app.state.streams = add_event_routes(app, recorder, door.check_operator)
+    add_trajectory_routes(app, recorder, door, guard)
+    streams = app.state.streams = add_event_routes(app, recorder)
     _add_health(app, recorder, routes, metrics)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)
+    add_guards(app, guard, options.own, metrics.failed)
     return app
 
 
@@ -240,9 +283,11 @@ def _session() -> aiohttp.ClientSession:
 
 def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metrics: Metrics) -> None:
     @app.get("/healthz")
-    async def healthz(response: Response) -> dict[str, Any]:
+    async def healthz(request: Request, response: Response) -> dict[str, Any]:
         failure = recorder.writer.failure
         response.status_code = 503 if failure else 200
+        if not sees_details(caller_of(request)):
+            return {"status": "failing" if failure else "ok"}
         return {
             "status": failure or "ok",
             "run": recorder.run,
@@ -250,9 +295,9 @@ def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metric
             "engine": "upstream",
             "policy_version": None,
             "unrecorded": routes.passages.unrecorded,
+            **routes.door.options.keys.trouble(),
         }
 
     @app.get("/metrics")
-    async def page(request: Request) -> Response:
-        routes.door.check_operator(request)
+    async def page() -> Response:
         return metrics.page(recorder)

@@ -25,7 +25,7 @@ from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.reply import UpstreamReply
 from rollbook.ingest.upstream.request import EarlierResponse, choices_asked
-from rollbook.store.errors import UnstorableError, WriteFailedError
+from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
 from rollbook.store.siblings import as_sibling
@@ -76,16 +76,31 @@ class Passing:
         self.live.sent()
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a response is: the trajectory it was asked in, and the name of the key that asked.
+
+    Attributes:
+        key: None: keys are not checked, or it is not known any more.
+    """
+
+    trajectory: str
+    key: str | None
+
+
 @dataclass(slots=True, eq=False)
 class PassageRecorder:
-    """Writes what passes into a recorder's log; never raises where the log fails."""
+    """Writes what passes into a recorder's log; where the log fails it raises only if it is told to."""
 
     recorder: Recorder
     metrics: Metrics
     redactor: Redactor = field(default_factory=Redactor)
     policy: str = "actor"
     unrecorded: int = 0
+    refuses: bool = False
+    """What cannot be recorded is refused; else it passes and is counted."""
     _responses: dict[str, tuple[LiveTrajectory, EarlierResponse]] = field(default_factory=dict)
+    _owners: dict[str, Owner] = field(default_factory=dict)
 
     def earlier(self, response_id: str) -> EarlierResponse | None:
         """The response of that id, if it passed here not long ago."""
@@ -95,6 +110,44 @@ class PassageRecorder:
         """The open trajectory that has the response of that id."""
         found = self._responses.get(response_id) if isinstance(response_id, str) else None
         return None if found is None or found[0].finished else found[0]
+
+    def owner(self, response_id: str) -> Owner | None:
+        """Whose a response is, if it passed here; after a restart, if its trajectory is open."""
+        if response_id in self._owners:
+            return self._owners[response_id]
+        alive = self.recorder.open_trajectories()
+        return next((Owner(t.opened.name, None) for t in alive if response_id in t.replies), None)
+
+    def unrecordable(self, turns: int, why: str = "") -> None:
+        """Count a request that passes unrecorded, or refuse it.
+
+        Args:
+            why: what is wrong with it; none: the store fails.
+
+        Raises:
+            RequestError: 503, the store fails; 400, it has no stored form.
+        """
+        if not self.refuses:
+            self.lost(turns, why)
+            return
+        remedy = "what cannot be recorded is refused (--on-store-failure refuse)"
+        if why:
+            raise RequestError(400, "not_recordable", f"{why}: {remedy}")
+        raise RequestError(503, "store_failed", f"{self.recorder.writer.failure}: {remedy}")
+
+    async def kept(self, passing: Passing) -> None:
+        """Where nothing may pass unrecorded, wait until what is known of a request so far is durable.
+
+        Raises:
+            RequestError: 503, it is not.
+        """
+        if not self.refuses:
+            return
+        try:
+            await all_durable([*passing.rests_on, passing.written])
+        except (WriteFailedError, UnstorableError) as error:
+            text = f"{error}: what cannot be recorded is refused (--on-store-failure refuse)"
+            raise RequestError(503, "store_failed", text) from error
 
     def lost(self, turns: int, why: str = "") -> None:
         """Count what passes unrecorded; say so the first time, and where it is no fault of the store."""
@@ -114,7 +167,7 @@ class PassageRecorder:
         """Record a request, before it is passed on. None: it could not be."""
         choices = choices_asked(call)
         if self.recorder.writer.failure:
-            self.lost(choices)
+            self.unrecordable(choices)
             return None
         messages, hashes = live.tree.known_part(call.messages) if call.messages else ([], chain_all([]))
         candidates = live.tree.parents(messages, hashes, CONTEXT)
@@ -124,6 +177,7 @@ class PassageRecorder:
         reason = "upstream_renders" if candidates else "no_matching_turn" if live.tree.turns else "first_turn"
         wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
         wire |= {"retry": arrival.retry} if arrival.retry else {}
+        wire |= {"key": arrival.key} if arrival.key is not None else {}
         wire |= _items(live, base, call)
         first = TurnRequested(
             trajectory_id=live.opened.trajectory_id,
@@ -167,6 +221,7 @@ class PassageRecorder:
             ended: the reply came to its end by itself.
         """
         passing.settled = True
+        self._own(passing, reply.rest.get("id"))
         if any_lost(passing.rests_on):
             return  # of a request that the log does not have, nothing is known: `durable` counts it
         try:
@@ -179,9 +234,19 @@ class PassageRecorder:
             return
         self._append(passing, *records)
 
+    def _own(self, passing: Passing, response_id: Any) -> None:
+        """Remember whose a response is, that its agent may ask for or cancel by its id."""
+        if passing.call.endpoint == "/v1/responses" and isinstance(response_id, str):
+            key = passing.requested[0].wire.get("key")
+            self._owners[response_id] = Owner(passing.live.opened.name, key)
+            while len(self._owners) > RESPONSES_KEPT:
+                del self._owners[next(iter(self._owners))]
+
     def _outcome(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> list[Record]:
         """The records of a reply; its completed turns may be extended from now on."""
         if not reply.choices:
+            if passing.call.rest.get("background") and not reply.error:
+                self.lost(1, "a response in the background is asked for later, by requests that only pass")
             text = "the upstream's reply holds no completion, or ended before one"
             return _failed(passing, f"the upstream says: {reply.error}" if reply.error else text)
         if passing.redacted:

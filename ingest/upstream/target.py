@@ -50,11 +50,13 @@ class Upstream:
         url: its address, with or without /v1 at the end.
         key: sent instead of the agent's own; None: the agent's is passed on.
         ask: fields put into chat completions and completions, such as `return_token_ids`.
+        passes: more methods and paths that may be asked with the key, as `paths.ALLOWED` has them.
     """
 
     url: str
     key: str | None = None
     ask: Json | None = None
+    passes: tuple[str, ...] = ()
 
     def target(self, path: str, query: str) -> str:
         """The address of an endpoint's path."""

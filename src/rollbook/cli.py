@@ -11,6 +11,7 @@ import typer
 
 from rollbook import __version__
 from rollbook.cli_bench import bench, demo
+from rollbook.cli_keys import keys_app
 from rollbook.cli_options import AsJson, AsOf, Run, RunOfStep, StoreOption
 from rollbook.cli_serve import serve
 from rollbook.cli_store import store_app
@@ -27,6 +28,7 @@ app = typer.Typer(
 replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 app.add_typer(replay_app, name="replay")
 app.add_typer(store_app, name="store")
+app.add_typer(keys_app, name="keys")
 app.command()(serve)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +11,13 @@ from typing import Annotated
 import typer
 
 from rollbook.cli_options import StoreOption
+
+
+class OnStoreFailure(StrEnum):
+    """What a proxy that only records does where it cannot."""
+
+    pass_ = "pass"
+    refuse = "refuse"
 
 
 class Reasoning(StrEnum):
@@ -82,9 +91,31 @@ def serve(  # size: one option a line
     abandon_s: Annotated[
         float, typer.Option(help="Finish trajectories not heard of for so long, as aborted; 0: never.")
     ] = 0.0,
-    api_key: Annotated[
-        list[str] | None, typer.Option(envvar="ROLLBOOK_API_KEYS", help="Let in only who has such a key.")
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="File of keys, each with a role: see `rollbook keys`. Read again as it changes."),
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="ROLLBOOK_API_KEYS", help="An operator's key; let in only who has one."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Name that requests may be meant for, beside this host's own.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose web pages may send requests; others are refused.")
+    ] = None,
+    forwarded_from: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy before this one: its X-Forwarded-For counts."),
+    ] = None,
+    pass_path: Annotated[
+        list[str] | None,
+        typer.Option(help="For upstream with --engine-key: pass this too, such as 'POST /v1/rerank'."),
+    ] = None,
+    on_store_failure: Annotated[
+        OnStoreFailure, typer.Option(help="For upstream: what cannot be recorded passes, or is refused.")
+    ] = OnStoreFailure.pass_,
     redact: Annotated[
         list[str] | None, typer.Option(help="Regular expression of secrets to take out of requests.")
     ] = None,
@@ -102,15 +133,19 @@ def serve(  # size: one option a line
 
     An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
     """
+    from rollbook.ingest.keys import keys_of
     from rollbook.ingest.options import ProxyOptions
     from rollbook.ingest.redact import Redactor
     from rollbook.ingest.requests import json_object
     from rollbook.ingest.serve import serve as run_server
-    from rollbook.ingest.serve_options import ServeOptions
+    from rollbook.ingest.serve_options import ServeOptions, engine_key_of
     from rollbook.ingest.tokens.bridge import TreePolicy
+    from rollbook.ingest.web_pages import own
 
     proxy = ProxyOptions(
-        api_keys=tuple(api_key or ()),
+        keys=keys_of(api_key or (), keys, os.environ),
+        own=own(host, socket.gethostname(), allow_host or (), allow_origin or ()),
+        on_store_failure=on_store_failure.value,
         max_body_bytes=int(max_body_mb * 2**20),
         max_running=max_running,
         abandoned_s=abandon_s,
@@ -133,13 +168,15 @@ def serve(  # size: one option a line
             threads=threads,
             seal=seal,
             engine_urls=tuple(engine_url or ()),
-            engine_key=engine_key,
+            engine_key=engine_key_of(engine_key, os.environ),
             engine_ask=json_object(engine_ask.encode()) if engine_ask else None,
             images=images,
             routed_experts=routed_experts,
             reply_format=reply_format,
             tree=TreePolicy(reasoning.value, history.value, unfinished.value),
             hold_s=hold_s,
+            forwarded_from=tuple(forwarded_from or ()),
+            pass_paths=tuple(pass_path or ()),
             proxy=proxy,
         )
     )

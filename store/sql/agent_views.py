@@ -122,7 +122,7 @@ TURNS = View(
              AS retry,
            CASE WHEN s.completed IS NULL THEN NULL
                 WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens,
-           json_extract_string(d.asked, '$.wire.key') AS key
+           json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key
     FROM _turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,

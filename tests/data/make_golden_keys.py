@@ -1,4 +1,4 @@
-"""Writes tests/data/format-1-keys: events that say whose key did it, as the release that brought them wrote them.
+"""Writes tests/data/format-1-keys: events that say whose key did it, as the release that brought that does.
 
     python tests/data/make_golden_keys.py
 

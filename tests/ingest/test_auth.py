@@ -9,7 +9,9 @@ import pytest
 from streamed import KINDS, PATHS, asked
 
 from rollbook.ingest.identity import trajectory_key
+from rollbook.ingest.keys import Keys
 from rollbook.ingest.options import ProxyOptions
+from rollbook.store.secret import store_secret
 
 CHAT = PATHS["chat"]
 KEYS = ("first-key", "second:key")
@@ -18,7 +20,12 @@ KEYS = ("first-key", "second:key")
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy with two keys."""
-    return played(options=ProxyOptions(api_keys=KEYS))
+    return played(options=ProxyOptions(keys=Keys.of_operators(*KEYS)))
+
+
+def _key(proxy: Any, name: str, run: str = "default") -> str:
+    """The key of a trajectory, as the proxy makes it."""
+    return trajectory_key(name, run, store_secret(proxy.store.path, "trajectory keys"))
 
 
 def _bearer(key: str) -> dict[str, str]:
@@ -40,6 +47,12 @@ GUARDED = [
     ("GET", "/v1/cursors/me"),
     ("PUT", "/v1/cursors/me"),
     ("GET", "/metrics"),
+    ("GET", "/docs"),
+    ("GET", "/redoc"),
+    ("GET", "/openapi.json"),
+    ("POST", "/engine/pause_generation"),
+    ("GET", "/engine/model_info"),
+    ("GET", "/nowhere"),
 ]
 
 
@@ -61,10 +74,12 @@ def test_nothing_is_open_without_a_key(proxy: Any, method: str, path: str) -> No
 
 
 def test_health_is_open_to_all(proxy: Any) -> None:
-    """For load balancers; it says nothing of anybody's trajectories."""
-    reply = proxy.ask("/healthz", method="GET")
-    assert reply.status == 200
-    assert set(reply.json) == {"status", "run", "lane", "engine", "policy_version", "engines"}
+    """For load balancers, whatever key they send; what is run and where it says to who may know."""
+    for headers in ({}, _bearer("no"), _bearer(_key(proxy, "x"))):
+        reply = proxy.ask("/healthz", method="GET", headers=headers)
+        assert (reply.status, reply.json) == (200, {"status": "ok"})
+    known = proxy.ask("/healthz", method="GET", headers=_bearer(KEYS[0])).json
+    assert set(known) == {"status", "run", "lane", "engine", "policy_version", "engines"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +94,7 @@ def test_a_trajectorys_key(proxy: Any) -> None:
     """Who opens a trajectory gets its key: it names it, and opens nothing else."""
     opened = proxy.ask("/v1/trajectories", {"id": "a:b/c"}, headers=_bearer(KEYS[0])).json
     key = opened["api_key"]
-    assert key == trajectory_key("a:b/c", "default", KEYS[0])
+    assert key == _key(proxy, "a:b/c")
     assert KEYS[0] not in key
     mine = _bearer(key)
     reply = proxy.ask(PATHS["responses"], asked("responses"), headers=mine)
@@ -103,7 +118,7 @@ def test_a_trajectorys_key(proxy: Any) -> None:
 
 def test_a_trajectorys_key_reads_no_other_response(proxy: Any) -> None:
     """What one agent was answered is not shown to another, by its id or as what it goes on from."""
-    keys = {n: _bearer(trajectory_key(n, "default", KEYS[1])) for n in ("alice", "bob")}
+    keys = {n: _bearer(_key(proxy, n)) for n in ("alice", "bob")}
     replies = {n: proxy.ask(PATHS["responses"], asked("responses"), headers=keys[n]).json for n in keys}
     theirs = replies["alice"]["id"]
     own = proxy.ask(f"/v1/responses/{theirs}", headers=keys["alice"], method="GET")
@@ -127,15 +142,15 @@ def _user() -> list[Any]:
 def test_a_key_of_another_run_or_secret_opens_nothing(proxy: Any) -> None:
     """The name alone does not make a key."""
     for key in (
-        trajectory_key("z", "other-run", KEYS[0]),
-        trajectory_key("z", "default", "other-secret"),
+        _key(proxy, "z", "other-run"),
+        trajectory_key("z", "default", b"other-secret"),
+        trajectory_key("z", "default", store_secret(proxy.store.path, "another purpose")),
+        trajectory_key("z", "default", KEYS[0].encode()),
         trajectory_key("z", "default", None),
-        trajectory_key("y", "default", KEYS[0]).replace("y", "z", 1),
+        _key(proxy, "y").replace("y", "z", 1),
     ):
         assert proxy.ask(CHAT, asked("chat"), headers=_bearer(key)).status == 401
-    assert (
-        proxy.ask(CHAT, asked("chat"), headers=_bearer(trajectory_key("z", "default", KEYS[0]))).status == 200
-    )
+    assert proxy.ask(CHAT, asked("chat"), headers=_bearer(_key(proxy, "z"))).status == 200
 
 
 def test_without_keys_any_key_is_good(played: Any) -> None:
@@ -163,4 +178,4 @@ def test_the_served_command_checks_keys_and_warns(serve: Any, text_model: Any, s
     assert not any(key.encode() in p.read_bytes() for p in keyed.path.rglob("*") if p.is_file())
     opened = serve(*words, "--host", "0.0.0.0")
     opened.stop()
-    assert "everybody may come in: set --api-key" in " ".join(opened.log.read_text().split())
+    assert "everybody may come in: set --keys or --api-key" in " ".join(opened.log.read_text().split())

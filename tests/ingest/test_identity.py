@@ -230,9 +230,9 @@ def test_metadata_of_another_form_is_kept(proxy: Any, name: str, metadata: Any) 
     assert turn.requested.request["metadata"] == metadata
 
 
-@given(SEGMENT, st.none() | st.text(min_size=1, max_size=9))
+@given(SEGMENT, st.none() | st.binary(min_size=1, max_size=9))
 @settings(max_examples=200, deadline=None)
-def test_a_key_names_its_trajectory(name: str, secret: str | None) -> None:
+def test_a_key_names_its_trajectory(name: str, secret: bytes | None) -> None:
     """What a key is made of comes out of it, with a secret and without."""
     assert key_name(trajectory_key(name, "run", secret)) == name
 

@@ -422,7 +422,7 @@ def test_control_is_for_this_host_only(steady: Any) -> None:
 
     async def scenario() -> httpx.Response:
         far = httpx.ASGITransport(steady.app, client=("192.0.2.1", 1))
-        async with httpx.AsyncClient(transport=far, base_url="http://h") as client:
+        async with httpx.AsyncClient(transport=far, base_url="http://127.0.0.1") as client:
             return await client.post("/engine/pause_generation")
 
     answer = steady.run(scenario())

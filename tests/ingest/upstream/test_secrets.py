@@ -9,7 +9,9 @@ import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
 from rollbook.ingest.identity import trajectory_key
+from rollbook.ingest.keys import Keys
 from rollbook.ingest.redact import Redactor
+from rollbook.store.secret import store_secret
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}
@@ -86,8 +88,9 @@ def test_a_trajectorys_key_never_leaves(
     passing: Any, upstream: Any, key: str | None, form: str, secret: str | None
 ) -> None:
     """It names the trajectory to us and is nobody else's business, however it is sent."""
-    passed = passing(key=key, api_keys=(secret,) if secret else ())
-    own = trajectory_key("named", "default", secret)
+    passed = passing(key=key, keys=Keys.of_operators(*([secret] if secret else [])))
+    made_with = store_secret(passed.path, "trajectory keys") if secret else None
+    own = trajectory_key("named", "default", made_with)
     header = "x-api-key" if form == "{}" else "authorization"
     reply = passed.post(CHAT, {"messages": [USER]}, None, headers={header: form.format(own)})
     assert reply.status_code == 200
@@ -101,7 +104,7 @@ def test_a_trajectorys_key_never_leaves(
 
 def test_the_proxys_own_key_never_leaves(passing: Any, upstream: Any) -> None:
     """Where the proxy checks keys, what it was sent is its own; without one nothing passes."""
-    passed = passing(api_keys=("proxy-secret",))
+    passed = passing(keys=Keys.of_operators("proxy-secret"))
     assert passed.chat(USER).status_code == 401
     reply = passed.post("/v1/embeddings", {}, headers={"authorization": "Bearer proxy-secret"})
     assert reply.status_code == 200
