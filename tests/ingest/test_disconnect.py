@@ -257,7 +257,7 @@ def _raw(server: Any, head: str, body: bytes = b"") -> socket.socket:
 
 def test_half_a_body_is_no_request(server: Any, http: httpx.Client) -> None:
     """A client that dies while it sends opens nothing, and is no fault of the server's."""
-    sock = _raw(server, f"POST /t/half{CHAT} HTTP/1.1\nHost: x\nContent-Length: 1000\n", b'{"messages": [')
+    sock = _raw(server, f"POST /t/half{CHAT} HTTP/1.1\nHost: localhost\nContent-Length: 1000\n", b'{"messages": [')
     time.sleep(0.1)
     sock.close()
     time.sleep(0.2)
@@ -269,7 +269,7 @@ def test_half_a_body_is_no_request(server: Any, http: httpx.Client) -> None:
 def test_a_reset_connection_is_noticed(server: Any, http: httpx.Client) -> None:
     """Also one that ends with RST: finishing awaits what still runs for nobody, which stays undelivered."""
     body = orjson.dumps(asked("chat", text="sleep 0.5"))
-    sock = _raw(server, f"POST /t/reset{CHAT} HTTP/1.1\nHost: x\nContent-Length: {len(body)}\n", body)
+    sock = _raw(server, f"POST /t/reset{CHAT} HTTP/1.1\nHost: localhost\nContent-Length: {len(body)}\n", body)
     while "reset" not in {t.opened.name for t in fold(store.open(server.path).events()).values()}:
         time.sleep(0.01)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -301,7 +301,7 @@ class Hosted:
         """A raw connection that has asked for events."""
         client = socket.create_connection(("127.0.0.1", self.port))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        client.sendall(f"GET /v1/events?{query} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        client.sendall(f"GET /v1/events?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         return client
 
     def until_open(self, count: int) -> None:
