@@ -19,7 +19,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from yarl import URL
 
-from rollbook.ingest.access import Caller, Role, sees_details
+from rollbook.ingest.access import Caller, sees_details
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
@@ -201,9 +201,7 @@ class UpstreamRoutes:
         if not isinstance(response_id, str):
             return
         owner, identity = self.passages.owner(response_id), identify(said, request.headers, {}, caller.key)
-        in_it = owner is not None and identity.explicit and identity.name == owner.trajectory
-        by_it = owner is not None and owner.key == caller.name and caller.trajectory is None
-        if not (in_it or by_it or (owner is not None and caller.role is Role.operator)):
+        if owner is None or not owner.lets(caller, identity.name if identity.explicit else None):
             text = f"no response {response_id[:200]!r} passed here in this trajectory or by this key"
             raise RequestError(404, "unknown_response", text)
 

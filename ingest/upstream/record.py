@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollbook.ingest.access import Caller, Role
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
@@ -86,6 +87,14 @@ class Owner:
 
     trajectory: str
     key: str | None
+
+    def lets(self, caller: Caller, named: str | None) -> bool:
+        """Whether a caller may see it, who names a trajectory or None."""
+        if named == self.trajectory:
+            return True
+        if caller.name is None:  # without keys what is named is all that tells agents apart
+            return named is None
+        return caller.role is Role.operator or (caller.role is Role.writer and caller.name == self.key)
 
 
 @dataclass(slots=True, eq=False)
@@ -222,6 +231,8 @@ class PassageRecorder:
         """
         passing.settled = True
         self._own(passing, reply.rest.get("id"))
+        if ended and reply.rest.get("status") in ("queued", "in_progress"):
+            self.lost(1, "a response in the background is asked for later, by requests that only pass")
         if any_lost(passing.rests_on):
             return  # of a request that the log does not have, nothing is known: `durable` counts it
         try:
@@ -245,8 +256,6 @@ class PassageRecorder:
     def _outcome(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> list[Record]:
         """The records of a reply; its completed turns may be extended from now on."""
         if not reply.choices:
-            if passing.call.rest.get("background") and not reply.error:
-                self.lost(1, "a response in the background is asked for later, by requests that only pass")
             text = "the upstream's reply holds no completion, or ended before one"
             return _failed(passing, f"the upstream says: {reply.error}" if reply.error else text)
         if passing.redacted:

@@ -257,7 +257,9 @@ def _raw(server: Any, head: str, body: bytes = b"") -> socket.socket:
 
 def test_half_a_body_is_no_request(server: Any, http: httpx.Client) -> None:
     """A client that dies while it sends opens nothing, and is no fault of the server's."""
-    sock = _raw(server, f"POST /t/half{CHAT} HTTP/1.1\nHost: localhost\nContent-Length: 1000\n", b'{"messages": [')
+    sock = _raw(
+        server, f"POST /t/half{CHAT} HTTP/1.1\nHost: localhost\nContent-Length: 1000\n", b'{"messages": ['
+    )
     time.sleep(0.1)
     sock.close()
     time.sleep(0.2)
