@@ -24,7 +24,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from rollbook.bench.processes import BenchError
+from rollbook.bench.processes import KEY_VARIABLES, BenchError
 from rollbook.bench.tied import end_with_parent
 
 READY_S, STOP_S = 60.0, 20.0
@@ -58,6 +58,8 @@ def become(module: str, words: Sequence[str], log: Path, environment: Mapping[st
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    for variable in KEY_VARIABLES:
+        os.environ.pop(variable, None)
     os.environ.update(environment)
     sys.argv = [module, *words]
     try:

@@ -29,6 +29,9 @@ class BenchError(RollbookError):
     """A process of a benchmark failed; the message ends with its last lines."""
 
 
+KEY_VARIABLES = ("ROLLBOOK_API_KEYS", "ROLLBOOK_ENGINE_KEY")
+
+
 def some_cores(count: int) -> str:
     """Which cores to share, as `0,1`: the first of those allowed; `all` where nothing can be chosen."""
     if not hasattr(os, "sched_getaffinity"):
@@ -66,10 +69,12 @@ class Process:
         self.name, self._log = name, folder / f"{name}.log"
         tie = [sys.executable, str(Path(tied.__file__)), cores]
         path = {"PYTHONPATH": str(Path(rollbook.__file__).parents[1])}
+        # Its servers are its own: keys that stand in the environment are for others.
+        inherited = {k: v for k, v in os.environ.items() if k not in KEY_VARIABLES}
         with self._log.open("wb") as log:
             self.child = subprocess.Popen(
                 [*tie, *command],
-                env=os.environ | path | dict(environment or {}),
+                env=inherited | path | dict(environment or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if talks else log,
                 stderr=log,

@@ -78,7 +78,9 @@ def _environment() -> dict[str, str]:
 
     root = str(Path(rollbook.__file__).parent.parent)
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    return os.environ | offline | {"PYTHONPATH": root, "COLUMNS": "100"}
+    # Its servers are its own: keys that stand in the environment are for others.
+    inherited = {k: v for k, v in os.environ.items() if k not in ("ROLLBOOK_API_KEYS", "ROLLBOOK_ENGINE_KEY")}
+    return inherited | offline | {"PYTHONPATH": root, "COLUMNS": "100"}
 
 
 def rollbook_command(*words: object) -> list[str]:

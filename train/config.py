@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -92,6 +93,8 @@ class SyncConfig(_Table):
 
     engines: Annotated[tuple[str, ...], Field(min_length=1)]
     """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
+    key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
+    """Environment variable with the key that is sent to them: SGLang's, or an operator's of a proxy."""
     transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
     """From a directory that engines see too, from this host's memory, or by broadcast."""
     sync_every: Positive = 1
@@ -111,6 +114,21 @@ class SyncConfig(_Table):
     """Longest wait for an answer of an engine, or for a collective."""
     wait_s: Annotated[float, Field(ge=0)] = 600.0
     """Longest wait for an engine to come (back), where none can be reached."""
+
+    def key(self, environment: Mapping[str, str]) -> str | None:
+        """The key that engines are sent, out of the environment: a configuration is recorded.
+
+        Raises:
+            ConfigError: the variable is set to nothing, or another than the default is not set.
+        """
+        found = environment.get(self.key_env)
+        default = SyncConfig.model_fields["key_env"].default
+        if (found is None and self.key_env != default) or (found is not None and not found.strip()):
+            state = "not set" if found is None else "set and empty"
+            raise ConfigError(
+                f"sync.key_env names {self.key_env}, which is {state}: give it the engines' key"
+            )
+        return found
 
 
 class AdmissionConfig(_Table):

@@ -25,8 +25,6 @@ from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
 from rollbook.train.weight_names import checked, weight_shapes
 
-KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY"
-
 
 class Publisher:
     """Writes versions of one policy of one run into the store, and keeps engines at them."""
@@ -160,7 +158,7 @@ class Publisher:
         if self._syncer is None:
             sync = self._config.sync
             assert sync is not None
-            key = os.environ.get(KEY_VARIABLE)
+            key = sync.key(os.environ)
             self._engines = [EngineControl(url, sync.timeout_s, key) for url in sync.engines]
             self._transport = _transport(sync, self._engines)
             manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)

@@ -113,11 +113,19 @@ class Controlling(APIRoute):
             except Exception as error:
                 await request.app.state.controlled(request, action, asked, repr(error)[:_ERROR_LENGTH])
                 raise
-            refusal = None if reply.status_code == 200 else bytes(reply.body).decode()[:_ERROR_LENGTH]
-            await request.app.state.controlled(request, action, asked, refusal)
+            await request.app.state.controlled(request, action, asked, _refusal_of(reply))
             return reply
 
         return recorded
+
+
+def _refusal_of(reply: Response) -> str | None:
+    """Why the engine did not do it; None: it did."""
+    if reply.status_code == 200:
+        return None
+    text = bytes(reply.body).decode()
+    told = orjson.loads(text)["message"] if isinstance(reply, JSONResponse) else text
+    return str(told).strip()[:_ERROR_LENGTH]
 
 
 def _told_of(raw: bytes) -> Json:

@@ -91,6 +91,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StepRetired(99, "actor", "never made"),
         kinds.SegmentDropped("elsewhere", 1, 1, 0, 4, "older than 7 d"),
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
+        kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
     ]
 
 
@@ -111,7 +112,6 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
             "id-broken", "b1", "r-b1", None, "first_turn", None, 0, [], {}, None, {}, {}, "key"
         ),
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
-        kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
     ]
     for lane, told in (("serve", records), ("train", _train_records()), ("upkeep", _upkeep_records())):
         with log.writer(lane) as writer:

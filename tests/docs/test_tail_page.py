@@ -22,7 +22,10 @@ from fastapi import FastAPI
 from rollbook import store as rb
 from rollbook.ingest.event_feed import KEEP_ALIVE_S
 from rollbook.ingest.events_api import PARAMETERS, add_event_routes
+from rollbook.ingest.guard import Guard, add_guards
+from rollbook.ingest.keys import Keys
 from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.web_pages import Own
 from rollbook.store import Store, format_cut
 
 ADDRESS = "http://127.0.0.1:8000"
@@ -56,7 +59,8 @@ def url(here: Store) -> Iterator[str]:
     """Address of a server with the tail's routes over demo-store."""
     recorder = Recorder(here, "proxy", "demo")
     app = FastAPI()
-    streams = add_event_routes(app, recorder, lambda request: None)
+    streams = add_event_routes(app, recorder)
+    add_guards(app, Guard(Keys(), recorder.run, None), Own(), lambda error: None)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     streams.stopping = lambda: server.should_exit
     thread = threading.Thread(target=server.run)

@@ -10,7 +10,7 @@ import pytest
 
 from rollbook.demo.run import GRPO_CONFIG, SFT_CONFIG
 from rollbook.store.errors import ConfigError, RollbookError
-from rollbook.train.config import GrpoConfig, SftConfig, load_config, parse_config
+from rollbook.train.config import GrpoConfig, SftConfig, SyncConfig, load_config, parse_config
 
 GOOD = 'model = "m"\nsteps = 3\n[algorithm]\nname = "sft"\n'
 
@@ -192,3 +192,15 @@ def test_the_command_says_what_is_wrong(cli: Callable[..., Any], tmp_path: Path)
     assert "steps: is missing" in err
     assert "Traceback" not in err
     assert issubclass(ConfigError, RollbookError)
+
+
+def test_the_key_of_engines() -> None:
+    """Out of the environment, by the variable that is named: the configuration is recorded."""
+    usual, own = SyncConfig(engines=("e",)), SyncConfig(engines=("e",), key_env="PROXY_KEY")
+    assert usual.key({}) is None
+    assert usual.key({"ROLLBOOK_ENGINE_KEY": "k"}) == "k"
+    assert own.key({"ROLLBOOK_ENGINE_KEY": "k", "PROXY_KEY": "p"}) == "p"
+    with pytest.raises(ConfigError, match=r"sync.key_env names PROXY_KEY, which is not set"):
+        own.key({})
+    with pytest.raises(ConfigError, match=r"ROLLBOOK_ENGINE_KEY, which is set and empty"):
+        usual.key({"ROLLBOOK_ENGINE_KEY": " "})
