@@ -14,6 +14,7 @@ from rollbook.ingest.endpoints.messages import Messages
 from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.store.errors import EngineError, RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json
+from rollbook.store.redaction import shown
 
 Form = Callable[[str], Callable[[int, str, str], Json]]
 """Path -> what makes an error's body of (status, code, message)."""
@@ -36,11 +37,11 @@ def told(error: Exception) -> tuple[int, str, str]:
         case RequestError():
             return error.status, error.code, error.message
         case WriteFailedError():
-            return 503, "store_failed", str(error)
+            return 503, "store_failed", shown(str(error))
         case UnstorableError():
             return 400, "not_recordable", f"the request cannot be recorded, so it is not answered: {error}"
         case EngineError():
-            return 502, "engine_failed", str(error)
+            return 502, "engine_failed", shown(str(error))
         case ClientDisconnect():
             return 400, "client_gone", "the connection ended in the middle of the body"
         case HTTPException():

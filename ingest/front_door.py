@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,6 +19,9 @@ from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import OpenTrajectory
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
+
+LARGE_BYTES = 256 * 2**10
+"""Of a body that is looked through in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,17 @@ class FrontDoor:
             raise RequestError(409, "trajectory_finished", text)
         return live
 
+    async def redacted(self, body: Json, size: int) -> Json:
+        """A request of so many bytes without secrets. A large one is looked through in a thread."""
+        redact = self.options.redactor.body
+        return await asyncio.to_thread(redact, body) if size > LARGE_BYTES else redact(body)
+
+    def hinted(self, identity: Identity) -> Identity:
+        """The identity, its name without secrets where nobody chose it: a session's id may be anything."""
+        if identity.by != "hint" or identity.name is None:
+            return identity
+        return replace(identity, name=self.options.redactor.text(identity.name))
+
     def wanted(self, identity: Identity) -> OpenTrajectory:
         """The trajectory that a request opens if there is none of its name."""
         return self._clean(identity).wanted()
@@ -105,5 +120,5 @@ class FrontDoor:
         return self.recorder.relabelled(live, self._clean(identity).labels, by)
 
     def _clean(self, identity: Identity) -> Identity:
-        redacted = self.options.redactor.body
+        redacted = self.options.redactor.fields
         return replace(identity, said=redacted(identity.said), labels=redacted(identity.labels))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
+import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -79,12 +80,15 @@ class ModelRoutes:
         try:
             async with self.room.body(request) as raw:
                 with contextlib.ExitStack() as places:
-                    body = self.door.options.redactor.body(json_object(raw))
-                    identity = identify(said, request.headers, body, caller.key)
+                    sent = json_object(raw)
+                    body = await self.door.redacted(sent, len(raw))
+                    identity = self.door.hinted(identify(said, request.headers, body, caller.key))
                     live, call, planned = await self._read(
                         endpoint, identity, body, len(raw), request, places
                     )
-                    arrival = Arrival.of(endpoint.path, raw, retry_count(request), caller.name)
+                    # Of the body as it is kept: a digest of a weak secret would give it away.
+                    kept = raw if body is sent else orjson.dumps(body)
+                    arrival = Arrival.of(endpoint.path, kept, retry_count(request), caller.name)
                     running = await self._running_call(live, call, arrival, planned)
                 running.rests_on.append(self.door.label(live, identity, caller.name))
         except BaseException as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rollbook.ingest.keys import Keys
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.respond import KeepAlive
 from rollbook.ingest.web_pages import Own
+from rollbook.store.secret import SECRETS, store_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class ProxyOptions:
     image_hosts: tuple[str, ...] = ()
     redactor: Redactor = field(default_factory=Redactor)
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
+
+    def of_store(self, store: Path) -> ProxyOptions:
+        """The same, with digests of secrets that are this store's own."""
+        return replace(self, redactor=self.redactor.keyed(store_secret(store, SECRETS)))
 
     def as_json(self) -> dict[str, Any]:
         """For `run.opened`: of keys their names and roles."""

@@ -21,6 +21,7 @@ from rollbook.ingest.follow import Follower
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import Guard, add_guards, caller_of
 from rollbook.ingest.images import ImageLinks
+from rollbook.ingest.key_watch import KeyWatch
 from rollbook.ingest.keys import Keys
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_routes import ModelRoutes
@@ -43,12 +44,19 @@ from rollbook.store.tail import Filter
 
 def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name: str = "rollbook") -> FastAPI:
     """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
-    options = options or ProxyOptions()
     recorder, engine = taker.recorder, taker.engine
+    options = (options or ProxyOptions()).of_store(recorder.store.path)
+    recorder.redactor = options.redactor
     gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, taker.hold_s)
     door = FrontDoor(recorder, options, gate if options.admission else None)
     metrics, room = Metrics(), BodyRoom(options)
-    recorder.on_events, recorder.on_lost = gate.take, metrics.lost_events.inc
+    watch = KeyWatch(metrics)
+
+    def appended(events: list[Event]) -> None:
+        gate.take(events)
+        watch.take(events)
+
+    recorder.on_events, recorder.on_lost = appended, metrics.lost_events.inc
     deaf: list[str] = []
     """Why the log is followed no more: then nobody would hear of a sync, or of room for trajectories."""
 
@@ -123,7 +131,7 @@ def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str], keys: Keys)
         response.status_code = 503 if failure else 200
         if not sees_details(caller_of(request)):
             return {"status": "failing" if failure else "ok"}
-        return {
+        told: Json = {
             "status": failure or "ok",
             "run": recorder.run,
             "lane": recorder.lane,
@@ -132,6 +140,7 @@ def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str], keys: Keys)
             "engines": engine.states() if isinstance(engine, Fleet) else [],
             **keys.trouble(),
         }
+        return recorder.redactor.fields(told)
 
 
 def _add_metrics(app: FastAPI, taker: TurnTaker, metrics: Metrics, gate: AdmissionGate) -> None:

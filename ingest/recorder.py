@@ -17,6 +17,7 @@ from functools import partial
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.redact import Redactor
 from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.restore import RunReader, restored
 from rollbook.ingest.rewards import turn_rewards
@@ -35,6 +36,8 @@ from rollbook.store.events import (
 )
 from rollbook.store.ids import new_id
 from rollbook.store.lane.writer import append_future
+from rollbook.store.redaction import cleaned
+from rollbook.store.secret import SECRETS, store_secret
 from rollbook.store.trajectory import Trajectory
 from rollbook.store.upkeep_events import TrajectoryAdopted
 
@@ -53,6 +56,8 @@ class Recorder:
     def __init__(self, store: Store, lane: str, run: str) -> None:
         self.store, self.lane, self.run = store, lane, run
         self.writer = store.writer(lane)
+        self.redactor = Redactor(key=store_secret(store.path, SECRETS))
+        """Takes secrets out of errors and settings, whoever records them."""
         self._by_name: dict[str, LiveTrajectory] = {}
         self._last: Future[int] | None = None
         self._waiting: dict[Future[int], list[Event]] = {}
@@ -146,7 +151,9 @@ class Recorder:
         return future
 
     def _events(self, records: tuple[Record, ...]) -> list[Event]:
-        events = [Event(record, self.run) for record in records]
+        redactor = self.redactor
+        clean = (cleaned(record, redactor.text, redactor.fields) for record in records)
+        events = [Event(record, self.run) for record in clean]
         self.on_events(events)
         return events
 

@@ -1,54 +1,113 @@
-"""Secrets are taken out of a request before anything is made of it: no token, no event holds them. Pure."""
+"""Secrets are taken out of a request before anything is made of it: no event holds them. Pure.
+
+Outside the conversation that is always so; inside it only where it was asked for, since it changes what the
+model is sent.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
+from rollbook.store.redaction import DEEPEST, PLACEHOLDER, Scrubber, conversation, outside
 
-SECRET_FIELDS = frozenset(
-    {"api_key", "apikey", "authorization", "extra_headers", "x-api-key", "access_token"}
-)
-"""Top-level fields of a body that some clients put credentials into."""
-GONE = "[redacted]"
+KNOWN = "known"
+"""In the place of a pattern: every key format that is known."""
+_FLAGS = re.compile(r"\(\?([aimsx]+)\)")
 
 
 class Redactor:
-    """Replaces secrets in bodies.
+    """Takes secrets out of bodies, settings and errors.
 
     Args:
-        patterns: regular expressions of secrets in text, such as `sk-[A-Za-z0-9]{20,}`.
+        patterns: regular expressions of what else is secret, in the conversation too, or `known`.
+        key: of the digests that come in their place; None: one that nobody else has.
 
     Raises:
         ConfigError: a pattern is no regular expression, or matches the empty text.
     """
 
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
-        for pattern in patterns:
-            try:
-                matches_nothing = re.compile(pattern).search("") is not None
-            except re.error as error:
-                raise ConfigError(f"--redact {pattern!r} is no regular expression: {error}") from error
-            if matches_nothing:
-                raise ConfigError(f"--redact {pattern!r} matches the empty text: it would match everywhere")
-        self._secret = re.compile("|".join(f"(?:{p})" for p in patterns)) if patterns else None
+    def __init__(self, patterns: Sequence[str] = (), key: bytes | None = None) -> None:
+        self._patterns = tuple(patterns)
+        self._secrets = [_compiled(pattern) for pattern in patterns if pattern != KNOWN]
+        self._scrub = Scrubber(key or secrets.token_bytes(32))
+
+    def keyed(self, key: bytes) -> Redactor:
+        """The same, with a key of its own."""
+        return Redactor(self._patterns, key)
+
+    def knowing(self, values: Iterable[str]) -> Redactor:
+        """One that knows these secrets besides, wherever they are outside the conversation."""
+        made = Redactor(self._patterns)
+        made._scrub = self._scrub.knowing(values)
+        return made
 
     def body(self, body: Json) -> Json:
-        """The body without secrets; the same object where there are none."""
-        named = [k for k in body if k.lower() in SECRET_FIELDS and body[k] is not None]
-        if named:
-            body = body | dict.fromkeys(named, GONE)
-        return body if self._secret is None else self._clean(body)
+        """A request of an agent, or a reply, without secrets; the same object where there are none."""
+        body = outside(body, self._scrub.field)
+        return self._everywhere(body) if self._patterns else body
 
-    def _clean(self, value: Any) -> Any:
-        assert self._secret is not None
-        if isinstance(value, str):
-            return self._secret.sub(GONE, value)
-        if isinstance(value, list):
-            return [self._clean(v) for v in value]
-        if isinstance(value, dict):
-            return {self._secret.sub(GONE, k): self._clean(v) for k, v in value.items()}
+    def fields(self, values: Json) -> Json:
+        """What is no conversation at all: labels, settings. The same object where there are no secrets."""
+        values = self._scrub.value(values)
+        return self._everywhere(values) if self._patterns else values
+
+    def text(self, text: str) -> str:
+        """An error, or another text of no conversation, without secrets."""
+        text = self._scrub.text(text)
+        return self._sub(text) if self._patterns else text
+
+    def _everywhere(self, body: Json) -> Json:
+        clean: Json = _mapped(body, self._sub)
+        return clean
+
+    def _sub(self, text: str) -> str:
+        if KNOWN in self._patterns:
+            text = self._scrub.keys(text)
+        for secret in self._secrets:
+            text = secret.sub(self._digest, text)
+        return text
+
+    def _digest(self, found: re.Match[str]) -> str:
+        return self._scrub.digest(found[0]) if found[0] else ""
+
+
+def changes_conversation(sent: Json, clean: Json) -> bool:
+    """Whether something was taken out of what a model is told, or of what it said."""
+    return sent is not clean and conversation(sent) != conversation(clean)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern, or what stands in the place of a secret already: so that twice is as once."""
+    try:
+        if re.compile(pattern).search("") is not None:
+            raise ConfigError(f"--redact {pattern!r} matches the empty text: it would match everywhere")
+        flags = _FLAGS.match(pattern)
+        scoped = f"(?{flags[1]}:{pattern[flags.end() :]})" if flags else f"(?:{pattern})"
+        return re.compile(f"{PLACEHOLDER.pattern}|{scoped}")
+    except re.error as error:
+        raise ConfigError(f"--redact {pattern!r} is no regular expression: {error}") from error
+
+
+def _mapped(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """The value with each text in it changed, names too; the same object where nothing changes."""
+    if isinstance(value, str):
+        new = change(value)
+        return new if new != value else value
+    if depth > DEEPEST or not isinstance(value, dict | list):
         return value
+    if isinstance(value, list):
+        items = []
+        for inner in value:
+            items.append(_mapped(inner, change, depth + 1))
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    made, same = {}, True
+    for name, inner in value.items():
+        new_name, new_inner = change(name), _mapped(inner, change, depth + 1)
+        same = same and new_name == name and new_inner is inner
+        made[new_name] = new_inner
+    return value if same else made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
 from rollbook.ingest.web_pages import is_loopback
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
+from rollbook.store.redaction import shown
 
 
 def serve(options: ServeOptions) -> None:
@@ -97,6 +99,7 @@ def _run(
         **forwarding(options.forwarded_from),
         **(headers or {}),  # type: ignore[arg-type]
     )
+    _clean_logs()
     server = uvicorn.Server(config)
     app.state.streams.stopping = lambda: server.should_exit  # a tail that is followed has no end of its own
     # What is imported and loaded by now stays. Without this the first full collection goes through all of
@@ -113,6 +116,23 @@ def _run(
 def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
     """For uvicorn: who asks is who connected, unless one of these proxies passes it on and says who did."""
     return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
+
+
+class _CleanFormatter(logging.Formatter):
+    """A log line, or a traceback, without the secrets that an error's message may repeat."""
+
+    def __init__(self, inner: logging.Formatter | None) -> None:
+        super().__init__()
+        self._inner = inner or logging.Formatter()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(self._inner.format(record))
+
+
+def _clean_logs() -> None:
+    for handler in (*logging.getLogger("uvicorn").handlers, logging.lastResort):
+        if handler is not None:
+            handler.setFormatter(_CleanFormatter(handler.formatter))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import OWN, Fleet
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
@@ -52,8 +53,8 @@ class ServeOptions:
     device: str = "cpu"
     threads: int | None = None
     seal: bool = True
-    engine_urls: tuple[str, ...] = ()
-    engine_key: str | None = None
+    engine_urls: tuple[EngineAddress, ...] = ()
+    engine_key: str | None = field(default=None, repr=False)
     engine_ask: Json | None = None
     images: bool = False
     routed_experts: bool = False
@@ -82,14 +83,8 @@ class ServeOptions:
             "proxy": self.proxy.as_json(),
             "tree": asdict(self.tree),
         }
-        shown["engine_urls"] = [_without_login(url) for url in self.engine_urls]
+        shown["engine_urls"] = [address.url for address in self.engine_urls]
         return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
-
-
-def _without_login(url: str) -> str:
-    """The address without a name and password in it, which are nobody's business."""
-    scheme, found, rest = url.partition("://")
-    return scheme + found + rest.rpartition("@")[2]
 
 
 def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
@@ -115,19 +110,19 @@ def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
 def _sglang(options: ServeOptions) -> Engine:
     if not options.engine_urls:
         raise ConfigError("--engine sglang needs --engine-url, such as http://127.0.0.1:30000")
-    if len(set(options.engine_urls)) < len(options.engine_urls):
+    if len({address.url for address in options.engine_urls}) < len(options.engine_urls):
         raise ConfigError("--engine-url names a server twice: name each once")
     return Fleet(
         {
-            url: SglangEngine(
-                url,
+            address.url: SglangEngine(
+                address,
                 policy=options.policy,
                 run=options.run,
                 takes_images=options.images,
                 key=options.engine_key,
                 routed_experts=_routing(options) if options.routed_experts else None,
             )
-            for url in options.engine_urls
+            for address in options.engine_urls
         }
     )
 
@@ -188,13 +183,16 @@ def upstream_of(options: ServeOptions) -> Upstream:
     """Where `--engine upstream` passes requests to.
 
     Raises:
-        ConfigError: it is not said, or a path that is to pass is none.
+        ConfigError: it is not said, or with a login and a key, or a path that is to pass is none.
     """
     if len(options.engine_urls) != 1:
         raise ConfigError("--engine upstream needs one --engine-url, such as https://api.openai.com/v1")
+    [address] = options.engine_urls
+    address.headers(options.engine_key)  # refuses two that would let requests in
     paths_of(options.pass_paths)
-    if options.pass_paths and options.engine_key is None:
+    upstream = Upstream(address, options.engine_key, options.engine_ask, options.pass_paths)
+    if options.pass_paths and not upstream.secrets:
         raise ConfigError(
             "--pass-path adds to what passes with --engine-key: without a key everything passes"
         )
-    return Upstream(options.engine_urls[0], options.engine_key, options.engine_ask, options.pass_paths)
+    return upstream

@@ -44,7 +44,7 @@ class _Desk:
             body = json_object(raw)
         check_recordable(body)
         names = {k: v for k, v in body.items() if k == "id"}
-        return validated(model, self.door.options.redactor.body(body) | names)
+        return validated(model, self.door.options.redactor.fields(body) | names)
 
 
 def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard) -> None:

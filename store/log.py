@@ -24,6 +24,7 @@ from rollbook.store.lane.marks import closed_head
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.store.marker import MARKER, create_marker, raise_marker, read_marker
+from rollbook.store.permissions import make_folder
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.tail import EVERYTHING, Filter, Tail
@@ -210,7 +211,7 @@ class Store:
             LaneLockedError: another process does.
         """
         folder = self.path / "claims"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         file = folder / f"{quote(what, safe=' ')}.lock"
         fd = take_lock(file, f"{what} in {self.path} is being done by", remedy, patience_s=patience_s)
         try:

@@ -18,6 +18,7 @@ from rollbook.store.errors import FormatError, NotAStoreError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.lane.frame import FORMAT_VERSION
+from rollbook.store.permissions import make_empty, make_folder
 
 MARKER = "STORE.json"
 _UNFINISHED = ".creating"
@@ -55,11 +56,12 @@ def create_marker(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file, not a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    strangers = [f for f in folder.iterdir() if f.name not in ("lanes", MARKER)]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    strangers = [f for f in folder.iterdir() if f.name not in ("lanes", "store.toml", MARKER)]
     if any(f for f in strangers if f.suffix != _UNFINISHED):
         raise NotAStoreError(f"{folder} exists and is not a Rollbook store: name an empty or a new folder")
-    (folder / "lanes").mkdir(exist_ok=True)
+    make_folder(folder / "lanes")
     temporary = _write(folder, {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()})
     with contextlib.suppress(FileExistsError):
         os.link(temporary, folder / MARKER)
@@ -87,7 +89,7 @@ def _read(folder: Path) -> dict[str, Any]:
 def _write(folder: Path, meta: dict[str, Any]) -> Path:
     """A durable file with the marker's content, not yet under its name."""
     temporary = folder / f"{new_id()}{_UNFINISHED}"
-    with temporary.open("wb") as file:
+    with make_empty(temporary).open("wb") as file:
         file.write(orjson.dumps(meta))
         file.flush()
         os.fsync(file.fileno())

@@ -12,9 +12,12 @@ from pathlib import Path
 from rollbook.store.errors import NotAStoreError
 from rollbook.store.ids import new_id
 from rollbook.store.lane.files import fsync_folder
+from rollbook.store.permissions import open_file
 
 SECRET = "SECRET"
 """Its file; no part of the log, never uploaded, exported or shown."""
+SECRETS = "secrets"
+"""The purpose of digests that stand in the place of secrets."""
 _BYTES = 32
 
 
@@ -42,8 +45,9 @@ def store_secret(store: Path, purpose: str) -> bytes:
 def _made(path: Path) -> bytes:
     """A new secret, durably; of two processes that make one at once, the first one's."""
     temporary = path.with_name(f"{new_id()}.creating")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
+        os.fchmod(fd, os.fstat(fd).st_mode & 0o660)  # in a store that all may read it still is no reader's
         os.write(fd, secrets.token_bytes(_BYTES))
         os.fsync(fd)
     finally:

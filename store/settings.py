@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -66,6 +67,14 @@ class CatalogSettings(_Section):
     """A SQLAlchemy URL, such as postgresql+psycopg://host/db; default: SQLite beside the log."""
 
 
+class FileSettings(_Section):
+    """Who else may use the store's files."""
+
+    share: Literal["nobody", "group", "all"] = "nobody"
+    """nobody: new files are 0600 and folders 0700; group: 0660 and 2770, for the folder's group; all: 0664
+    and 2775, others read. Files that are there keep their modes."""
+
+
 class StoreSettings(_Section):
     """All of `store.toml`."""
 
@@ -73,6 +82,7 @@ class StoreSettings(_Section):
     seal: SealSettings = SealSettings()
     remote: RemoteSettings = RemoteSettings()
     catalog: CatalogSettings = CatalogSettings()
+    files: FileSettings = FileSettings()
 
 
 def read_settings(store: Path) -> StoreSettings:

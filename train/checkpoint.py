@@ -25,6 +25,7 @@ from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import new_id
 from rollbook.store.lane.files import fsync_folder
+from rollbook.store.permissions import make_empty, make_folder
 from rollbook.train.model_shape import read_shape
 from rollbook.train.tensor_file import TensorKind, kind_of, write_tensors
 from rollbook.train.weight_names import weight_shapes
@@ -94,7 +95,7 @@ def write_checkpoint(
         _TENSORS["weights"]: _hashes(saved),
         _TENSORS["optimizer"]: _hashes(saved_optimizer or {}),
     }
-    (building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+    make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
     _make_durable(building, target)
     return record
 
@@ -103,10 +104,10 @@ def _begin(target: Path, like: Path) -> Path:
     """A folder beside the target, with what goes along; what a crash of this process left is removed."""
     building = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
+    make_folder(building)
     for file in like.iterdir():
         if file.is_file() and not _holds_weights(file.name):
-            shutil.copy2(file, building / file.name)
+            shutil.copyfile(file, make_empty(building / file.name))
     return building
 
 

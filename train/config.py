@@ -8,11 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SPLITS, Json
+from rollbook.store.redaction import shown
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -88,10 +98,13 @@ class OptimizerConfig(_Table):
         return self
 
 
+Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
+
+
 class SyncConfig(_Table):
     """Where new weights go, how often, and what becomes of requests that run."""
 
-    engines: Annotated[tuple[str, ...], Field(min_length=1)]
+    engines: Annotated[tuple[Address, ...], Field(min_length=1)]
     """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
     key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
     """Environment variable with the key that is sent to them: SGLang's, or an operator's of a proxy."""
@@ -228,7 +241,7 @@ def _say(error: Any) -> str:
         return "unknown key"
     if error["type"] == "missing":
         return "is missing"
-    return f"{error['msg']} (got {error['input']!r})"
+    return shown(f"{error['msg']} (got {error['input']!r})")
 
 
 def _override(values: Json, text: str) -> None:

@@ -14,6 +14,8 @@ from rollbook.store import Event, Store
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
 from rollbook.store.lane.writer import LaneWriter
+from rollbook.store.redaction import Scrubber, cleaned
+from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.checkpoint import write_checkpoint
 from rollbook.train.config import SyncConfig, TrainConfig
@@ -32,6 +34,7 @@ class Publisher:
     def __init__(self, config: TrainConfig, log: Store, writer: LaneWriter, history: History) -> None:
         self._config, self._log, self._writer, self._history = config, log, writer, history
         self._catalog = log.catalog()
+        self._scrub = Scrubber(store_secret(log.path, SECRETS))
         self._engines: list[EngineControl] = []
         self._syncer: Syncer | None = None
         self._transport: Transport | None = None
@@ -40,7 +43,8 @@ class Publisher:
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
-        self._writer.append([Event(r, self._config.run) for r in records]).result()
+        clean = (cleaned(record, self._scrub.text, self._scrub.value) for record in records)
+        self._writer.append([Event(record, self._config.run) for record in clean]).result()
 
     def adopt_model(self) -> None:
         """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed."""
@@ -159,7 +163,9 @@ class Publisher:
             sync = self._config.sync
             assert sync is not None
             key = sync.key(os.environ)
-            self._engines = [EngineControl(url, sync.timeout_s, key) for url in sync.engines]
+            self._engines = [
+                EngineControl(address.url, sync.timeout_s, key, address.login) for address in sync.engines
+            ]
             self._transport = _transport(sync, self._engines)
             manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
             self._syncer = Syncer(self._engines, self._transport, self.write, manner)

@@ -19,6 +19,7 @@ import torch
 
 from rollbook.ingest.engines.weights import line_of, tensor_bytes
 from rollbook.store.errors import ModelError
+from rollbook.store.permissions import open_file
 
 _TYPES = {
     torch.float64: "F64",
@@ -64,7 +65,7 @@ def write_tensors(
             that is not written.
     """
     header, expected, lines = _header(kinds), iter(kinds.items()), {}
-    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    fd = open_file(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         _write_all(fd, header)
         for name, tensor in tensors:

@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 from fastapi import APIRouter
 
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.engines.sglang_parts import joined, may_go_on, the_rest
 from rollbook.ingest.engines.sglang_wire import (
@@ -72,7 +73,7 @@ class SglangEngine:
 
     def __init__(
         self,
-        url: str,
+        url: str | EngineAddress,
         *,
         policy: str = "actor",
         run: str | None = None,
@@ -80,10 +81,9 @@ class SglangEngine:
         key: str | None = None,
         routed_experts: Routing | None = None,
     ) -> None:
-        self.url, self.policy, self.takes_images = url.rstrip("/"), policy, takes_images
-        self._headers = {"content-type": "application/json"} | (
-            {"authorization": f"Bearer {key}"} if key else {}
-        )
+        address = EngineAddress.of(url).plain
+        self.url, self.policy, self.takes_images = address.url, policy, takes_images
+        self._headers = {"content-type": "application/json"} | address.headers(key)
         self._run, self._routing = run, routed_experts
         self._version: int | None = None
         self._routed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import zlib
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import aiohttp
 from starlette.responses import Response
 
-from rollbook.ingest.redact import GONE
+from rollbook.ingest.redact import Redactor, changes_conversation
+from rollbook.ingest.upstream.credentials import given_cookies
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
 from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
 from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
@@ -18,6 +20,7 @@ from rollbook.ingest.upstream.target import end_to_end
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
+from rollbook.store.redaction import shown
 
 ERROR_LENGTH = 2000
 """Of an upstream's error, so many characters are recorded."""
@@ -30,7 +33,7 @@ class Passage(Response):
         path: the endpoint's.
         told: headers of ours, beside the upstream's.
         left: called at the end, however it came.
-        secrets: what an error must not repeat on disk: the keys that were sent.
+        secrets: gives what an error must not repeat on disk, such as the keys that were sent.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Passage(Response):
         watch: ClientWatch,
         told: dict[str, str],
         left: Callable[[], None],
-        secrets: tuple[str, ...] = (),
+        secrets: Callable[[], set[str]] = set,
     ) -> None:
         self._reply, self._path, self._passages, self._passing = reply, path, passages, passing
         self._watch, self._told, self._left, self._secrets = watch, told, left, secrets
@@ -112,22 +115,26 @@ class Passage(Response):
             else:
                 self._passages.settle(passing, self._read(passing, data), ended=ended)
         except Exception as error:
-            traceback.print_exc()
+            print(shown(traceback.format_exc()), file=sys.stderr)
             self._passages.lost(len(passing.requested), f"a reply cannot be read: {error!r}")
             self._passages.failed(passing, f"the reply cannot be read: {type(error).__name__}")
 
     def _error(self, data: bytes) -> str:
-        text = data[: 4 * ERROR_LENGTH].decode(errors="replace")
-        for secret in self._secrets:
-            text = text.replace(secret, GONE)
+        text = self._redactor().text(data[: 4 * ERROR_LENGTH].decode(errors="replace"))
         return f"the upstream answers {self._reply.status}: {text[:ERROR_LENGTH]}"
+
+    def _redactor(self) -> Redactor:
+        """What takes out of an error also what this request and this reply had for secrets."""
+        known = self._secrets() | given_cookies(self._reply.raw_headers)
+        return self._passages.redactor.knowing(known)
 
     def _read(self, passing: Passing, data: bytes) -> UpstreamReply:
         body: Any = gathered(self._path, events_of(data)) if self._streams else json_of(data)
         if not isinstance(body, dict):
             return read_reply(self._path, {})
-        clean: Json = self._passages.redactor.body(body)
-        passing.redacted = passing.redacted or clean != body
+        redactor = self._redactor() if body.get("error") else self._passages.redactor
+        clean: Json = redactor.body(body)
+        passing.redacted = passing.redacted or changes_conversation(body, clean)
         return read_reply(self._path, clean)
 
 

@@ -7,10 +7,14 @@ and told in a header. With the engine's own key only the agents' APIs pass (`ups
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import traceback
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -26,18 +30,20 @@ from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import Guard, add_guards, caller_of
 from rollbook.ingest.identity import identify
+from rollbook.ingest.key_watch import KeyWatch
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.model_routes import ENDPOINTS
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.redact import SECRET_FIELDS
+from rollbook.ingest.redact import changes_conversation
 from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.retry import retry_count
 from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.upstream.credentials import sent_credentials
 from rollbook.ingest.upstream.passage import Passage, plain_bytes
 from rollbook.ingest.upstream.paths import Paths, meant, paths_of, response_named
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
@@ -47,6 +53,7 @@ from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import QUARANTINE, Json
+from rollbook.store.redaction import secrets_in, shown
 
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 4.0
@@ -55,7 +62,6 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
 SERVER_OPTIONS = {"server_header": False, "date_header": False}
 """For uvicorn: a reply has the headers that the upstream gave it."""
 _TAKES_MORE = ("/v1/chat/completions", "/v1/completions")
-_SHORTEST_SECRET = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -102,21 +108,30 @@ class UpstreamRoutes:
             reply = await watch.race(self._send(request, path, raw, plain=passing is not None))
         except BaseException as error:
             watch.close()
-            shown = _failure(error)
+            why = _failure(error)
             if passing is not None:
-                await self._broken_off(passing, shown)
+                await self._broken_off(passing, why)
             if isinstance(error, ClientGone):
                 self._left()
                 return Response(status_code=499)  # to nobody
             if isinstance(error, aiohttp.ClientError | TimeoutError | OSError | ValueError):
-                raise EngineError(f"{self.upstream.url} cannot be reached: {shown}") from error
+                raise EngineError(f"{self.upstream.url} cannot be reached: {why}") from error
             raise
         if passing is not None:
             passing.replying()
         endpoint = meant(path)
         told = self._told(request, endpoint, passing, reply.status)
-        secrets = _secrets(request, self.upstream.key)
+        secrets = partial(self._secrets, request, raw)
         return Passage(reply, endpoint, self.passages, passing, watch, told, self._left, secrets)
+
+    def _secrets(self, request: Request, raw: bytes) -> set[str]:
+        """What an error must not repeat on disk."""
+        query = request.scope.get("query_string", b"").decode("latin-1")
+        found = sent_credentials(request.headers.raw, query, self.upstream.secrets)
+        with contextlib.suppress(ValueError, zlib.error):
+            sent = json_of(plain_bytes(raw, request.headers.get("content-encoding", "")))
+            found |= secrets_in(sent) if isinstance(sent, dict) else set()
+        return found
 
     async def _send(self, request: Request, path: str, raw: bytes, *, plain: bool) -> aiohttp.ClientResponse:
         assert self.session is not None
@@ -128,10 +143,10 @@ class UpstreamRoutes:
             request.method, target, data=raw or None, headers=headers, allow_redirects=False
         )
 
-    async def _broken_off(self, passing: Passing, shown: str) -> None:
+    async def _broken_off(self, passing: Passing, why: str) -> None:
         passing.replying()
         try:
-            self.passages.failed(passing, f"the upstream gave no reply: {shown}")
+            self.passages.failed(passing, f"the upstream gave no reply: {why}")
             await self.passages.durable(passing, delivered=False)
         finally:
             passing.left()
@@ -177,16 +192,19 @@ class UpstreamRoutes:
             return None, raw
         if self.paths is not None and path == "/v1/responses":
             self._check_response(said, request, caller, body.get("previous_response_id"))
-        identity = identify(said, request.headers, body, caller.key)
+        identity = self.door.hinted(identify(said, request.headers, body, caller.key))
         live = self._live(identity, call, body, caller.name)
         passing = None
         try:
-            arrival = Arrival.of(path, raw, retry_count(request), caller.name)
-            passing = self.passages.asked(live, call, arrival, redacted=_redacted(sent, body))
+            # Of the body as it is kept: a digest of a weak secret would give it away.
+            kept = raw if body is sent else orjson.dumps(body)
+            arrival = Arrival.of(path, kept, retry_count(request), caller.name)
+            redacted = changes_conversation(sent, body)
+            passing = self.passages.asked(live, call, arrival, redacted=redacted)
         except RequestError:
             raise
         except Exception as error:
-            traceback.print_exc()
+            print(shown(traceback.format_exc()), file=sys.stderr)
             self.passages.unrecordable(1, f"a request cannot be recorded: {error!r}")
         if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)
@@ -212,38 +230,27 @@ class UpstreamRoutes:
         return known or self.door.trajectory(identity, call.messages, by)
 
 
-def _redacted(sent: Json, body: Json) -> bool:
-    """Whether something was taken out of what the model is told."""
-    return any(body[k] != v for k, v in sent.items() if k.lower() not in SECRET_FIELDS)
-
-
 def _failure(error: BaseException) -> str:
     """An error without the address, whose query may hold a key."""
     if isinstance(error, ClientGone):
         return "the client left before it began"
     if isinstance(error, aiohttp.InvalidURL):
         return "its address is no URL"
-    return repr(error)
-
-
-def _secrets(request: Request, key: str | None) -> tuple[str, ...]:
-    """Keys that a request came with or was sent with."""
-    sent = [request.headers.get(name, "") for name in ("authorization", "x-api-key", "api-key")]
-    keys = {key or "", *sent, *(value.rpartition(" ")[2] for value in sent)}
-    return tuple(sorted((k for k in keys if len(k) >= _SHORTEST_SECRET), key=len, reverse=True))
+    return shown(repr(error))
 
 
 def build_upstream_app(
     recorder: Recorder, upstream: Upstream, options: ProxyOptions | None = None, policy: str = "actor"
 ) -> FastAPI:
     """The record-only proxy as an ASGI application."""
-    options = options or ProxyOptions()
+    options = (options or ProxyOptions()).of_store(recorder.store.path)
+    recorder.redactor = options.redactor
     metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
-    recorder.on_lost = metrics.lost_events.inc
+    recorder.on_events, recorder.on_lost = KeyWatch(metrics).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     passages = PassageRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
-    paths = None if upstream.key is None else paths_of(upstream.passes)
+    paths = paths_of(upstream.passes) if upstream.secrets else None
     routes = UpstreamRoutes(upstream, door, room, passages, paths)
 
     @asynccontextmanager
@@ -286,7 +293,7 @@ def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metric
         response.status_code = 503 if failure else 200
         if not sees_details(caller_of(request)):
             return {"status": "failing" if failure else "ok"}
-        return {
+        told: Json = {
             "status": failure or "ok",
             "run": recorder.run,
             "lane": recorder.lane,
@@ -295,6 +302,7 @@ def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metric
             "unrecorded": routes.passages.unrecorded,
             **routes.door.options.keys.trouble(),
         }
+        return recorder.redactor.fields(told)
 
     @app.get("/metrics")
     async def page() -> Response:

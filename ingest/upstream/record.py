@@ -29,6 +29,7 @@ from rollbook.ingest.upstream.request import EarlierResponse, choices_asked
 from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
+from rollbook.store.redaction import shown
 from rollbook.store.siblings import as_sibling
 
 CONTEXT = "upstream"
@@ -163,7 +164,7 @@ class PassageRecorder:
         if not self.unrecorded or why:
             why = why or f"the store fails: {self.recorder.writer.failure}"
             print(
-                f"rollbook: traffic passes and is NOT recorded, see rollbook_unrecorded_total: {why}",
+                f"rollbook: traffic passes and is NOT recorded, see rollbook_unrecorded_total: {shown(why)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -240,7 +241,7 @@ class PassageRecorder:
         except Exception as error:
             passing.answered.clear()
             self.lost(len(passing.requested), f"a reply has no stored form: {error!r}")
-            traceback.print_exc()
+            print(shown(traceback.format_exc()), file=sys.stderr)
             self._append(passing, *_failed(passing, f"the reply cannot be recorded: {error!r}"))
             return
         self._append(passing, *records)
@@ -311,8 +312,7 @@ class PassageRecorder:
     def failed(self, passing: Passing, error: str) -> None:
         """Record that nothing came back."""
         passing.settled = True
-        text = self.redactor.body({"error": error})["error"]
-        self._append(passing, *_failed(passing, text))
+        self._append(passing, *_failed(passing, error))
 
     async def durable(self, passing: Passing, *, delivered: bool) -> None:
         """Wait for the disk, and count what it did not take."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.identity import KEY_PREFIX
 from rollbook.store.events import Json
 
@@ -47,21 +48,31 @@ class Upstream:
     """Where requests go.
 
     Attributes:
-        url: its address, with or without /v1 at the end.
+        address: with or without /v1 at the end. A login in it takes the place of the agent's own.
         key: sent instead of the agent's own; None: the agent's is passed on.
         ask: fields put into chat completions and completions, such as `return_token_ids`.
         passes: more methods and paths that may be asked with the key, as `paths.ALLOWED` has them.
     """
 
-    url: str
-    key: str | None = None
+    address: EngineAddress
+    key: str | None = field(default=None, repr=False)
     ask: Json | None = None
     passes: tuple[str, ...] = ()
 
     def target(self, path: str, query: str) -> str:
         """The address of an endpoint's path."""
-        base = self.url.rstrip("/").removesuffix("/v1")
-        return base + path + (f"?{query}" if query else "")
+        whole = "&".join(part for part in (self.address.query, query) if part)
+        return self.url.removesuffix("/v1") + path + (f"?{whole}" if whole else "")
+
+    @property
+    def url(self) -> str:
+        """Its address, to be shown."""
+        return self.address.url
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What lets requests in there, besides what agents send."""
+        return (*self.address.secrets, *([self.key] if self.key else []))
 
     def headers(self, sent: Headers, path: str, *, own_keys: bool, plain: bool) -> CIMultiDict[str]:
         """Headers to pass on.
@@ -84,6 +95,8 @@ class Upstream:
             if self.key is not None:
                 named = ("x-api-key", self.key) if anthropic else ("authorization", f"Bearer {self.key}")
                 passed.add(*named)
+        if self.address.login is not None:
+            passed["authorization"] = self.address.login
         if plain:
             passed["accept-encoding"] = "identity"
         return passed

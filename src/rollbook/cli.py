@@ -269,10 +269,11 @@ def main() -> None:
     except Exception as error:
         # Imported only now, so that --help stays quick.
         from rollbook.store.errors import RollbookError
+        from rollbook.store.redaction import shown
 
         if not isinstance(error, RollbookError):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -117,7 +117,8 @@ def serve(  # size: one option a line
         OnStoreFailure, typer.Option(help="For upstream: what cannot be recorded passes, or is refused.")
     ] = OnStoreFailure.pass_,
     redact: Annotated[
-        list[str] | None, typer.Option(help="Regular expression of secrets to take out of requests.")
+        list[str] | None,
+        typer.Option(help="Take out of conversations, too: known (key formats), or a regular expression."),
     ] = None,
     max_body_mb: Annotated[float, typer.Option(help="Largest request body.")] = 64.0,
     max_running: Annotated[int, typer.Option(help="Most requests answered at once; more get a 429.")] = 4096,
@@ -133,6 +134,7 @@ def serve(  # size: one option a line
 
     An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
     """
+    from rollbook.ingest.engines.address import EngineAddress
     from rollbook.ingest.keys import keys_of
     from rollbook.ingest.options import ProxyOptions
     from rollbook.ingest.redact import Redactor
@@ -167,7 +169,7 @@ def serve(  # size: one option a line
             device=device,
             threads=threads,
             seal=seal,
-            engine_urls=tuple(engine_url or ()),
+            engine_urls=tuple(EngineAddress.of(url) for url in engine_url or ()),
             engine_key=engine_key_of(engine_key, os.environ),
             engine_ask=json_object(engine_ask.encode()) if engine_ask else None,
             images=images,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli_options import AsJson, Run, StoreOption
+from rollbook.cli_options import AsJson, AsOf, Run, RunOfStep, StoreOption
 
 store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and look after them.")
 
@@ -44,6 +44,19 @@ def store_verify(store: StoreOption, json: AsJson = False) -> None:
     from rollbook.store.print_verify import run_verify
 
     raise typer.Exit(run_verify(store, json))
+
+
+@store_app.command("secrets")
+def store_secrets(
+    store: StoreOption, as_of: AsOf = "head", run: RunOfStep = None, json: AsJson = False
+) -> None:
+    """Find secrets in the log: keys of known formats, and passwords by their names. Never says one.
+
+    Exit code 1: there are some; it says how to erase them.
+    """
+    from rollbook.store.print_secrets import run_secrets
+
+    raise typer.Exit(run_secrets(store, as_of, run, json))
 
 
 @store_app.command("upload")

@@ -10,6 +10,7 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
@@ -18,6 +19,7 @@ from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.tables import SCHEMA_REVISION, TABLES, Base
 from rollbook.store.errors import CatalogError
+from rollbook.store.permissions import make_empty
 
 PATIENCE_S = 30
 """How long a transaction waits for another process's to end."""
@@ -180,6 +182,9 @@ def _engine(url: URL) -> Engine:
     if url.get_backend_name() != "sqlite":
         options = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_S}
         return create_engine(url, connect_args=options, pool_pre_ping=True)
+    if url.database not in (None, "", ":memory:"):
+        with contextlib.suppress(OSError):  # whoever cannot make it is told by SQLite
+            make_empty(Path(str(url.database)))  # its journals take its mode
     engine = create_engine(url, connect_args={"timeout": PATIENCE_S})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

@@ -14,6 +14,7 @@ import xxhash
 
 from rollbook.store.cut import LANE_NAME
 from rollbook.store.errors import CorruptionError, CutError, LaneLockedError
+from rollbook.store.permissions import make_empty, open_file
 
 _WATERMARK = struct.Struct("<QQQQ")
 WATERMARK_BYTES = _WATERMARK.size
@@ -93,7 +94,7 @@ def _never_written(folder: Path) -> bool:
 
 def write_watermark(folder: Path, mark: Watermark) -> None:
     """Move the lane's durable end, durably. The caller holds the lane's lock."""
-    fd = os.open(folder / "WATERMARK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_file(folder / "WATERMARK", os.O_RDWR | os.O_CREAT)
     try:
         # In place, like the writer's: a reader that sees half of it tries again.
         os.pwrite(fd, mark.pack(), 0)
@@ -106,7 +107,7 @@ def quarantine(folder: Path, reason: str) -> None:
     """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
     # Whoever calls this raises the damage as an error; that there is no room for a note does not hide it.
     with contextlib.suppress(OSError):
-        (folder / "QUARANTINED").write_text(reason + "\n")
+        make_empty(folder / "QUARANTINED").write_text(reason + "\n")
 
 
 def quarantined(folder: Path) -> str | None:
@@ -160,7 +161,7 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
     Raises:
         LaneLockedError: another process holds it.
     """
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_file(file, os.O_RDWR | os.O_CREAT)
     try:
         _wait_for(fd, what, remedy, briefly, patience_s)
         os.ftruncate(fd, 0)

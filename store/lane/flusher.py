@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.lane.files import SpareDescriptor, Watermark, segment_path
+from rollbook.store.permissions import open_file
 
 AHEAD = 2
 """Jobs that may wait for the flush of another: enough to keep the disk busy, and groups grow meanwhile."""
@@ -75,7 +76,7 @@ class RealDisk:
 
     def open(self, path: Path) -> int:
         """A descriptor of a new file."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def write(self, fd: int, buffers: list[Any], offset: int) -> int:
         """Write some of the buffers' bytes, in order, at `offset` of the file; how many."""
@@ -158,8 +159,7 @@ class Flusher:
         self._room = threading.Semaphore(AHEAD)
         self._handed_over = self._done = 0
         self._thread = threading.Thread(target=self._run, name=f"flush-{folder.name}", daemon=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._watermark_fd = os.open(folder / "WATERMARK", flags, 0o644)
+        self._watermark_fd = open_file(folder / "WATERMARK", os.O_RDWR | os.O_CREAT)
         try:
             # Kept open, so that a segment can begin where no other descriptor is to be had.
             self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

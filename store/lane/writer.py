@@ -29,6 +29,7 @@ from rollbook.store.lane.flusher import Disk, Flusher, RealDisk
 from rollbook.store.lane.framer import Framer
 from rollbook.store.lane.recovery import LaneState, recover_lane
 from rollbook.store.lane.search import event_window
+from rollbook.store.permissions import make_folder
 from rollbook.store.settings import AppendSettings
 
 _Pending = tuple[Sequence[Event], "Future[int]"]
@@ -106,7 +107,7 @@ class LaneWriter:
         self._closed = False
         self._crowded = False
         folder = files.lane_folder(store, lane)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         files.fsync_folder(folder.parent)
         self._lock_fd = files.take_lock(
             folder / "LOCK",

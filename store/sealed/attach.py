@@ -21,6 +21,7 @@ from rollbook.store.ids import new_id
 from rollbook.store.lane.files import Watermark, fsync_folder, lane_folder, write_watermark
 from rollbook.store.lane.recovery import unsealed_start
 from rollbook.store.marker import MARKER, read_marker
+from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.sealed.remote import explained, remote_place
 from rollbook.store.sealed.unit import (
     MANIFEST,
@@ -121,13 +122,15 @@ def _find_units(system: fs.FileSystem, base: str, uri: str) -> tuple[list[Unit],
 
 def _write_store(folder: Path, marker: bytes, units: list[Unit], endpoint: str | None) -> dict[str, int]:
     """Write the store's files; lane -> its events."""
-    (folder / "lanes").mkdir(parents=True)
-    (folder / MARKER).write_bytes(marker)
+    make_folder(folder / "lanes")
+    make_empty(folder / MARKER).write_bytes(marker)
     read_marker(folder)  # refuses what a newer release wrote, or what is no marker
     if endpoint is not None:
-        (folder / "store.toml").write_text(f"[remote]\nendpoint = {orjson.dumps(endpoint).decode()}\n")
+        make_empty(folder / "store.toml").write_text(
+            f"[remote]\nendpoint = {orjson.dumps(endpoint).decode()}\n"
+        )
     for unit in units:
-        unit_folder(folder, unit).mkdir(parents=True)
+        make_folder(unit_folder(folder, unit))
         write_manifest(unit_folder(folder, unit), unit)
     ends: dict[str, int] = {}
     for lane in sorted({unit.lane for unit in units}):
@@ -139,7 +142,7 @@ def _write_store(folder: Path, marker: bytes, units: list[Unit], endpoint: str |
                 f"{current_units(folder, lane)[-1].remote}: run `rollbook store upload` where the store is, "
                 "if it still is"
             ) from error
-        lane_folder(folder, lane).mkdir()
+        make_folder(lane_folder(folder, lane))
         write_watermark(lane_folder(folder, lane), Watermark(end.number - 1, end.before, end.next_seq))
         ends[lane] = end.next_seq
     fsync_folder(folder)

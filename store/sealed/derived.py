@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollbook.store.ids import new_id
+from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
@@ -45,10 +46,10 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
     missing = [name for name in DERIVED if not (folder / name).exists()]
     if not missing:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tables = {TURNS: read_file(store, unit, TURNS), MARKS: read_file(store, unit, MARKS)}
     for name in missing:
-        temporary = folder / f".{name}.{new_id()}"
+        temporary = make_empty(folder / f".{name}.{new_id()}")
         if name == LOCATIONS:
             _write_locations(tables, temporary)
         else:
@@ -71,7 +72,9 @@ def _copy(tables: dict[str, pa.Table], query: str, path: Path) -> None:
     with duckdb.connect(":memory:", config={"threads": 1}) as connection:
         connection.register("turns", tables[TURNS])
         connection.register("marks", tables[MARKS])
-        connection.execute(f"COPY ({query}) TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd)")
+        connection.execute(
+            f"COPY ({query}) TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false)"
+        )
 
 
 def _quoted(path: Path) -> str:

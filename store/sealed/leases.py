@@ -24,6 +24,7 @@ import orjson
 
 from rollbook.store.errors import StoreError
 from rollbook.store.ids import new_id
+from rollbook.store.permissions import make_folder, open_file
 from rollbook.store.sealed.unit import MANIFEST, Unit, current_units, lane_units_folder
 
 PATIENCE_S = 10.0
@@ -122,8 +123,8 @@ def removing(store: Path) -> Iterator[set[UnitName]]:
 @contextlib.contextmanager
 def _locked(store: Path, kind: int) -> Iterator[None]:
     folder = store / "leases"
-    folder.mkdir(exist_ok=True)
-    fd = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    make_folder(folder)
+    fd = open_file(folder / "LOCK", os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + PATIENCE_S
         while not _flock(fd, kind):
@@ -150,7 +151,7 @@ def _write(store: Path, names: dict[str, list[str]]) -> tuple[Path, int]:
     """A locked lease file. It gets its name last, so one that is seen is whole and locked."""
     path = store / "leases" / f"{new_id()}{_SUFFIX}"
     hidden = path.with_name(f".{path.name}")
-    fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = open_file(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         with open(fd, "wb", closefd=False) as file:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from rollbook.store.codec import conform
 from rollbook.store.errors import CorruptionError, StoreError
 from rollbook.store.events import TurnCompleted, TurnRequested
+from rollbook.store.permissions import make_empty
 from rollbook.store.schema import LOG_SCHEMA
 from rollbook.store.sealed.remote import is_outage, place, refused
 from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, Unit
@@ -55,7 +56,7 @@ def write_file(path: Path, table: pa.Table, settings: SealSettings) -> SealedFil
     """Write one file and describe it. The caller makes it durable."""
     rows = settings.row_group if path.name == TURNS else MARKS_ROW_GROUP
     with pq.ParquetWriter(
-        path,
+        make_empty(path),
         TABLE_SCHEMA,
         compression="zstd",
         compression_level=settings.compression_level,

@@ -26,6 +26,7 @@ from rollbook.store.lane.files import (
 from rollbook.store.lane.recovery import SegmentInfo, Start, unsealed_start, verify_segment
 from rollbook.store.lane.segment import segment_batches
 from rollbook.store.marker import raise_marker
+from rollbook.store.permissions import make_folder
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, split, write_file
 from rollbook.store.sealed.remote import discard
@@ -127,11 +128,11 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
     raise_marker(store)
     parent = lane_units_folder(store, unit.lane)
     if not parent.exists():
-        parent.mkdir(parents=True)
+        make_folder(parent)
         fsync_folder(parent.parent)
         fsync_folder(store)
     folder = parent / f".{unit.name}.{new_id()}"
-    folder.mkdir()
+    make_folder(folder)
     try:
         parts = split(table)
         del table  # `parts` is all of it: where the caller has let go of it too, its memory is free

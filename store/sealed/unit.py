@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollbook.store.errors import CorruptionError, FormatError
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.lane.frame import FORMAT_VERSION
+from rollbook.store.permissions import make_empty
 
 MANIFEST = "UNIT.json"
 TURNS, MARKS = "turns.parquet", "marks.parquet"
@@ -149,7 +150,7 @@ def manifest_bytes(unit: Unit) -> bytes:
 def write_manifest(folder: Path, unit: Unit) -> None:
     """Put the manifest in place, whole and durable."""
     temporary = folder / f".{MANIFEST}.tmp"
-    with temporary.open("wb") as file:
+    with make_empty(temporary).open("wb") as file:
         file.write(manifest_bytes(unit))
         file.flush()
         os.fsync(file.fileno())

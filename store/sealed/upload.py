@@ -20,6 +20,7 @@ from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, Sto
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.log import Store
 from rollbook.store.marker import MARKER
+from rollbook.store.permissions import make_empty
 from rollbook.store.sealed.compact import GONE, remove_superseded
 from rollbook.store.sealed.leases import removing
 from rollbook.store.sealed.parquet import sha256_of
@@ -162,7 +163,7 @@ def _upload(log: Store, unit: Unit, settings: RemoteSettings, base: str) -> Unit
 
 
 def _note(folder: Path, address: str) -> None:
-    with (folder / UPLOADING).open("w") as file:
+    with make_empty(folder / UPLOADING).open("w") as file:
         file.write(address)
         file.flush()
         os.fsync(file.fileno())

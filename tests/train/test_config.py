@@ -126,7 +126,7 @@ def test_overrides(tmp_path: Path) -> None:
     assert config.recipe.splits == ("teacher",)
     assert config.algorithm == SftConfig(name="sft", batch_size=2)
     assert config.sync is not None
-    assert config.sync.engines == ("http://x/engine",)
+    assert [str(engine) for engine in config.sync.engines] == ["http://x/engine"]
 
 
 @pytest.mark.parametrize(

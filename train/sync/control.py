@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
@@ -55,16 +56,19 @@ class EngineControl:
     Args:
         url: where its control routes are: an SGLang server, or a proxy's `/engine`.
         key: sent as a bearer token.
+        login: the header `authorization`, where the address held a login.
     """
 
     url: str
     timeout_s: float = 60.0
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
+    login: str | None = field(default=None, repr=False)
     _client: httpx.Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/")
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        address = EngineAddress.of(self.url).plain
+        self.url, self.login = address.url, self.login or address.login
+        headers = replace(address, login=self.login).headers(self.key)
         limits = httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, 10.0))
         self._client = httpx.Client(timeout=limits, headers=headers)
 

@@ -15,6 +15,7 @@ import uvicorn
 from http_upstream import HttpUpstream
 
 from rollbook import store
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, Upstream, build_upstream_app
@@ -121,7 +122,7 @@ def passing(tmp_path: Path, upstream: HttpUpstream) -> Iterator[Callable[..., Pa
     def make(key: str | None = None, ask: Any = None, url: str | None = None, **options: Any) -> Passed:
         for one in made:
             one.close()
-        target = Upstream(url or upstream.url, key, ask)
+        target = Upstream(EngineAddress.of(url or upstream.url), key, ask)
         made.append(Passed(tmp_path / "store", target, ProxyOptions(**options)))
         return made[-1]
 

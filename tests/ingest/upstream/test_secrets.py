@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from http_upstream import chat_reply, sse, streamed, whole
@@ -11,6 +13,7 @@ from http_upstream import chat_reply, sse, streamed, whole
 from rollbook.ingest.identity import trajectory_key
 from rollbook.ingest.keys import Keys
 from rollbook.ingest.redact import Redactor
+from rollbook.store.redaction import PLACEHOLDER
 from rollbook.store.secret import store_secret
 
 CHAT = "/v1/chat/completions"
@@ -39,10 +42,9 @@ def test_the_agents_key_goes_to_the_upstream_and_not_to_disk(
         reply = passed.post(f"{CHAT}?key={SECRET}", body, name, headers=headers)
         passed.turn(name)
     assert SECRET in reply.text
-    if "cookie" not in headers:
-        assert "[redacted]" in passed.turn("u").failed.error
-        passed.close()
-        assert SECRET.encode() not in passed.bytes_on_disk()
+    assert "provided: [secret:" in passed.turn("u").failed.error
+    passed.close()
+    assert SECRET.encode() not in passed.bytes_on_disk()
     for asked in upstream.asked:
         assert all(asked.header(name) == value for name, value in headers.items())
         assert asked.json == body
@@ -66,7 +68,7 @@ def test_the_engines_key_takes_its_place(
     passed.post(CHAT, {"messages": [USER]}, headers=sent)
     names = ("authorization", "x-api-key")
     assert {n: v for n in names if (v := upstream.asked[0].header(n)) is not None} == arrives
-    assert passed.turn().failed.error.endswith('"bad key [redacted]"}')
+    assert passed.turn().failed.error.startswith('the upstream answers 403: {"error": "bad key [secret:')
     passed.close()
     assert b"sk-engine-key" not in passed.bytes_on_disk()
 
@@ -142,13 +144,15 @@ def test_redaction_is_of_the_record_alone(passing: Any, upstream: Any, stream: b
     assert passed.post(CHAT, body).content == said
     assert upstream.asked[0].json == body
     done = passed.turn().completed
-    assert passed.turn().requested.messages[0]["content"] == "mine is [redacted]"
-    assert done.reply["content"] == "[redacted]"
+    [said_, replied] = (passed.turn().requested.messages[0]["content"], done.reply["content"])
+    assert PLACEHOLDER.fullmatch(said_.removeprefix("mine is "))
+    assert PLACEHOLDER.fullmatch(replied)
+    assert replied not in said_
     assert done.flags == ["text_only", "redacted"]
     assert "token_ids" not in json.dumps(done.upstream)
     assert "RET-" not in json.dumps(done.upstream)
     assert "SECRET-9" in passed.post(CHAT, body, "u").text
-    assert "no [redacted]" in passed.turn("u").failed.error
+    assert "no [secret:" in passed.turn("u").failed.error
     passed.close()
     assert b"SECRET-" not in passed.bytes_on_disk()
 
@@ -160,3 +164,102 @@ def test_redaction_that_finds_nothing_takes_no_tokens(passing: Any, upstream: An
     upstream.answers.append(whole(chat_reply(choices=[choice], prompt_token_ids=[2])))
     passed.chat(USER, api_key="mine")
     assert passed.turn().completed.flags == []
+
+
+def test_what_is_outside_the_conversation_is_out_of_the_record(passed: Any, upstream: Any) -> None:
+    """Bytes pass unchanged, the record holds none of it, and a turn's tokens are kept all the same."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Hi"}, "token_ids": [1]}
+    echo = {
+        "metadata": {"password": "s3cret-one"},
+        "tools": [{"type": "mcp", "headers": {"a": "s3cret-two"}}],
+    }
+    upstream.answers.append(whole(chat_reply(choices=[choice], prompt_token_ids=[2], **echo)))
+    tool = {
+        "type": "mcp",
+        "server_url": "https://u:s3cret-three@h/?sig=s3cret-four",
+        "authorization": "s3cret-five",
+    }
+    body = {"messages": [USER], "tools": [tool], "metadata": {"api_token": "s3cret-six"}, "max_tokens": 5}
+    passed.post(f"{CHAT}?api_key=s3cret-seven", body)
+    turn = passed.turn()
+    assert upstream.asked[0].json == body
+    assert (turn.completed.flags, turn.completed.completion_ids.tolist()) == ([], [1])
+    assert turn.requested.request["max_tokens"] == 5
+    passed.close()
+    assert b"s3cret-" not in passed.bytes_on_disk()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cookies_and_credentials_that_an_error_repeats(passed: Any, upstream: Any, stream: bool) -> None:
+    """Whatever form they are repeated in, whether the error is a reply or stands in one."""
+    login = base64.b64encode(b"agent:p@ss w0rd/42").decode()
+    shown = [
+        "p@ss w0rd/42",
+        quote("p@ss w0rd/42", safe=""),
+        login,
+        "set-by-you",
+        "c00kie-sent",
+        "in-the-query",
+    ]
+    said = {"error": {"message": f"no: {' | '.join(shown)} Set-Cookie: other=v4lue; Path=/"}}
+    answer = streamed(sse(said), [9]) if stream else whole(said, "400 Bad Request")
+    answer.headers = [*answer.headers, ("set-cookie", "sid=set-by-you; HttpOnly")]
+    upstream.answers.append(answer)
+    headers = {"authorization": f"Basic {login}", "cookie": "c=c00kie-sent"}
+    reply = passed.post(f"{CHAT}?key=in-the-query", {"messages": [USER], "stream": stream}, headers=headers)
+    assert "set-by-you" in reply.text
+    error = passed.turn().failed.error
+    for secret in (*shown, "v4lue"):
+        assert secret not in error
+    assert error.count("[secret:") >= 5
+    passed.close()
+    assert b"w0rd" not in passed.bytes_on_disk()
+
+
+LOGIN = "Basic " + base64.b64encode(b"user:pl4nted!").decode()
+
+
+def test_a_login_in_the_address_goes_to_the_upstream_and_nowhere_else(
+    passing: Any, upstream: Any, capsys: Any
+) -> None:
+    """As the header that it stands for; the query of the address goes with every request."""
+    address = upstream.url.replace("://", "://user:pl4nted%21@") + "/v1/?api-version=7&key=k-pl4nted"
+    passed = passing(url=address)
+    upstream.answers += [whole(chat_reply()), whole({"error": f"bad {LOGIN} k-pl4nted"}, "401 Unauthorized")]
+    for name in ("t", "u"):
+        passed.post(f"{CHAT}?x=1", {"messages": [USER]}, name, headers={"x-api-key": "mine"})
+    for asked in upstream.asked:
+        assert (asked.header("authorization"), asked.header("x-api-key")) == (LOGIN, "mine")
+        assert asked.target.endswith("/v1/chat/completions?api-version=7&key=k-pl4nted&x=1")
+    failed = passed.turn("u").failed.error
+    shown = [failed, passed.http.get("/healthz").text, passed.http.get("/metrics").text, *capsys.readouterr()]
+    passed.close()
+    data = passed.bytes_on_disk() + "".join(shown).encode()
+    for secret in (b"pl4nted", LOGIN.encode(), LOGIN.split()[1].encode()):
+        assert secret not in data
+
+
+def test_an_upstream_that_is_away_is_named_without_its_login(passing: Any) -> None:
+    """In the reply, in the log and on the screen."""
+    passed = passing(url="http://user:pl4nted@127.0.0.1:9/?token=t-pl4nted")
+    reply = passed.chat(USER)
+    assert reply.status_code == 502
+    assert "http://127.0.0.1:9 cannot be reached" in reply.text
+    text = reply.text + passed.turn().failed.error
+    passed.close()
+    assert "pl4nted" not in text
+    assert b"pl4nted" not in passed.bytes_on_disk()
+
+
+def test_known_formats_are_taken_out_of_the_record_alone(passing: Any, upstream: Any) -> None:
+    """Bytes pass unchanged; of what was taken out of the text no tokens are kept."""
+    key = "ghp_" + "aB3d" * 9
+    passed = passing(redactor=Redactor(["known"]))
+    choice = {"index": 0, "message": {"role": "assistant", "content": f"it is {key}"}, "token_ids": [1]}
+    upstream.answers.append(whole(chat_reply(choices=[choice], prompt_token_ids=[2])))
+    reply = passed.post(CHAT, {"messages": [{"role": "user", "content": f"mine is {key}"}]})
+    assert key in reply.text
+    assert key in str(upstream.asked[0].json)
+    assert passed.turn().completed.flags == ["text_only", "redacted"]
+    passed.close()
+    assert key.encode() not in passed.bytes_on_disk()

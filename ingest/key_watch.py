@@ -1,0 +1,83 @@
+"""Counts keys of known formats in conversations, and warns of them: they are recorded as they came.
+
+Only what is new is looked at: the messages that a request adds, and replies. A large one takes a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollbook.ingest.metrics import Metrics
+from rollbook.store import Event
+from rollbook.store.events import Record, TurnCompleted, TurnRequested
+from rollbook.store.redaction import conversation, find_keys
+
+LARGE = 1 << 20
+"""Characters that are looked through in a thread: a megabyte takes 2 ms."""
+
+
+_IN_MESSAGES = frozenset({"input", "instructions", "prompt", "system"})
+"""Fields of a request that are messages in the record besides."""
+
+
+class KeyWatch:
+    """Looks through what is recorded."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._warned: set[str] = set()
+
+    def take(self, events: Sequence[Event]) -> None:
+        """Look through events as they are recorded."""
+        for event in events:
+            texts = list(_new_texts(event.record))
+            if sum(map(len, texts)) > LARGE:
+                asyncio.get_running_loop().run_in_executor(None, self._look, event.record, texts)
+            elif texts:
+                self._look(event.record, texts)
+
+    def _look(self, record: Record, texts: list[str]) -> None:
+        # Together first, since there is hardly ever one: many small texts take as long as one large one.
+        for found in find_keys("\n".join(texts)):
+            self._metrics.keys_seen.labels(found.format).inc()
+            if found.format not in self._warned:
+                self._warned.add(found.format)
+                self._warn(found.format, record)
+
+    def _warn(self, format_: str, record: Record) -> None:
+        print(
+            f"rollbook: a conversation holds a key (format {format_}, turn {getattr(record, 'turn_id', '')}) "
+            "and is recorded as it came: `rollbook store secrets` finds keys, --redact known takes them out",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _new_texts(record: Record) -> Iterator[str]:
+    """The texts of a conversation that a record adds to it."""
+    if isinstance(record, TurnRequested):
+        # Behind the base turn comes its reply again, which was looked through when it was made.
+        first = record.messages[0] if record.messages else {}
+        echoed = record.base_turn_id is not None and first.get("role") == "assistant"
+        yield from _texts(record.messages[int(echoed) :])
+        if record.base_turn_id is None:
+            shown = conversation(record.request)
+            yield from _texts([value for name, value in shown.items() if name not in _IN_MESSAGES])
+    elif isinstance(record, TurnCompleted):
+        yield from _texts(record.reply)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            if not value.startswith("data:"):  # an image
+                yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value

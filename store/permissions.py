@@ -1,0 +1,113 @@
+"""Who may read a store's files: their owner alone, unless `store.toml` shares them.
+
+Whatever makes a file or a folder in a store makes it here, whatever the process's umask is. Those that are
+there keep their modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from rollbook.store.errors import ConfigError
+from rollbook.store.settings import read_settings
+
+_ROOTS = ("STORE.json", "store.toml")
+"""Files that only a store's own folder holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Of new files and folders."""
+
+    file: int
+    folder: int
+
+
+MODES = {
+    "nobody": Modes(0o600, 0o700),
+    # The bit before them: what is made in a folder belongs to the folder's group.
+    "group": Modes(0o660, 0o2770),
+    "all": Modes(0o664, 0o2775),
+}
+"""By `[files] share`. Who reads writes too: locks, leases."""
+
+
+def modes_of(path: Path) -> Modes:
+    """The modes of what is new at or below this path, by the settings of the store that it is in."""
+    path = Path(os.path.abspath(path))
+    for folder in (path, *path.parents):
+        if any((folder / name).exists() for name in _ROOTS):
+            try:
+                stat = (folder / "store.toml").stat()
+            except OSError:
+                break
+            return _read(folder, stat.st_mtime_ns, stat.st_ino)
+    return MODES["nobody"]
+
+
+@lru_cache(maxsize=256)
+def _read(folder: Path, _mtime_ns: int, _inode: int) -> Modes:
+    try:
+        return MODES[read_settings(folder).files.share]
+    except ConfigError:
+        return MODES["nobody"]  # whoever opens the store is told; until then nobody else gets anything
+
+
+def open_file(path: str | Path, flags: int) -> int:
+    """A descriptor, as of `os.open`; where O_CREAT makes the file, it has the store's mode."""
+    flags |= os.O_CLOEXEC
+    if not flags & os.O_CREAT:
+        return os.open(path, flags)
+    if not flags & os.O_EXCL:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags & ~os.O_CREAT)
+    mode = modes_of(Path(path).parent).file
+    try:
+        fd = os.open(path, flags | os.O_EXCL, mode)
+    except FileExistsError:
+        if flags & os.O_EXCL:
+            raise
+        return os.open(path, flags & ~os.O_CREAT)  # made meanwhile
+    try:
+        _set(fd, mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def make_empty(path: Path) -> Path:
+    """The path, at which there is a file with the store's mode now: for libraries that open by name."""
+    os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+    return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with the store's mode, and those above it that are missing; one that is there stays.
+
+    Raises:
+        FileExistsError: a file is there.
+    """
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_folder(path.parent)
+    modes = modes_of(path)
+    try:
+        os.mkdir(path, modes.folder & 0o777)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return  # made meanwhile
+    if path.stat().st_mode & 0o7777 != modes.folder:
+        path.chmod(modes.folder)
+
+
+def _set(fd: int, mode: int) -> None:
+    """What the umask took of it."""
+    if os.fstat(fd).st_mode & 0o7777 != mode:
+        os.fchmod(fd, mode)

@@ -1,0 +1,22 @@
+"""What a secret looks like, and what stands in its place. Pure."""
+
+from rollbook.store.redaction.formats import ANY_KEY, find_keys
+from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name
+from rollbook.store.redaction.places import conversation, outside
+from rollbook.store.redaction.records import cleaned
+from rollbook.store.redaction.scrub import DEEPEST, Scrubber, credentials, secrets_in, shown
+
+__all__ = [
+    "ANY_KEY",
+    "DEEPEST",
+    "PLACEHOLDER",
+    "Scrubber",
+    "cleaned",
+    "conversation",
+    "credentials",
+    "find_keys",
+    "is_secret_name",
+    "outside",
+    "secrets_in",
+    "shown",
+]

@@ -1,0 +1,79 @@
+"""Names of secrets: `x-api-key` and `refreshToken` are, `max_tokens` and `token_ids` are not. Pure."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+PLACEHOLDER = re.compile(r"\[secret:[0-9a-f]{12}\]")
+"""What stands in a secret's place; a name that holds one names nothing by it."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_ALONE = (
+    "authorization",
+    "authentication",
+    "auth",
+    "apikey",
+    "password",
+    "passwd",
+    "passphrase",
+    "pwd",
+    "secret",
+    "cookie",
+    "credential",
+    "jwt",
+)
+"""Words that say it by themselves; `clientsecret` and `dbpassword` end with one."""
+_ENDINGS = tuple(word for word in _ALONE if len(word) > 4)
+_KEYS_OF = frozenset(
+    {"api", "access", "secret", "private", "encryption", "signing", "subscription", "account", "auth"}
+    | {"shared", "master", "service", "client", "license", "ssh", "webhook", "engine"}
+)
+"""Before `key`: a key of these opens something. One of a cache or of a column does not."""
+_TOKENS_OF = frozenset(
+    {"access", "refresh", "auth", "api", "bearer", "session", "oauth", "csrf", "xsrf", "security", "id"}
+    | {"authorization", "personal", "github", "gitlab", "hf", "bot", "service", "user", "client"}
+)
+"""Before `tokens`: of these they are secrets. All others are those of a model."""
+_OF_A_MODEL = frozenset(
+    {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "stop", "end", "start", "begin", "special"}
+    | {"image", "audio", "video", "think", "thinking", "reasoning", "prompt", "completion", "input", "output"}
+    | {"sampled", "generated", "predicted", "max", "min", "total", "num", "per", "next", "first", "last"}
+    | {"last", "page", "continuation", "of", "to", "new", "draft", "added", "control", "top", "cached"}
+)
+"""Before `token`: a token of these is one of a model, or of a page."""
+_ABOUT = frozenset(
+    {"url", "uri", "endpoint", "type", "types", "name", "names", "count", "counts", "limit", "budget"}
+    | {"policy", "length", "size", "expires", "expiry", "ttl", "usage", "details", "version", "enabled"}
+    | {"required", "mode", "method", "methods", "scheme", "status", "error", "path", "domain", "at", "in"}
+    | {"ids", "index", "format", "provider", "algorithm", "rotation"}
+)
+"""Behind the word: then it is said of the secret, and is not one."""
+_VALUE = frozenset({"value", "secret", "string", "header", "text", "data", "raw", "b64", "base64", "plain"})
+"""Behind `token` or `key`: still the secret itself."""
+
+
+@lru_cache(maxsize=8192)
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a field, header, parameter or variable of this name is a secret."""
+    words = [word.lower() for word in _WORD.findall(PLACEHOLDER.sub("", name[:256]))]
+    if not words or words[-1] in _ABOUT:
+        return False
+    return any(_opens(words, at) for at in range(len(words)))
+
+
+def _opens(words: list[str], at: int) -> bool:
+    """Whether the word at this place, with its neighbours, names a secret."""
+    word, before = words[at], words[at - 1] if at else ""
+    single = word.removesuffix("s")
+    if single in _ALONE or single.endswith(_ENDINGS):
+        return True
+    if at < len(words) - 1 and words[at + 1] not in _VALUE and not words[at + 1].isdigit():
+        # `key_id`, `token_budget`: of something else. AWS calls half of a secret an id.
+        return (word, words[at + 1]) == ("key", "id") and before == "access"
+    if single.endswith("key"):
+        return (before if single == "key" else single.removesuffix("key")) in _KEYS_OF
+    if word.endswith("tokens"):
+        return (before if word == "tokens" else word.removesuffix("tokens")) in _TOKENS_OF
+    if word.endswith("token"):
+        return (before if word == "token" else word.removesuffix("token")) not in _OF_A_MODEL
+    return word == "bearer"

@@ -1,0 +1,144 @@
+"""Secrets in running text, by how they stand in it: `password=...`, `https://user:...@host`. Pure.
+
+Each search takes time by the length of the text alone, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Iterator
+from urllib.parse import unquote
+
+from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name
+
+_P = PLACEHOLDER.pattern
+_PIECE = 1 << 16
+Replace = Callable[[str], str]
+"""A secret -> what stands in its place; of a placeholder, itself."""
+
+_STEMS = (
+    r"authori[sz]ation|authentication|auth|bearer|cookie|credential|jwt|key|pwd|passphrase|passw(?:or)?d"
+    r"|secret|token"
+)
+_HINTS = re.compile(rf"{_STEMS}|basic|:/{{2}}|[?&;#][\w.%-]+=|%3d", re.IGNORECASE)
+"""In every text that one of the others fits."""
+_LOGIN = re.compile(rf"(?<=:/{{2}})(?:{_P}|[^\s/?#\"'<>\\])+(?=@)")
+_CARRIED = re.compile(rf"\b((?:bearer|basic) {{1,4}})((?:{_P}|[A-Za-z0-9._~+/=-]){{8,}})", re.IGNORECASE)
+_PARAMETER = re.compile(r"(?:[?&;#]|%3F|%26)(?P<name>[\w.%-]{1,80}?)(?:=|%3D)", re.IGNORECASE)
+_PARAMETER_VALUE = re.compile(rf"(?:{_P}|[^\s&;#\"'<>\\)\]}}%]|%(?!26|23))+")
+# name: name= "name": 'name', and with the quotes escaped; what stands before the stem is looked at later.
+_ASSIGNED = re.compile(
+    rf"{_P}|(?P<name>(?:{_STEMS})[\w.-]{{0,40}})(?P<closed>\\{{0,8}}[\"'])?"
+    r"\s{0,4}(?(closed)[:=,]|[:=])\s{0,4}(?:(?P<quote>b?\\{0,8}[\"']))?",
+    re.IGNORECASE,
+)
+_NAME_CHARACTERS = string.ascii_letters + string.digits + "_.-"
+_KEY_OF = ("api ", "access ", "secret ", "private ", "auth ")
+_BARE = re.compile(
+    rf"(?:(?:bearer|basic|token|apikey|digest) {{1,4}})?(?:{_P}|[^\s,;&\"'<>\\{{}}\[\]()])+", re.IGNORECASE
+)
+_LINE = re.compile(r"[^\n\r\"'\\]+")
+_SCHEME = re.compile(r"(bearer|basic|token|apikey|digest|negotiate) +(?=\S)", re.IGNORECASE)
+_SIGNED = frozenset(
+    {"sig", "signature", "se", "key", "code", "hmac", "awsaccesskeyid", "googleaccessid", "key-pair-id"}
+    | {f"x-{who}-{what}" for who in ("amz", "goog") for what in ("signature", "credential", "security-token")}
+)
+"""Parameters of an address that open what it names, beside those whose name says so."""
+
+
+def opens(parameter: str) -> bool:
+    """Whether an address's parameter of this name opens what it names."""
+    return parameter.lower() in _SIGNED or is_secret_name(parameter)
+
+
+def without_secrets(text: str, replace: Replace) -> str:
+    """The text with each secret replaced that can be told by how it stands in it; twice is as once."""
+    if len(text) > 2 * _PIECE:
+        return "".join(_without_secrets(piece, replace) for piece in _pieces(text))
+    return _without_secrets(text, replace)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in parts, cut at the ends of lines: the interpreter is nobody else's during one search."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE
+        cut = max(text.find("\n", stop, stop + _PIECE), text.find(" ", stop, stop + _PIECE))
+        stop = cut + 1 if cut >= 0 else stop
+        yield text[start:stop]
+        start = stop
+
+
+def _without_secrets(text: str, replace: Replace) -> str:
+    if not _HINTS.search(text):
+        return text
+    text = _LOGIN.sub(lambda found: replace(found[0]), text)
+    text = _without_parameters(text, replace)
+    text = _without_assigned(text, replace)
+    return _CARRIED.sub(lambda m: m[1] + replace(m[2]) if _looks_random(m[2]) else m[0], text)
+
+
+def settled(value: str, replace: Replace) -> str:
+    """The value of a secret's name, replaced; the word before a credential (`Bearer`) stays."""
+    scheme, credential = split_scheme(value)
+    return scheme + replace(credential) if credential else value
+
+
+def split_scheme(value: str) -> tuple[str, str]:
+    """(`Bearer ` or another scheme's word, or nothing; the credential behind it)"""
+    scheme = _SCHEME.match(value)
+    start = scheme.end() if scheme else 0
+    return value[:start], value[start:].strip()
+
+
+def _without_parameters(text: str, replace: Replace) -> str:
+    parts, done, at = [], 0, 0
+    while (found := _PARAMETER.search(text, at)) is not None:
+        at = found.end()
+        name = unquote(found["name"])
+        if not opens(name):
+            continue
+        if (value := _PARAMETER_VALUE.match(text, at)) is not None:
+            parts += [text[done:at], replace(unquote(value[0]))]
+            done = at = value.end()
+    return "".join([*parts, text[done:]])
+
+
+def _without_assigned(text: str, replace: Replace) -> str:
+    parts, done, at = [], 0, 0
+    while (found := _ASSIGNED.search(text, at)) is not None:
+        at = found.end()
+        if found["name"] is None:
+            continue  # what was replaced before
+        name = _name_before(text[max(done, found.start() - 72) : found.start()]) + found["name"]
+        value = _value(text, at, name, found["quote"]) if is_secret_name(name) else None
+        if value is None or (name.lower() == "token" and not found["closed"] and not _looks_random(value)):
+            continue  # no value, or prose: unexpected token: end of file
+        parts += [text[done:at], settled(value, replace)]
+        done = at = at + len(value)
+    return "".join([*parts, text[done:]])
+
+
+def _name_before(text: str) -> str:
+    """The end of the text, as far as it is the beginning of a name."""
+    rest = text.rstrip(_NAME_CHARACTERS)
+    own = text[len(rest) :]
+    return own or next((word for word in _KEY_OF if rest.lower().endswith(word)), "")
+
+
+def _value(text: str, at: int, name: str, quote: str | None) -> str | None:
+    """What is assigned there: to the closing quote; of cookies, to the end of the line; else a word."""
+    if quote is not None:
+        closing = quote.removeprefix("b").removeprefix("B")
+        stop = text.find(closing, at)
+        line = text.find("\n", at, stop if stop >= 0 else len(text))
+        stop = line if line >= 0 else stop if stop >= 0 else len(text)
+        return text[at:stop] or None
+    found = (_LINE if "cookie" in name.lower() else _BARE).match(text, at)
+    return None if found is None else found[0]
+
+
+def _looks_random(value: str) -> bool:
+    """Whether it is no word of a language: with a digit in it, or very long."""
+    return len(value) >= 24 or (len(value) >= 8 and any(c.isdigit() for c in value))
