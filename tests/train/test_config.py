@@ -194,9 +194,13 @@ def test_the_command_says_what_is_wrong(cli: Callable[..., Any], tmp_path: Path)
     assert issubclass(ConfigError, RollbookError)
 
 
+def _sync(**settings: Any) -> SyncConfig:
+    return SyncConfig.model_validate({"engines": ("http://e:1",)} | settings)
+
+
 def test_the_key_of_engines() -> None:
     """Out of the environment, by the variable that is named: the configuration is recorded."""
-    usual, own = SyncConfig(engines=("e",)), SyncConfig(engines=("e",), key_env="PROXY_KEY")
+    usual, own = _sync(), _sync(key_env="PROXY_KEY")
     assert usual.key({}) is None
     assert usual.key({"ROLLBOOK_ENGINE_KEY": "k"}) == "k"
     assert own.key({"ROLLBOOK_ENGINE_KEY": "k", "PROXY_KEY": "p"}) == "p"
