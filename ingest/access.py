@@ -95,7 +95,15 @@ JUDGES_KINDS = frozenset({"trajectory.opened", "trajectory.finished", "reward.as
 AGENT = "agent"
 """The source of what an agent says of itself, which recipes train on by default."""
 
-_COMPILED: tuple[tuple[re.Pattern[str], Rule], ...] = tuple((compile_path(r.path)[0], r) for r in RULES)
+
+def _head(path: str) -> str:
+    """A path's first part."""
+    return path[1:].partition("/")[0]
+
+
+_COMPILED: dict[str, list[tuple[re.Pattern[str], Rule]]] = {}
+for _rule in RULES:
+    _COMPILED.setdefault(_head(_rule.path), []).append((compile_path(_rule.path)[0], _rule))
 
 
 def rule_of(method: str, path: str) -> Rule:
@@ -105,8 +113,10 @@ def rule_of(method: str, path: str) -> Rule:
         path: decoded, as routes are matched.
     """
     method = "GET" if method == "HEAD" else method
-    fits = (rule for pattern, rule in _COMPILED if rule.method in (ANY, method) and pattern.match(path))
-    return next(fits, OTHERWISE)
+    for pattern, rule in _COMPILED.get(_head(path), ()):
+        if rule.method in (ANY, method) and pattern.match(path):
+            return rule
+    return OTHERWISE
 
 
 def check_role(caller: Caller, rule: Rule, method: str, path: str) -> None:

@@ -11,6 +11,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rollbook.ingest.error_replies import error_form, error_reply
@@ -21,12 +22,23 @@ ASKS_NOBODY = ("application/x-www-form-urlencoded", "multipart/form-data", "text
 """Types of bodies that a page sends anywhere without asking there first."""
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/?#@\s]+)(?::(?P<port>[0-9]*))?")
+_LONGEST_HOST = 300
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _READS = ("GET", "HEAD")
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
 
+@lru_cache(maxsize=1024)
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1024)
 def is_loopback(address: str) -> bool:
     """Whether an address is this host's own; a name is none."""
     try:
@@ -54,11 +66,7 @@ class Own:
         """Whether a name or address, as `host_of` gives it, is ours."""
         if name in LOOPBACK_NAMES or name in self.names:
             return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return self.addresses or is_loopback(name)
+        return _is_address(name) and (self.addresses or is_loopback(name))
 
 
 def own(listening: str, machine: str, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> Own:
@@ -91,7 +99,7 @@ def own(listening: str, machine: str, hosts: Iterable[str] = (), origins: Iterab
 def host_of(text: str) -> tuple[str, str] | None:
     """(name or address in small letters, without brackets and last dot; port or "") of a Host, or None."""
     found = _HOST.fullmatch(text.strip().lower())
-    if found is None:
+    if found is None or len(text) > _LONGEST_HOST:
         return None
     name = found["name"].strip("[]").removesuffix(".")
     return (name, found["port"] or "") if name else None
