@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollbook.ingest.metrics import Metrics
+from prometheus_client import CollectorRegistry, Counter
+
 from rollbook.store import Event
 from rollbook.store.events import Record, TurnCompleted, TurnRequested
 from rollbook.store.redaction import conversation, find_keys
@@ -24,13 +25,26 @@ _IN_MESSAGES = frozenset({"input", "instructions", "prompt", "system"})
 
 
 class KeyWatch:
-    """Looks through what is recorded."""
+    """Looks through what is recorded.
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    Args:
+        registry: of the counter.
+        then: is told of the same events.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, then: Callable[[list[Event]], None] | None = None
+    ) -> None:
+        self.seen = Counter(
+            "rollbook_keys_seen",
+            "Keys of known formats in recorded conversations.",
+            ["format"],
+            registry=registry,
+        )
+        self._then = then
         self._warned: set[str] = set()
 
-    def take(self, events: Sequence[Event]) -> None:
+    def take(self, events: list[Event]) -> None:
         """Look through events as they are recorded."""
         for event in events:
             texts = list(_new_texts(event.record))
@@ -38,11 +52,13 @@ class KeyWatch:
                 asyncio.get_running_loop().run_in_executor(None, self._look, event.record, texts)
             elif texts:
                 self._look(event.record, texts)
+        if self._then is not None:
+            self._then(events)
 
     def _look(self, record: Record, texts: list[str]) -> None:
         # Together first, since there is hardly ever one: many small texts take as long as one large one.
         for found in find_keys("\n".join(texts)):
-            self._metrics.keys_seen.labels(found.format).inc()
+            self.seen.labels(found.format).inc()
             if found.format not in self._warned:
                 self._warned.add(found.format)
                 self._warn(found.format, record)

@@ -59,12 +59,6 @@ class Metrics:
             ["method"],
             registry=self.registry,
         )
-        self.keys_seen = Counter(
-            "rollbook_keys_seen",
-            "Keys of known formats in recorded conversations.",
-            ["format"],
-            registry=self.registry,
-        )
         self.engine_s = Histogram(
             "rollbook_engine_seconds",
             "Time of a turn in the engine.",

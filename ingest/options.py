@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rollbook.ingest.keys import Keys
+from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.respond import KeepAlive
 from rollbook.ingest.web_pages import Own
@@ -42,9 +42,10 @@ class ProxyOptions:
     redactor: Redactor = field(default_factory=Redactor)
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
 
-    def of_store(self, store: Path) -> ProxyOptions:
-        """The same, with digests of secrets that are this store's own."""
-        return replace(self, redactor=self.redactor.keyed(store_secret(store, SECRETS)))
+    def recorded_by(self, recorder: Recorder) -> ProxyOptions:
+        """The same, with the store's own digests of secrets; the recorder cleans errors by them too."""
+        recorder.redactor = self.redactor.keyed(store_secret(recorder.store.path, SECRETS))
+        return replace(self, redactor=recorder.redactor)
 
     def as_json(self) -> dict[str, Any]:
         """For `run.opened`: of keys their names and roles."""

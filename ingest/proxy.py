@@ -45,18 +45,12 @@ from rollbook.store.tail import Filter
 def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name: str = "rollbook") -> FastAPI:
     """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
     recorder, engine = taker.recorder, taker.engine
-    options = (options or ProxyOptions()).of_store(recorder.store.path)
-    recorder.redactor = options.redactor
+    options = (options or ProxyOptions()).recorded_by(recorder)
     gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, taker.hold_s)
     door = FrontDoor(recorder, options, gate if options.admission else None)
     metrics, room = Metrics(), BodyRoom(options)
-    watch = KeyWatch(metrics)
-
-    def appended(events: list[Event]) -> None:
-        gate.take(events)
-        watch.take(events)
-
-    recorder.on_events, recorder.on_lost = appended, metrics.lost_events.inc
+    recorder.on_events = KeyWatch(metrics.registry, gate.take).take
+    recorder.on_lost = metrics.lost_events.inc
     deaf: list[str] = []
     """Why the log is followed no more: then nobody would hear of a sync, or of room for trajectories."""
 
@@ -85,8 +79,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     add_error_replies(app, error_form)
-    links = ImageLinks(options.image_hosts)
-    routes = ModelRoutes(recorder, taker, door, room, metrics, links, model_name)
+    routes = ModelRoutes(recorder, taker, door, room, metrics, ImageLinks(options.image_hosts), model_name)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard)
     streams = app.state.streams = add_event_routes(app, recorder)

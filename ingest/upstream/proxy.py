@@ -243,11 +243,10 @@ def build_upstream_app(
     recorder: Recorder, upstream: Upstream, options: ProxyOptions | None = None, policy: str = "actor"
 ) -> FastAPI:
     """The record-only proxy as an ASGI application."""
-    options = (options or ProxyOptions()).of_store(recorder.store.path)
-    recorder.redactor = options.redactor
+    options = (options or ProxyOptions()).recorded_by(recorder)
     metrics, door, room = Metrics(), FrontDoor(recorder, options), BodyRoom(options)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
-    recorder.on_events, recorder.on_lost = KeyWatch(metrics).take, metrics.lost_events.inc
+    recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     passages = PassageRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
     paths = paths_of(upstream.passes) if upstream.secrets else None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollbook.store.events import Record, RunOpened, StepFailed, SyncFailed, TurnFailed
+from rollbook.store.training_events import EngineControlled
 
 
 def cleaned(record: Record, text: Callable[[str], str], fields: Callable[[Any], Any]) -> Record:
@@ -20,6 +21,10 @@ def cleaned(record: Record, text: Callable[[str], str], fields: Callable[[Any], 
         case TurnFailed() | StepFailed() | SyncFailed():
             error = text(record.error)
             return record if error == record.error else replace(record, error=error)
+        case EngineControlled():
+            said, asked = record.error and text(record.error), fields(record.asked)
+            same = said == record.error and asked is record.asked
+            return record if same else replace(record, error=said, asked=asked)
         case RunOpened():
             config = fields(record.config)
             return record if config is record.config else replace(record, config=config)

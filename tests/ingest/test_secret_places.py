@@ -9,11 +9,11 @@ from typing import Any
 
 import orjson
 import pytest
+from prometheus_client import CollectorRegistry
 from streamed import PATHS, asked
 
 from rollbook import store
 from rollbook.ingest.key_watch import KeyWatch
-from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.redact import Redactor, changes_conversation
 from rollbook.store import Event
@@ -162,7 +162,7 @@ def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(played: Any,
         [turn] = proxy.trajectories()[name].turns.values()
         said.append(turn.requested.request["api_key"])
     assert said[0] == said[1] != said[2]
-    assert ProxyOptions().of_store(one.store.path).redactor.fields({"api_key": S[0]}) == {"api_key": said[0]}
+    assert ProxyOptions().recorded_by(one.recorder).redactor.fields({"api_key": S[0]}) == {"api_key": said[0]}
 
 
 def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Any) -> None:
@@ -218,7 +218,7 @@ def test_keys_in_conversations_are_counted_and_warned_of_once(played: Any, capsy
 
 def test_a_megabyte_is_looked_through_in_milliseconds(capsys: Any) -> None:
     """So that the proxy's loop may do it; a larger one takes a thread."""
-    watch = KeyWatch(Metrics())
+    watch = KeyWatch(CollectorRegistry())
     text = ("the agent asks for a token, and the desk says: risk-free. " * 18_000)[: 2**20]
     none = token_ids([])
     record = TurnCompleted(
@@ -234,8 +234,7 @@ def test_a_megabyte_is_looked_through_in_milliseconds(capsys: Any) -> None:
 
 def test_images_and_connections_are_not_looked_through(capsys: Any) -> None:
     """A key is looked for in texts of the conversation."""
-    metrics = Metrics()
-    watch = KeyWatch(metrics)
+    watch = KeyWatch(CollectorRegistry())
     content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{key(1)}"}}]
     request = {
         "tools": [{"type": "function", "function": {"description": key(2)}}],
@@ -247,7 +246,7 @@ def test_images_and_connections_are_not_looked_through(capsys: Any) -> None:
             None, {}, {}, "k", {},
         )  # fmt: skip
         watch.take([Event(record, "r")])
-    assert metrics.keys_seen.labels("openai")._value.get() == 1  # the tool's description, once
+    assert watch.seen.labels("openai")._value.get() == 1  # the tool's description, once
 
 
 def test_what_changes_a_conversation() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from upstream_replies import ENDPOINTS
 
 from rollbook.ingest.access import Role
+from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.identity import trajectory_key
 from rollbook.ingest.keys import Key, Keys, digest_of
 from rollbook.ingest.serve_options import ServeOptions, upstream_of
@@ -155,7 +156,7 @@ def test_more_paths() -> None:
 
 def test_options_of_an_upstream(tmp_path: Any) -> None:
     """Paths go with a key; what they are is recorded."""
-    words: Any = {"engine_urls": ("http://x",), "pass_paths": ("POST /v1/rerank",)}
+    words: Any = {"engine_urls": (EngineAddress("http://x"),), "pass_paths": ("POST /v1/rerank",)}
     options = ServeOptions(tmp_path, engine_key="k", **words)
     assert upstream_of(options).passes == ("POST /v1/rerank",)
     assert options.as_json()["pass_paths"] == ("POST /v1/rerank",)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollbook.store.events import RunOpened, StepFailed, SyncFailed, TurnDelivered, TurnFailed
 from rollbook.store.redaction import PLACEHOLDER, Scrubber, cleaned, credentials, secrets_in, shown
+from rollbook.store.training_events import EngineControlled
 
 SCRUB = Scrubber(b"k" * 32)
 SECRET = "hunter2-pl4nted"
@@ -198,6 +199,11 @@ def test_records_that_repeat_errors_and_settings() -> None:
     assert cleaned(failed, *clean).error == f"http://{GONE}@h"  # type: ignore[attr-defined]
     opened = RunOpened("serve", {"engine_ask": {"api_key": SECRET}, "n": 1})
     assert cleaned(opened, *clean) == RunOpened("serve", {"engine_ask": {"api_key": GONE}, "n": 1})
+    controlled = EngineControlled("e", "load", {"path": f"http://{SECRET}@h"}, f"password={SECRET}")
+    assert cleaned(controlled, *clean) == EngineControlled(
+        "e", "load", {"path": f"http://{GONE}@h"}, f"password={GONE}"
+    )
+    assert cleaned(EngineControlled("e", "pause", {"mode": "abort"}), *clean).error is None  # type: ignore[attr-defined]
     for record in (TurnFailed("t", "u", "no"), RunOpened("serve", {"n": 1}), TurnDelivered("t", "u", "sent")):
         assert cleaned(record, *clean) is record
 
