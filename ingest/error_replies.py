@@ -12,7 +12,13 @@ from starlette.responses import Response
 
 from rollbook.ingest.endpoints.messages import Messages
 from rollbook.ingest.endpoints.openai_error import openai_error
-from rollbook.store.errors import EngineError, RequestError, UnstorableError, WriteFailedError
+from rollbook.store.errors import (
+    EngineError,
+    LimitError,
+    RequestError,
+    UnstorableError,
+    WriteFailedError,
+)
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 
@@ -25,9 +31,9 @@ def error_form(path: str) -> Callable[[int, str, str], Json]:
     return Messages().error if "/v1/messages" in path else openai_error
 
 
-FINAL = (400, 401, 403, 404, 405, 409, 413, 415, 421, 422)
+FINAL = (400, 401, 403, 404, 405, 409, 413, 414, 415, 421, 422, 431)
 """What will not change by itself must not be tried again."""
-RETRY_AFTER_S = {503: 10, 429: 1}
+RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
 """Some clients give up where they are told to wait for a minute or more."""
 
 
@@ -62,10 +68,16 @@ def error_reply(form: Form, path: str, error: Exception) -> Response:
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def add_error_replies(app: FastAPI, form: Form) -> None:
-    """Answer every error with `error_reply`. What nobody foresaw the server logs, too."""
+def add_error_replies(app: FastAPI, form: Form, refused: Callable[[str], None]) -> None:
+    """Answer every error with `error_reply`. What nobody foresaw the server logs, too.
+
+    Args:
+        refused: told the code of whatever a limit refuses.
+    """
 
     async def reply(request: Request, error: Exception) -> Response:
+        if isinstance(error, LimitError):
+            refused(error.code)
         return error_reply(form, request.url.path, error)
 
     ours = (RequestError, EngineError, WriteFailedError, UnstorableError)

@@ -1,44 +1,53 @@
-"""The tail as a stream of bytes: server-sent events, or Arrow.
+"""A tail as messages: server-sent events, or Arrow. Each is read by one worker thread at a time.
 
-Everything that reads the log runs in worker threads, one batch at a time and only when the client has
-taken the one before: a slow client slows nobody else down and takes no memory. All clients that wait are
-woken by one look at the watermarks.
+A feed at rest holds a cut and nothing else: it can be put aside at any time, and goes on behind the last
+event that it handed out.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any, Protocol
 
-import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rollbook.store import Event, Store, format_cut
-from rollbook.store.codec import decode, inline_bodies
-from rollbook.store.errors import RollbookError
+from rollbook.store import Event, format_cut
+from rollbook.store.codec import decode, inline_bodies, refers
 from rollbook.store.event_json import json_bytes
-from rollbook.store.lane.marks import wait_for_growth
+from rollbook.store.lane.reader import LaneReader
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.tail import Tail
 
-KEEP_ALIVE_S = 15.0
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 256 << 10
 """A message is sent once it has grown to about this many bytes; one event is never cut in two."""
 SEARCH_S = 0.2
 """How long a thread reads on without anything wanted before it lets others have their turn."""
-THREADS = 4
 END_OF_ARROW_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
-T = TypeVar("T")
+
+class Feed(Protocol):
+    """Messages of a tail, one after another."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+
+    def next(self) -> bytes | None:
+        """The next message; empty where none was found in `SEARCH_S`; None at the head, once it was told."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory, about, that reading holds until it rests; 0 at the head."""
+
+    def rest(self) -> None:
+        """Let go of all that reading holds in memory."""
 
 
-class Feed:
-    """A tail as the bytes of server-sent events. It belongs to one worker thread at a time.
+class SseFeed:
+    """A tail as the bytes of server-sent events.
 
     Args:
         limit: send so many events in all, if given.
@@ -47,19 +56,36 @@ class Feed:
     def __init__(self, tail: Tail, limit: int | None) -> None:
         self._tail, self._left = tail, limit
         self._events: Iterator[Event] = iter(())
+        self._batch = 0
         self._cut = tail.cut()
         self._told: dict[str, int] | None = None
         self._round_ended = False
+        self._reading = Lock()
 
     @property
     def done(self) -> bool:
         """Whether the limit is reached."""
         return self._left == 0
 
+    @property
+    def held(self) -> int:
+        """Bytes of memory, about, that reading holds until it rests; 0 at the head."""
+        return 0 if self._tail.at_head else self._tail.held + self._batch
+
+    def rest(self) -> None:
+        """Let go of all that reading holds in memory."""
+        with self._reading:
+            if self._round_ended:
+                self._cut = self._tail.cut()
+            self._events, self._batch = iter(()), 0
+            self._tail.rest(self._cut)
+
     def next(self) -> bytes | None:
         """The next message; empty where none was found in `SEARCH_S`; None at the head, once it was told."""
-        if self._round_ended:
-            return self._head()
+        with self._reading:
+            return self._head() if self._round_ended else self._next()
+
+    def _next(self) -> bytes | None:
         deadline = time.monotonic() + SEARCH_S
         parts: list[bytes] = []
         size = 0
@@ -81,6 +107,7 @@ class Feed:
                 self._round_ended = True
                 break
             reader, batch = step
+            self._batch = batch.nbytes
             self._events = decode(batch, reader.lane, reader.body)
         return b"id: %s\ndata: [%s]\n\n" % (self._id(), b",".join(parts)) if parts else b""
 
@@ -96,114 +123,68 @@ class Feed:
         return format_cut(self._cut).encode()
 
 
-class Growth:
-    """Wakes everybody who waits for the log to grow, with one thread that watches it for all of them."""
+class ArrowFeed:
+    """One round of a tail as an Arrow IPC stream, requests whole."""
 
-    def __init__(self, store: Path, pool: ThreadPoolExecutor) -> None:
-        self.count = 0
-        """Rises whenever the log has grown."""
-        self._store, self._pool = store, pool
-        self._head: dict[str, int] = {}
-        self._waiting = 0
-        self._grown = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, tail: Tail) -> None:
+        self._tail = tail
+        self._cut = tail.cut()
+        self._rows: Iterator[tuple[LaneReader, pa.RecordBatch]] = iter(())
+        self._begun = self._ended = False
+        self._reading = Lock()
 
-    async def after(self, seen: int, timeout_s: float) -> None:
-        """Return when `count` is no longer `seen`, or after so many seconds."""
-        if self.count != seen:
-            return
-        self._waiting += 1
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._watch())
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._grown.wait(), timeout_s)
-        finally:
-            self._waiting -= 1
+    @property
+    def done(self) -> bool:
+        """Whether the stream has its end."""
+        return self._ended
 
-    async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            try:
-                head = await loop.run_in_executor(self._pool, wait_for_growth, self._store, self._head, 1.0)
-            except RollbookError:
-                head = {}  # whoever reads the damaged lane next says what is wrong with it
-                await asyncio.sleep(1.0)
-            if head != self._head or not head:
-                self._head = head
-                self.count += 1
-                self._grown.set()
-                self._grown = asyncio.Event()
+    @property
+    def held(self) -> int:
+        """Bytes of memory, about, that reading holds until it rests; 0 at the head."""
+        return self._tail.held
 
+    def rest(self) -> None:
+        """Let go of all that reading holds in memory."""
+        with self._reading:
+            self._rows = iter(())
+            self._tail.rest(self._cut)
 
-class EventStreams:
-    """The streams that are open now, and the threads that read for them."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.open = 0
-        """Streams being sent now."""
-        self.stopping: Callable[[], bool] = lambda: False
-        """Whether the server is shutting down, so that endless streams end."""
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="read-log")
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="watch-log")
-        self._growth = Growth(store.path, self._watcher)
-
-    async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Do work in a reading thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
-
-    async def messages(self, feed: Feed, follow: bool) -> AsyncIterator[bytes]:
-        """The feed's messages until its end, for ever with `follow`, with signs of life between them."""
-        self.open += 1
-        sent = time.monotonic()
-        try:
-            while not (feed.done or self.stopping()):
-                seen = self._growth.count
-                message = await self.run(feed.next)
-                if message is None:
-                    if not follow:
-                        return
-                    await self._growth.after(seen, min(1.0, KEEP_ALIVE_S))
-                elif message:
-                    yield message
-                    sent = time.monotonic()
-                if time.monotonic() - sent >= KEEP_ALIVE_S:
-                    yield b": still here\n\n"
-                    sent = time.monotonic()
-        except RollbookError as error:  # the status went out long ago
-            body = {"error": {"message": str(error), "type": "server_error", "code": "store_failed"}}
-            yield b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
-        finally:
-            self.open -= 1
-
-    async def arrow(self, tail: Tail) -> AsyncIterator[bytes]:
-        """One round of the tail as an Arrow IPC stream."""
-        self.open += 1
-        try:
-            yield TABLE_SCHEMA.serialize().to_pybytes()
-            while (message := await self.run(_arrow_message, tail)) is not None:
-                if message:
-                    yield message
-            yield END_OF_ARROW_STREAM
-        finally:
-            self.open -= 1
-
-    def close(self) -> None:
-        """Let the threads go."""
-        self._pool.shutdown(wait=False)
-        self._watcher.shutdown(wait=False)
+    def next(self) -> bytes | None:
+        """The next message: the schema, record batches, the end of the stream; empty where none is wanted."""
+        with self._reading:
+            if not self._begun:
+                self._begun = True
+                schema: bytes = TABLE_SCHEMA.serialize().to_pybytes()
+                return schema
+            step = next(self._rows, None)
+            if step is not None:
+                reader, rows = step
+                self._cut[reader.lane] = rows.column("seq")[-1].as_py() + 1
+                return _arrow_message(reader, rows)
+            self._cut = self._tail.cut()
+            if (found := self._tail.next_batch()) is None:
+                self._ended = True
+                return END_OF_ARROW_STREAM
+            self._rows = _parts(*found)
+            return b""
 
 
-def _arrow_message(tail: Tail) -> bytes | None:
-    """The next record batch, with the lane first and requests whole; empty or None at the round's end."""
-    if (step := tail.next_batch()) is None:
-        return None
-    reader, batch = step
-    if not batch.num_rows:
-        return b""
-    whole = inline_bodies(batch, reader.body)
+def _parts(reader: LaneReader, batch: pa.RecordBatch) -> Iterator[tuple[LaneReader, pa.RecordBatch]]:
+    """The batch's rows in parts: those that refer to bodies by themselves, as these may be of any size."""
+    start = 0
+    for row in pc.indices_nonzero(refers(batch)).to_pylist():
+        if row > start:
+            yield reader, batch.slice(start, row - start)
+        yield reader, batch.slice(row, 1)
+        start = row + 1
+    if start < batch.num_rows:
+        yield reader, batch.slice(start)
+
+
+def _arrow_message(reader: LaneReader, rows: pa.RecordBatch) -> bytes:
+    """Rows as a record batch message, the lane first."""
+    whole = inline_bodies(rows, reader.body)
     lanes = pa.repeat(pa.scalar(reader.lane), whole.num_rows)
-    table = pa.record_batch([lanes, *whole.columns], schema=TABLE_SCHEMA)
+    table: Any = pa.record_batch([lanes, *whole.columns], schema=TABLE_SCHEMA)
     message: bytes = table.serialize().to_pybytes()
     return message

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
 
 from rollbook.ingest.access import JUDGES_KINDS, may_read_kinds
-from rollbook.ingest.event_feed import EventStreams, Feed
+from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.event_feed import ArrowFeed, SseFeed
+from rollbook.ingest.event_streams import EventStreams
 from rollbook.ingest.guard import caller_of
 from rollbook.ingest.recorder import Recorder
 from rollbook.store import Store, format_cut, parse_cut
@@ -24,18 +25,24 @@ PARAMETERS = frozenset({"from", "kinds", "run", "limit", "follow", "format"})
 FORMATS = ("sse", "arrow")
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
 EVERY_KIND = "*"
+CURSOR_BYTES = 1 << 20
+"""Most bytes of a cursor's body: a cut names each lane once."""
 Query = Mapping[str, str]
 
 
-def add_event_routes(app: FastAPI, recorder: Recorder) -> EventStreams:
-    """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application."""
-    streams = EventStreams(recorder.store)
+def add_event_routes(app: FastAPI, recorder: Recorder, room: BodyRoom, most: int = 64) -> EventStreams:
+    """Add `GET /v1/events` and `/v1/cursors/NAME`; the streams, to be closed with the application.
+
+    Args:
+        most: streams of events that may be open at once.
+    """
+    streams = EventStreams(recorder.store, most)
 
     @app.get("/v1/events")
     async def events(request: Request) -> Response:
         return await _events(streams, request)
 
-    _add_cursor_routes(app, recorder, streams)
+    _add_cursor_routes(app, recorder, streams, room)
     return streams
 
 
@@ -43,6 +50,7 @@ def add_event_routes(app: FastAPI, recorder: Recorder) -> EventStreams:
 
 
 async def _events(streams: EventStreams, request: Request) -> Response:
+    streams.check()
     query = request.query_params
     for name in query:
         if name not in PARAMETERS:
@@ -59,17 +67,15 @@ async def _events(streams: EventStreams, request: Request) -> Response:
         raise RequestError(403, "not_permitted", text)
     if form == "sse":
         tail = await streams.run(_tail, streams.store, start, wanted)
-        messages = streams.messages(Feed(tail, limit), follow)
-        return StreamingResponse(
-            messages, media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
+        no_cache = {"cache-control": "no-cache"}
+        return streams.response(SseFeed(tail, limit), "text/event-stream", follow=follow, headers=no_cache)
     if follow:
         raise _bad_query("follow=true", "an Arrow stream ends at the head: ask again from its X-Rollbook-Cut")
     tail = await streams.run(_tail, streams.store, start, wanted)
     end = _end(tail.cut(), await streams.run(streams.store.head), limit)
     tail.until = end
     headers = {"x-rollbook-cut": format_cut(end)}
-    return StreamingResponse(streams.arrow(tail), media_type=ARROW_STREAM, headers=headers)
+    return streams.response(ArrowFeed(tail), ARROW_STREAM, headers=headers)
 
 
 def _tail(store: Store, start: str | None, wanted: Filter) -> Tail:
@@ -136,7 +142,7 @@ def _bad_query(what: str, remedy: str) -> RequestError:
 # Cursors ------------------------------------------------------------------------------------
 
 
-def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams) -> None:
+def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams, room: BodyRoom) -> None:
     cursors = Cursors(recorder.store)
     moving = asyncio.Lock()
 
@@ -150,7 +156,8 @@ def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams) 
 
     @app.put("/v1/cursors/{name}")
     async def move_cursor(name: str, request: Request) -> Json:
-        cut = _cut_of(await request.body())
+        async with room.plain(request, CURSOR_BYTES) as raw:
+            cut = _cut_of(raw)
         async with moving:
             old = await _cursor(streams, cursors, name) or {}
             _check_forward(name, old, cut)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -13,15 +12,13 @@ from rollbook.ingest.access import Caller
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.guard import caller_of
 from rollbook.ingest.identity import Identity, split_path
+from rollbook.ingest.large_work import beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import OpenTrajectory
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
-
-LARGE_BYTES = 256 * 2**10
-"""Of a body that is looked through in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,11 @@ class FrontDoor:
         """Refuse a request beyond those that may be answered at once.
 
         Raises:
-            RequestError: 429.
+            LimitError: 429.
         """
         if running >= self.options.max_running:
             text = f"{running} requests are running, as many as --max-running allows: try again"
-            raise RequestError(429, "too_many_requests", text)
+            raise LimitError(429, "too_many_requests", text)
 
     def enter(self, request: Request) -> tuple[Json, str, Caller]:
         """(what the path says of the trajectory, the endpoint's path, who asks).
@@ -102,8 +99,7 @@ class FrontDoor:
 
     async def redacted(self, body: Json, size: int) -> Json:
         """A request of so many bytes without secrets. A large one is looked through in a thread."""
-        redact = self.options.redactor.body
-        return await asyncio.to_thread(redact, body) if size > LARGE_BYTES else redact(body)
+        return await beside(size, self.options.redactor.body, body)
 
     def hinted(self, identity: Identity) -> Identity:
         """The identity, its name without secrets where nobody chose it: a session's id may be anything."""

@@ -39,6 +39,12 @@ class Metrics:
         self.failures = Counter(
             "rollbook_failures", "Requests that failed, by code.", ["code"], registry=self.registry
         )
+        self.refusals = Counter(
+            "rollbook_refusals",
+            "Requests and connections that a limit refused, by code.",
+            ["code"],
+            registry=self.registry,
+        )
         self.retries = Counter(
             "rollbook_retries",
             "Requests that clients repeated, by what was done.",
@@ -89,6 +95,10 @@ class Metrics:
         """Count a request that was refused, or that failed on the way."""
         if isinstance(error, Exception):
             self.failures.labels(told(error)[1]).inc()
+
+    def refused(self, code: str) -> None:
+        """Count a request or a connection that a limit refused."""
+        self.refusals.labels(code).inc()
 
     def page(self, recorder: Recorder, version: int | None = None) -> Response:
         """The text that Prometheus reads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, unquote
@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.call_bounds import check_call
 from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.endpoints.completions import Completions
 from rollbook.ingest.endpoints.history import EarlierTurn
@@ -27,6 +28,7 @@ from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import caller_of
 from rollbook.ingest.identity import Identity, identify
 from rollbook.ingest.images import ImageLinks
+from rollbook.ingest.large_work import LARGE_BYTES, aside, beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
@@ -76,23 +78,23 @@ class ModelRoutes:
         if endpoint is None:
             raise RequestError(404, "not_found", f"{path}: write /t/ID/v1/..., with the path as it is")
         self.door.check_running(self._running)
-        self._running += 1
         try:
-            async with self.room.body(request) as raw:
+            # Who sends slowly is not running yet: it would keep those out who have sent.
+            async with self.room.plain(request) as raw, self._counted():
                 with contextlib.ExitStack() as places:
-                    sent = json_object(raw)
+                    sent = await beside(len(raw), json_object, raw)
                     body = await self.door.redacted(sent, len(raw))
                     identity = self.door.hinted(identify(said, request.headers, body, caller.key))
+                    retry = retry_count(request)
+                    arrival = await beside(
+                        len(raw), _arrival, endpoint.path, raw, sent, body, retry, caller.name
+                    )
                     live, call, planned = await self._read(
                         endpoint, identity, body, len(raw), request, places
                     )
-                    # Of the body as it is kept: a digest of a weak secret would give it away.
-                    kept = raw if body is sent else orjson.dumps(body)
-                    arrival = Arrival.of(endpoint.path, kept, retry_count(request), caller.name)
                     running = await self._running_call(live, call, arrival, planned)
                 running.rests_on.append(self.door.label(live, identity, caller.name))
         except BaseException as error:
-            self._running -= 1
             self.metrics.failed(error)
             raise
         live.sending += 1
@@ -106,6 +108,17 @@ class ModelRoutes:
             lambda error: endpoint.error(*told(error)),
             lambda: self._left(live),
         )
+
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """Count a request as running, until it fails; one that does not is counted until its reply is sent."""
+        self.door.check_running(self._running)
+        self._running += 1
+        try:
+            yield
+        except BaseException:
+            self._running -= 1
+            raise
 
     async def _running_call(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None
@@ -158,7 +171,8 @@ class ModelRoutes:
         if named is not None and (found := self.recorder.of_turn(named)) is not None:
             identity = replace(identity, name=found.opened.name)
         known = self.recorder.find(identity.name) if identity.name is not None else None
-        call = endpoint.read(body, lambda turn_id: _earlier(known, turn_id))
+        call = await beside(size, endpoint.read, body, lambda turn_id: _earlier(known, turn_id))
+        check_call(call, size, self.door.options.max_body_bytes)
         call = replace(call, messages=await self.images.resolved(call.messages))
         if identity.name is not None and known is None:
             self._running -= 1  # who is held must not keep those out that others wait for
@@ -167,13 +181,17 @@ class ModelRoutes:
             finally:
                 self._running += 1
             known = self.recorder.find(identity.name)
+        if identity.name is None and size > LARGE_BYTES:
+            known = await aside(self.recorder.unnamed, call.messages)
         tree = TurnTree() if known is None else known.tree
-        planned = await self.taker.planned(tree, call, size) if identity.name is not None else None
+        planned = await self.taker.planned(tree, call, size)
         live = self.door.trajectory(identity, call.messages, caller_of(request).name)
         while live.opening is not None:  # nothing is written of a trajectory that may yet be refused
             with contextlib.suppress(UnstorableError):  # whoever opens it is told
                 await all_durable([live.opening])
             live = self.door.trajectory(identity, call.messages, caller_of(request).name)
+        if planned is not None and live.tree is not tree and (live.tree.turns or tree.turns):
+            planned = None  # what it goes on from is another one by now
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
         return live, call, planned
 
@@ -191,11 +209,15 @@ class ModelRoutes:
     async def count(self, request: Request) -> Response:
         """How many tokens a message's prompt would hold."""
         self.door.enter(request)
-        async with self.room.body(request) as raw:
-            call = Messages().read({"max_tokens": 1} | json_object(raw), lambda _: None)
+        async with self.room.plain(request) as raw:
+            return JSONResponse({"input_tokens": await beside(len(raw), self._prompt_length, raw)})
+
+    def _prompt_length(self, raw: bytes) -> int:
+        call = Messages().read({"max_tokens": 1} | json_object(raw), lambda _: None)
+        check_call(call, len(raw), self.door.options.max_body_bytes)
         tokenizer = self.taker.bridges.tokenizer
         text = tokenizer.render(call.messages, call.tools, generate=True, **call.template_kwargs)
-        return JSONResponse({"input_tokens": len(tokenizer.encode(text))})
+        return len(tokenizer.encode(text))
 
     async def response(self, request: Request) -> Response:
         """An earlier response, from the log."""
@@ -220,6 +242,11 @@ class ModelRoutes:
         if "model" in request.path_params:
             return JSONResponse(model | {"id": request.path_params["model"]})
         return JSONResponse({"object": "list", "data": [model], "first_id": None, "has_more": False})
+
+
+def _arrival(path: str, raw: bytes, sent: Json, body: Json, retry: int, key: str | None) -> Arrival:
+    """The arrival of a body, as it is kept: a digest of a weak secret would give it away."""
+    return Arrival.of(path, raw if body is sent else orjson.dumps(body), retry, key)
 
 
 def _recorded_call(turn: AnsweredTurn) -> ModelCall:

@@ -23,7 +23,11 @@ class ProxyOptions:
         on_store_failure: record only: `pass` on what cannot be recorded, or `refuse` it.
         max_body_bytes: largest body; a larger one is a 413.
         max_bodies_bytes: of all bodies that are read and answered at once; others wait their turn.
+        body_timeout_s: longest silence of a client in the middle of its body.
         max_running: requests answered at once; more are a 429.
+        max_connections: connections at once; None: as many as the system gives descriptors for.
+        max_consumers: streams of `/v1/events` at once; more are a 503.
+        max_reply_bytes: of an upstream's reply, so much is kept to be recorded; a larger one passes on alone.
         redactor: takes secrets out of what comes in.
         image_hosts: hosts that links to images are fetched from.
         admission: hold trajectories that would be too old by the time an online training uses them.
@@ -35,7 +39,11 @@ class ProxyOptions:
     on_store_failure: str = "pass"
     max_body_bytes: int = 64 * 2**20
     max_bodies_bytes: int = 512 * 2**20
+    body_timeout_s: float = 30.0
     max_running: int = 4096
+    max_connections: int | None = None
+    max_consumers: int = 64
+    max_reply_bytes: int = 64 * 2**20
     admission: bool = True
     abandoned_s: float = 0.0
     image_hosts: tuple[str, ...] = ()
@@ -56,7 +64,12 @@ class ProxyOptions:
             "origins": sorted(self.own.origins),
             "on_store_failure": self.on_store_failure,
             "max_body_bytes": self.max_body_bytes,
+            "max_bodies_bytes": self.max_bodies_bytes,
+            "body_timeout_s": self.body_timeout_s,
             "max_running": self.max_running,
+            "max_connections": self.max_connections,
+            "max_consumers": self.max_consumers,
+            "max_reply_bytes": self.max_reply_bytes,
             "admission": self.admission,
             "abandoned_s": self.abandoned_s,
             "image_hosts": list(self.image_hosts),

@@ -78,11 +78,12 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, error_form)
+    add_error_replies(app, error_form, metrics.refused)
+    app.state.refused = metrics.refused
     routes = ModelRoutes(recorder, taker, door, room, metrics, ImageLinks(options.image_hosts), model_name)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
-    add_trajectory_routes(app, recorder, door, guard)
-    streams = app.state.streams = add_event_routes(app, recorder)
+    add_trajectory_routes(app, recorder, door, guard, room)
+    streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     routes.add(app)
     _add_health(app, taker, deaf, options.keys)
     _add_metrics(app, taker, metrics, gate)

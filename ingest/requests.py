@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from rollbook.ingest.json_bounds import check_depth, check_weight
 from rollbook.store.errors import RequestError
 from rollbook.store.events import SPLITS, Json
 
@@ -22,6 +23,9 @@ def _finite(value: float) -> float:
 
 Finite = Annotated[float, AfterValidator(_finite)]
 Reward = Finite
+Bias = Annotated[Finite, Field(ge=-1e6, le=1e6)]
+NAME_LENGTH, TASK_LENGTH, LABELS = 1024, 65536, 256
+"""A group's name, a task, which may be its whole text, and how many labels a trajectory is opened with."""
 
 
 def _greedy_if_tiny(value: float) -> float:
@@ -29,7 +33,7 @@ def _greedy_if_tiny(value: float) -> float:
     return 0.0 if value < 1e-6 else value
 
 
-Temperature = Annotated[Finite, Field(ge=0), AfterValidator(_greedy_if_tiny)]
+Temperature = Annotated[Finite, Field(ge=0, le=1e4), AfterValidator(_greedy_if_tiny)]
 
 
 class SamplingFields(BaseModel):
@@ -42,18 +46,18 @@ class SamplingFields(BaseModel):
     model: str | None = Field(None, max_length=4096)
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=-(2**31), lt=2**31)
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0)] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=1e4)] | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     n: int | None = Field(None, ge=1, le=128)
-    logit_bias: dict[str, Finite] | None = None
+    logit_bias: dict[str, Bias] | None = None
     stream: bool | None = None
     stream_options: Json | None = None
     tool_choice: Any = None
@@ -66,10 +70,10 @@ class OpenTrajectory(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     id: str | None = Field(None, min_length=1, max_length=256)
-    group: str | None = None
-    task: str | None = None
+    group: str | None = Field(None, max_length=NAME_LENGTH)
+    task: str | None = Field(None, max_length=TASK_LENGTH)
     split: Literal["train", "eval", "teacher"] = "train"
-    labels: Json = Field(default_factory=dict)
+    labels: Annotated[Json, Field(max_length=LABELS)] = Field(default_factory=dict)
 
 
 class FinishTrajectory(BaseModel):
@@ -88,8 +92,8 @@ class AssignReward(BaseModel):
     model_config = ConfigDict(extra="forbid")
     reward: Reward
     source: str = Field("agent", min_length=1, max_length=256)
-    turn: str | None = None
-    supersedes: str | None = None
+    turn: str | None = Field(None, max_length=NAME_LENGTH)
+    supersedes: str | None = Field(None, max_length=NAME_LENGTH)
 
 
 class AddLabel(BaseModel):
@@ -99,21 +103,24 @@ class AddLabel(BaseModel):
     name: str = Field(min_length=1, max_length=256)
     value: Any = None
     source: str = Field("agent", min_length=1, max_length=256)
-    turn: str | None = None
+    turn: str | None = Field(None, max_length=NAME_LENGTH)
 
 
 def json_object(raw: bytes) -> Json:
-    """A body as a JSON object.
+    """A body as a JSON object, of a depth and a weight that everything behind it can take.
 
     Raises:
         RequestError: 400, it is none.
+        LimitError: 400, it is nested too deep; 413, its values would take too much memory.
     """
+    check_weight(raw)
     try:
         body = orjson.loads(raw or b"{}")
     except orjson.JSONDecodeError as error:
         raise RequestError(400, "bad_json", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(400, "bad_json", "the body must be a JSON object")
+    check_depth(body)
     return body
 
 

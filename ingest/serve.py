@@ -16,6 +16,8 @@ from fastapi import FastAPI
 from rich.console import Console
 
 from rollbook import store
+from rollbook.ingest.connections import Connections, bounded_http, connections_for, raise_descriptors
+from rollbook.ingest.memory import give_back
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.replies.choose import choose_family
@@ -90,8 +92,12 @@ def _run(
     listener: socket.socket,
     headers: Mapping[str, bool] | None = None,
 ) -> None:
+    each = 2 if options.engine in ("upstream", "sglang") else 1
+    most = connections_for(raise_descriptors(), each, options.proxy.max_connections)
     config = uvicorn.Config(
         app,
+        http=bounded_http(Connections(most, app.state.refused)),  # type: ignore[arg-type]  # makes protocols
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,
@@ -105,6 +111,7 @@ def _run(
     # What is imported and loaded by now stays. Without this the first full collection goes through all of
     # it, and every reply waits for 90 to 350 ms.
     gc.collect()
+    give_back()  # what reading the log took
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; what stands around it here is to end orderly too.

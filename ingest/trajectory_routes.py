@@ -12,6 +12,7 @@ from rollbook.ingest.access import check_source, check_trajectory, check_unfinis
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import Guard, caller_of
+from rollbook.ingest.large_work import beside
 from rollbook.ingest.recorder import Recorder, all_durable
 from rollbook.ingest.requests import (
     AddLabel,
@@ -28,6 +29,9 @@ from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, LabelAdded
 from rollbook.store.trajectory import Trajectory
 
+REMARK_BYTES = 4 << 20
+"""Most bytes of what is said of a trajectory."""
+
 
 @dataclass(slots=True, eq=False)
 class _Desk:
@@ -40,16 +44,19 @@ class _Desk:
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as the model, without secrets; an id is never taken for one."""
-        async with self.room.body(request) as raw:
-            body = json_object(raw)
-        check_recordable(body)
-        names = {k: v for k, v in body.items() if k == "id"}
-        return validated(model, self.door.options.redactor.fields(body) | names)
+        async with self.room.plain(request, REMARK_BYTES) as raw:
+            body = await beside(len(raw), json_object, raw)
+            check_recordable(body)
+            names = {k: v for k, v in body.items() if k == "id"}
+            fields = await beside(len(raw), self.door.options.redactor.fields, body)
+            return validated(model, fields | names)
 
 
-def add_trajectory_routes(app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard) -> None:
+def add_trajectory_routes(
+    app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard, room: BodyRoom
+) -> None:
     """Add the routes under /v1/trajectories."""
-    desk = _Desk(recorder, door, guard, BodyRoom(door.options))
+    desk = _Desk(recorder, door, guard, room)
     _add_course(app, desk)
     _add_remarks(app, desk)
 

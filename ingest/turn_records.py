@@ -32,7 +32,9 @@ class Arrival:
     @classmethod
     def of(cls, endpoint: str, body: bytes, retry: int, key: str | None = None) -> Arrival:
         """The arrival of a body at an endpoint."""
-        return cls(xxhash.xxh3_128_hexdigest(endpoint.encode() + b"\n" + body), retry, key)
+        digest = xxhash.xxh3_128(endpoint.encode() + b"\n")
+        digest.update(body)
+        return cls(digest.hexdigest(), retry, key)
 
 
 def requested_records(

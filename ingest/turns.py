@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.engines.engine import Engine, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.large_work import LARGE_BYTES, aside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
 from rollbook.ingest.recorder import Recorder, any_lost
@@ -25,7 +26,6 @@ from rollbook.store.ids import new_id
 from rollbook.store.siblings import as_sibling
 
 RAW = "raw prompts"
-LARGE_BYTES = 256 * 2**10
 ATTEMPTS = 4
 """How often a request is asked of engines, each of which went away, before its client hears of it."""
 
@@ -51,12 +51,12 @@ class TurnTaker:
     async def planned(self, tree: TurnTree, call: ModelCall, size: int) -> Planned | None:
         """The plan of a request of so many bytes, if it is so large that making it would hold others up.
 
-        A thread makes it then: tokenizing a megabyte takes a third of a second, and needs no interpreter.
+        A thread makes it then; the tokenizer needs no interpreter.
 
         Raises:
             RequestError: 400, the chat template refuses the messages.
         """
-        return await asyncio.to_thread(self._plan, tree, call) if size > LARGE_BYTES else None
+        return await aside(self._plan, tree, call) if size > LARGE_BYTES else None
 
     def begin(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None = None

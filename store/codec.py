@@ -22,7 +22,17 @@ from rollbook.store.events import RECORDS, Event, TurnCompleted, TurnRequested, 
 from rollbook.store.schema import ENVELOPE, HOT, LOG_SCHEMA
 from rollbook.store.upcast import upcast, version_of
 
-__all__ = ["as_json", "conform", "decode", "encode", "from_json", "inline_bodies", "row_of", "to_batch"]
+__all__ = [
+    "as_json",
+    "conform",
+    "decode",
+    "encode",
+    "from_json",
+    "inline_bodies",
+    "refers",
+    "row_of",
+    "to_batch",
+]
 
 Row = tuple[Any, ...]
 Body = Callable[[str], Any]
@@ -263,6 +273,12 @@ def _numpy_lists(column: pa.ListArray) -> list[Any]:
     return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(column))]
 
 
+def refers(batch: pa.RecordBatch) -> pa.BooleanArray:
+    """Which rows of the batch refer to bodies."""
+    may = pc.is_in(batch.column("kind"), pa.array(list(MAY_REFER)))
+    return pc.and_(may, pc.match_substring(batch.column("extra"), '"$body"'))
+
+
 def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
     """The batch with every reference to a body replaced, for readers that do not have the segment.
 
@@ -271,11 +287,11 @@ def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
     """
     column = batch.column("extra")
     kinds = batch.column("kind")
-    refers = pc.and_(pc.is_in(kinds, pa.array(list(MAY_REFER))), pc.match_substring(column, '"$body"'))
-    if not pc.any(refers).as_py():
+    referring = refers(batch)
+    if not pc.any(referring).as_py():
         return batch
     texts = column.to_pylist()
-    for i in np.flatnonzero(refers.to_numpy(zero_copy_only=False)):
+    for i in np.flatnonzero(referring.to_numpy(zero_copy_only=False)):
         values = orjson.loads(texts[i])
         names = MAY_REFER[kinds[int(i)].as_py()]
         values |= {name: resolve(values[name], body) for name in names if name in values}

@@ -14,6 +14,7 @@
     │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
+    │   └── LimitError           it is more than is allowed, or comes too slowly; counted in /metrics
     ├── EngineError              an engine failed, or was given what it cannot serve
     │   └── EngineLostError      an engine went away, or may not be believed: another may answer
     │       └── EngineHeldError  none takes requests now, and nothing was asked of any
@@ -91,6 +92,10 @@ class RequestError(RollbookError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class LimitError(RequestError):
+    """A request beyond a limit: too large, too deep, too slow, or one too many."""
 
 
 class EngineError(RollbookError):

@@ -143,6 +143,17 @@ class Tail:
             return True
         return wait_for_growth(self._store, self._cut, timeout_s, self._wanted.skip_lanes) != self._cut
 
+    def rest(self, cut: Cut) -> None:
+        """Let go of all that reading holds in memory, and go on behind this cut, which was handed out."""
+        self._round = None
+        self._readers.clear()
+        self._cut = {lane: count for lane, count in cut.items() if count}
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory, about, that the round holds; 0 between rounds."""
+        return 0 if self._round is None else sum(reader.held for reader in self._readers.values())
+
     def cut(self) -> dict[str, int]:
         """What has been handed out or passed over so far; closed where `at_head`."""
         return dict(self._cut)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import sys
 import traceback
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 from starlette.responses import Response
 
+from rollbook.ingest.content_encoding import codings, decoded
+from rollbook.ingest.json_bounds import check_weight
+from rollbook.ingest.large_work import LARGE_BYTES, aside
 from rollbook.ingest.redact import Redactor, changes_conversation
 from rollbook.ingest.upstream.credentials import given_cookies
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
 from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
+from rollbook.ingest.upstream.reply_copy import ReplyCopy
+from rollbook.ingest.upstream.request import MOST_CHOICES
 from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
 from rollbook.ingest.upstream.target import end_to_end
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 
@@ -49,7 +53,7 @@ class Passage(Response):
     ) -> None:
         self._reply, self._path, self._passages, self._passing = reply, path, passages, passing
         self._watch, self._told, self._left, self._secrets = watch, told, left, secrets
-        self._copy: list[bytes] = []
+        self._copy = ReplyCopy(passages.room)
         self._ended = self._delivered = False
         self.background = None
 
@@ -77,16 +81,16 @@ class Passage(Response):
         finder = EndFinder(self._path) if passing is not None and self._streams else None
         async for data in reply.content.iter_any():
             if passing is not None:
-                self._copy.append(data)
+                self._copy.add(data)
                 left -= len(data)
                 # The client may act on the end before we hear that there is no more.
                 if left == 0 or (finder is not None and finder.feed(data)):
-                    self._settle(passing, ended=True)
+                    await self._settle(passing, ended=True)
                     await self._passages.kept(passing)
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._delivered = self._ended and not self._watch.gone
         if passing is not None:
-            self._settle(passing, ended=True)
+            await self._settle(passing, ended=True)
             await self._passages.kept(passing)
         there = not self._watch.gone
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -98,26 +102,48 @@ class Passage(Response):
 
     async def _close(self, passing: Passing) -> None:
         try:
-            self._settle(passing, ended=False)
+            await self._settle(passing, ended=self._ended)
             await self._passages.durable(passing, delivered=self._delivered)
         finally:
             passing.left()
 
-    def _settle(self, passing: Passing, *, ended: bool) -> None:
-        """Record what came, once; whatever happens, the reply passes on."""
+    async def _settle(self, passing: Passing, *, ended: bool) -> None:
+        """Record what came, once; whatever happens, the reply passes on.
+
+        A client that leaves meanwhile cuts it short: then it is done again at the end.
+        """
         if passing.settled:
             return
         self._ended = ended
         try:
-            data = plain_bytes(b"".join(self._copy), self._reply.headers.get("content-encoding", ""))
-            if self._reply.status >= 400:
-                self._passages.failed(passing, self._error(data))
+            if self._copy.given_up:
+                text = f"a reply of more than {self._passages.room.each} bytes, or the largest of too many"
+                raise LimitError(413, "reply_too_large", f"{text}: it passed on, see --max-reply-mb")
+            found = await self._understood(passing)
+            if isinstance(found, str):
+                self._passages.failed(passing, found)
             else:
-                self._passages.settle(passing, self._read(passing, data), ended=ended)
+                self._passages.settle(passing, found, ended=ended)
         except Exception as error:
+            self._unreadable(passing, error)
+        self._copy.close()
+
+    def _unreadable(self, passing: Passing, error: Exception) -> None:
+        if isinstance(error, LimitError):
+            self._passages.metrics.refused(error.code)
+        elif not isinstance(error, RequestError):
             print(shown(traceback.format_exc()), file=sys.stderr)
-            self._passages.lost(len(passing.requested), f"a reply cannot be read: {error!r}")
-            self._passages.failed(passing, f"the reply cannot be read: {type(error).__name__}")
+        self._passages.lost(len(passing.requested), f"a reply cannot be read: {error!r}")
+        why = error.message if isinstance(error, RequestError) else type(error).__name__
+        self._passages.failed(passing, f"the reply cannot be read: {why}")
+
+    async def _understood(self, passing: Passing) -> UpstreamReply | str:
+        """The reply, or the error that it is; found in a thread where that takes long."""
+        data, encoding = self._copy.whole(), self._reply.headers.get("content-encoding", "")
+        # An error is searched for the secrets of its request, which may be large.
+        if len(data) > LARGE_BYTES or codings(encoding) or self._reply.status >= 400:
+            return await aside(self._read, passing, data, encoding)
+        return self._read(passing, data, encoding)
 
     def _error(self, data: bytes) -> str:
         text = self._redactor().text(data[: 4 * ERROR_LENGTH].decode(errors="replace"))
@@ -128,26 +154,18 @@ class Passage(Response):
         known = self._secrets() | given_cookies(self._reply.raw_headers)
         return self._passages.redactor.knowing(known)
 
-    def _read(self, passing: Passing, data: bytes) -> UpstreamReply:
+    def _read(self, passing: Passing, data: bytes, encoding: str) -> UpstreamReply | str:
+        data = decoded(data, encoding, self._passages.room.each, whole=False)
+        if self._reply.status >= 400:
+            return self._error(data)
+        check_weight(data)
         body: Any = gathered(self._path, events_of(data)) if self._streams else json_of(data)
         if not isinstance(body, dict):
             return read_reply(self._path, {})
         redactor = self._redactor() if body.get("error") else self._passages.redactor
         clean: Json = redactor.body(body)
         passing.redacted = passing.redacted or changes_conversation(body, clean)
-        return read_reply(self._path, clean)
-
-
-def plain_bytes(data: bytes, encoding: str) -> bytes:
-    """A body without its content encoding; as far as it came.
-
-    Raises:
-        ValueError: it has one that is not known here.
-        zlib.error: it is not encoded so.
-    """
-    for name in reversed([part.strip().lower() for part in encoding.split(",")]):
-        if name in ("gzip", "x-gzip", "deflate"):
-            data = zlib.decompressobj(wbits=47 if name != "deflate" else 15).decompress(data)
-        elif name not in ("", "identity"):
-            raise ValueError(f"a body is encoded as {name}")
-    return data
+        reply = read_reply(self._path, clean)
+        if len(reply.choices) > MOST_CHOICES:
+            raise LimitError(413, "reply_too_large", f"a reply of {len(reply.choices)} choices")
+        return reply

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import sys
 import traceback
-import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,12 +24,15 @@ from yarl import URL
 
 from rollbook.ingest.access import Caller, sees_details
 from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.content_encoding import decoded
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import Guard, add_guards, caller_of
 from rollbook.ingest.identity import identify
+from rollbook.ingest.json_bounds import check_depth, check_weight
 from rollbook.ingest.key_watch import KeyWatch
+from rollbook.ingest.large_work import beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
@@ -44,14 +46,15 @@ from rollbook.ingest.sweep import sweep
 from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.credentials import sent_credentials
-from rollbook.ingest.upstream.passage import Passage, plain_bytes
+from rollbook.ingest.upstream.passage import Passage
 from rollbook.ingest.upstream.paths import Paths, meant, paths_of, response_named
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
+from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.ingest.upstream.request import read_call
 from rollbook.ingest.upstream.stream import json_of
 from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
-from rollbook.store.errors import EngineError, RequestError
+from rollbook.store.errors import EngineError, LimitError, RequestError
 from rollbook.store.events import QUARANTINE, Json
 from rollbook.store.redaction import secrets_in, shown
 
@@ -84,17 +87,23 @@ class UpstreamRoutes:
             self.paths.check(request.method, path)
             self._check_response(said, request, caller, response_named(request.method, meant(path)))
         self.door.check_running(self._running)
+        async with self.room.body(request) as raw:  # who sends slowly is not running yet
+            return await self._answered(request, said, path, caller, raw)
+
+    async def _answered(
+        self, request: Request, said: Json, path: str, caller: Caller, raw: bytes
+    ) -> Response:
+        self.door.check_running(self._running)
         self._running += 1
         try:
-            async with self.room.body(request) as raw:
-                passing, endpoint = None, meant(path)
-                if request.method == "POST" and endpoint in ENDPOINTS:
-                    passing, raw = self._asked(request, endpoint, said, caller, raw)
-                    if passing is not None:
-                        await self.passages.kept(passing)
-                else:
-                    self.passages.metrics.passed.labels(request.method).inc()
-                return await self._passed(request, path, raw, passing)
+            passing, endpoint = None, meant(path)
+            if request.method == "POST" and endpoint in ENDPOINTS:
+                passing, raw = await self._asked(request, endpoint, said, caller, raw)
+                if passing is not None:
+                    await self.passages.kept(passing)
+            else:
+                self.passages.metrics.passed.labels(request.method).inc()
+            return await self._passed(request, path, raw, passing)
         except BaseException:
             self._running -= 1
             raise
@@ -128,8 +137,9 @@ class UpstreamRoutes:
         """What an error must not repeat on disk."""
         query = request.scope.get("query_string", b"").decode("latin-1")
         found = sent_credentials(request.headers.raw, query, self.upstream.secrets)
-        with contextlib.suppress(ValueError, zlib.error):
-            sent = json_of(plain_bytes(raw, request.headers.get("content-encoding", "")))
+        with contextlib.suppress(RequestError):
+            encoding = request.headers.get("content-encoding", "")
+            sent = json_of(decoded(raw, encoding, self.door.options.max_body_bytes))
             found |= secrets_in(sent) if isinstance(sent, dict) else set()
         return found
 
@@ -167,7 +177,7 @@ class UpstreamRoutes:
     def _left(self) -> None:
         self._running -= 1
 
-    def _asked(
+    async def _asked(
         self, request: Request, path: str, said: Json, caller: Caller, raw: bytes
     ) -> tuple[Passing | None, bytes]:
         """(the request as recorded, or None; the bytes to pass on)
@@ -180,14 +190,11 @@ class UpstreamRoutes:
                 cannot be recorded where that is refused.
         """
         try:
-            sent = json_of(plain_bytes(raw, request.headers.get("content-encoding", "")))
-            if not isinstance(sent, dict):
-                self.passages.unrecordable(1, "a request's body is no JSON object")
-                return None, raw
-            body = self.door.options.redactor.body(sent)
-            check_recordable(body)
-            call = read_call(ENDPOINTS[path], body, self.passages.earlier)
+            plain = await self.room.decoded(raw, request.headers.get("content-encoding", ""))
+            sent, body, call = await beside(len(plain), self._read, path, plain)
         except Exception as error:
+            if isinstance(error, LimitError):
+                self.passages.metrics.refused(error.code)
             self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
             return None, raw
         if self.paths is not None and path == "/v1/responses":
@@ -209,6 +216,21 @@ class UpstreamRoutes:
         if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)
         return passing, raw
+
+    def _read(self, path: str, plain: bytes) -> tuple[Json, Json, ModelCall]:
+        """(a body, the same as it may be recorded, what it asks for)
+
+        Raises:
+            RequestError: it is no JSON object that could be recorded.
+        """
+        check_weight(plain)
+        sent = json_of(plain)
+        if not isinstance(sent, dict):
+            raise RequestError(400, "bad_json", "a request's body is no JSON object")
+        check_depth(sent)
+        body = self.door.options.redactor.body(sent)
+        check_recordable(body)
+        return sent, body, read_call(ENDPOINTS[path], body, self.passages.earlier)
 
     def _check_response(self, said: Json, request: Request, caller: Caller, response_id: Any) -> None:
         """Refuse another's response: behind the engine's key they all lie together.
@@ -249,6 +271,7 @@ def build_upstream_app(
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
     passages = PassageRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
+    passages.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
     paths = paths_of(upstream.passes) if upstream.secrets else None
     routes = UpstreamRoutes(upstream, door, room, passages, paths)
 
@@ -264,9 +287,10 @@ def build_upstream_app(
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, error_form)
-    add_trajectory_routes(app, recorder, door, guard)
-    streams = app.state.streams = add_event_routes(app, recorder)
+    add_error_replies(app, error_form, metrics.refused)
+    app.state.refused = metrics.refused
+    add_trajectory_routes(app, recorder, door, guard, room)
+    streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
     _add_health(app, recorder, routes, metrics)
     app.add_route("/t/{said:path}", routes.answer, methods=METHODS)
     app.add_route("/v1/{path:path}", routes.answer, methods=METHODS)

@@ -25,6 +25,7 @@ from rollbook.ingest.tokens.tree import TreeTurn, grown
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.reply import UpstreamReply
+from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.ingest.upstream.request import EarlierResponse, choices_asked
 from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
@@ -33,6 +34,7 @@ from rollbook.store.redaction import shown
 from rollbook.store.siblings import as_sibling
 
 CONTEXT = "upstream"
+MOST_REPLY_BYTES = 64 * 2**20
 RESPONSES_KEPT = 65536
 """Responses that a later request may name instead of repeating them."""
 
@@ -109,6 +111,7 @@ class PassageRecorder:
     unrecorded: int = 0
     refuses: bool = False
     """What cannot be recorded is refused; else it passes and is counted."""
+    room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
     _responses: dict[str, tuple[LiveTrajectory, EarlierResponse]] = field(default_factory=dict)
     _owners: dict[str, Owner] = field(default_factory=dict)
 

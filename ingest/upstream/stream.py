@@ -19,6 +19,7 @@ _LAST = {
     "/v1/messages": rb"(?:event: ?|data: ?\{\"type\": ?\")message_stop\b",
 }
 _ENDS = {path: re.compile(rb"(?:^|[\r\n])" + pattern) for path, pattern in _LAST.items()}
+_LONG_EVENT, _LONG_PATTERN = 1 << 20, 64
 _BLANK = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
@@ -26,16 +27,31 @@ class EndFinder:
     """Tells of a stream's bytes, in whatever packets they come, when its last event is there."""
 
     def __init__(self, endpoint: str) -> None:
-        self._end, self._tail = _ENDS[endpoint], b""
+        self._end, self._tail = _ENDS[endpoint], bytearray()
+        self._seen = 0
+        self._named = False
 
     def feed(self, data: bytes) -> bool:
         """Whether the stream has said everything, with these bytes."""
         self._tail += data
-        blanks = list(_BLANK.finditer(self._tail))
-        if not blanks:
-            return False
-        whole, self._tail = self._tail[: blanks[-1].end()], self._tail[blanks[-1].end() :]
-        return self._end.search(whole) is not None
+        behind = 0
+        for blank in _BLANK.finditer(self._tail, max(self._seen - 3, 0)):
+            behind = blank.end()
+        if behind:
+            ended = self._named or self._end.search(self._tail, 0, behind) is not None
+            del self._tail[:behind]
+            self._named = False
+        else:
+            ended = False
+            self._shorten()
+        self._seen = len(self._tail)
+        return ended
+
+    def _shorten(self) -> None:
+        """Of an event that does not end, remember whether it is the last one, and how it goes on."""
+        if len(self._tail) > _LONG_EVENT:
+            self._named = self._named or self._end.search(self._tail) is not None
+            self._tail[:-_LONG_PATTERN] = b"."  # so that what follows is not taken for a line's beginning
 
 
 def json_of(data: bytes) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 import pyarrow as pa
@@ -21,7 +22,7 @@ from rollbook.store.errors import CorruptionError, CutError, FormatError
 from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
 from rollbook.store.lane.frame import ALIGN, BadFrameError, first_seq_of
 from rollbook.store.lane.segment import Segment
-from rollbook.store.sealed.parquet import unit_batches
+from rollbook.store.sealed.parquet import segment_rows
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder
 from rollbook.store.upkeep_events import BodyStored
 
@@ -44,8 +45,10 @@ class LaneReader:
         self._store = store
         self._folder = lane_folder(store, lane)
         self._segment: Segment | None = None
-        self._bodies: dict[str, Any] = {}
+        self._bodies: dict[str, _Shelved] = {}
         self._more_bodies: Callable[[], Iterator[pa.RecordBatch]] | None = None
+        self.held = 0
+        """Bytes of memory, about, that reading on from here holds: a sealed segment's rows, and bodies."""
 
     def poll(self, limit: int | None = None) -> Iterator[pa.RecordBatch]:
         """Batches that became durable since the last poll, up to `limit` events of the lane in all.
@@ -83,7 +86,7 @@ class LaneReader:
                 self._shelve(batch)
             self._more_bodies = None
         try:
-            return self._bodies[digest]
+            return self._bodies[digest].body
         except KeyError:
             raise CorruptionError(
                 f"lane {self.lane!r}: a request refers to body {digest}, which its segment does not hold"
@@ -114,37 +117,41 @@ class LaneReader:
 
     def _open_segment(self, number: int) -> None:
         path = segment_path(self._folder, number)
-        self._bodies = {}
+        self._bodies, self.held = {}, 0
         self._segment = Segment(number, path)
         self._more_bodies = self._segment.bodies
 
     def _read_unit(self, unit: Unit, end: int) -> Iterator[pa.RecordBatch]:
-        self._bodies, self._more_bodies = {}, None
-        batches = unit_batches(self._store, unit)
-        try:
-            first_batch = list(islice(batches, 1))  # with it, all of the unit is in memory
-        except CorruptionError:
-            if unit in current_units(self._store, self.lane):
-                raise
-            return  # another unit took its place, and its files went: `poll` looks again
-        place = unit.first_seq
-        for batch in chain(first_batch, batches):
-            seq = batch.column("seq")
-            # Retention and erasure leave gaps in no unit, so the place of a row follows from its number.
-            if (seq[0].as_py(), seq[-1].as_py()) != (place, place + batch.num_rows - 1):
-                raise self._incomplete(unit, place)
-            place += batch.num_rows
-            self._shelve(batch)
-            skip = self.next_seq - (place - batch.num_rows)
-            if skip >= batch.num_rows:
+        for segment in unit.segments:
+            place = segment.first_seq
+            if place + segment.events <= self.next_seq:
                 continue
-            taken = min(batch.num_rows - skip, end - self.next_seq)
-            self.next_seq += taken
-            yield batch.slice(skip, taken)
-            if self.next_seq >= end:
-                return
-        if place != unit.next_seq:
-            raise self._incomplete(unit, place)
+            self._bodies, self._more_bodies, self.held = {}, None, segment.bytes
+            try:
+                # Its rows come into memory with the first batch: its file may go while they are handed out.
+                batches = segment_rows(self._store, unit, segment)
+                first_batch = list(islice(batches, 1))
+            except CorruptionError:
+                if unit in current_units(self._store, self.lane):
+                    raise
+                return  # another unit took its place, and its files went: `poll` looks again
+            for batch in chain(first_batch, batches):
+                seq = batch.column("seq")
+                # Retention and erasure leave gaps in no unit, so the place of a row follows from its number.
+                if (seq[0].as_py(), seq[-1].as_py()) != (place, place + batch.num_rows - 1):
+                    raise self._incomplete(unit, place)
+                place += batch.num_rows
+                self._shelve(batch)
+                skip = self.next_seq - (place - batch.num_rows)
+                if skip >= batch.num_rows:
+                    continue
+                taken = min(batch.num_rows - skip, end - self.next_seq)
+                self.next_seq += taken
+                yield batch.slice(skip, taken)
+                if self.next_seq >= end:
+                    return
+            if place != segment.first_seq + segment.events:
+                raise self._incomplete(unit, place)
 
     def _incomplete(self, unit: Unit, seq: int) -> CorruptionError:
         return CorruptionError(
@@ -184,10 +191,30 @@ class LaneReader:
         if pc.any(mask).as_py():
             for extra in batch.filter(mask).column("extra").to_pylist():
                 try:
+                    self.held += len(extra)
                     values = orjson.loads(extra)
-                    self._bodies[values["digest"]] = values["body"]
+                    self._bodies[values["digest"]] = _shelved(values["digest"], values["body"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise CorruptionError(f"lane {self.lane!r}: no body in {extra!r}: {error!r}") from error
+
+
+class _Shelved:
+    """A body that readers hold, one copy of it however many they are: most follow the same segment."""
+
+    __slots__ = ("__weakref__", "body")
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+
+
+_SHELF: WeakValueDictionary[str, _Shelved] = WeakValueDictionary()
+
+
+def _shelved(digest: str, body: Any) -> _Shelved:
+    found = _SHELF.get(digest)
+    if found is None or found.body != body:  # what a damaged store calls by the same digest is another body
+        found = _SHELF[digest] = _Shelved(body)
+    return found
 
 
 def _segment_of(folder: Path, seq: int) -> int | None:

@@ -21,8 +21,8 @@ from rollbook.store.lane.frame import (
 )
 from rollbook.store.lane.rows import decode_rows
 
-ROWS_TOGETHER = 512
-"""Row frames next to each other become one batch of up to this many events."""
+ROWS_TOGETHER, BYTES_TOGETHER = 512, 4 << 20
+"""Row frames next to each other become one batch of up to this many events, or about this many bytes."""
 
 
 class Segment:
@@ -54,14 +54,16 @@ class Segment:
 
     def _batches(self, buffer: memoryview, offset: int) -> Iterator[tuple[pa.RecordBatch, int, int]]:
         waiting: list[Frame] = []
+        rows = 0
         for frame in scan(buffer, offset, len(buffer)):
             if frame.kind == ROW_FRAME:
                 waiting.append(frame)
-                if sum(f.count for f in waiting) < ROWS_TOGETHER:
+                rows += frame.count
+                if rows < ROWS_TOGETHER and frame.end - waiting[0].offset < BYTES_TOGETHER:
                     continue
             if waiting:
                 yield _rows_batch(waiting)
-                waiting = []
+                waiting, rows = [], 0
             if frame.kind == BATCH_FRAME:
                 payload = pa.py_buffer(frame.payload)
                 batch = conform(_arrow(pa.ipc.read_record_batch, payload, self._schema))

@@ -23,7 +23,7 @@ from rollbook.store.events import TurnCompleted, TurnRequested
 from rollbook.store.permissions import make_empty
 from rollbook.store.schema import LOG_SCHEMA
 from rollbook.store.sealed.remote import is_outage, place, refused
-from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, Unit
+from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, SealedSegment, Unit
 from rollbook.store.settings import SealSettings, read_settings
 
 TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
@@ -31,7 +31,8 @@ TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 
 FAT_KINDS = (TurnRequested.KIND, TurnCompleted.KIND)
 MARKS_ROW_GROUP = 512
-BATCH_ROWS = 1024
+BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
+"""A batch that is read back holds so many rows, or about so many bytes of JSON."""
 _FEW_VALUES = ["lane", "kind", "schema_version", "run", "policy", "policy_version", "step"]
 _ORDER = [("trajectory_id", "ascending", "at_start"), ("seq", "ascending")]
 _SPLIT_BYTES = {"logprobs.list.element": "BYTE_STREAM_SPLIT"}
@@ -116,18 +117,65 @@ def unit_table(store: Path, unit: Unit, columns: Sequence[str] | None = None) ->
     return table.combine_chunks().take(pa.array(order))
 
 
-def unit_batches(store: Path, unit: Unit) -> Iterator[pa.RecordBatch]:
-    """The unit's events in the order of the lane, in batches of `LOG_SCHEMA`. Holds the whole unit.
+def segment_rows(store: Path, unit: Unit, segment: SealedSegment) -> Iterator[pa.RecordBatch]:
+    """The events of one of the unit's segments in the order of the lane, in batches of `LOG_SCHEMA`.
+
+    A segment is read by itself, with the bodies that it refers to: a unit may hold more than there is memory
+    for. Row groups without its rows are passed over, one row group at a time is held beside its rows.
 
     Raises:
         CorruptionError: a file is missing or damaged.
     """
-    table = pa.concat_tables([read_file(store, unit, name) for name in (TURNS, MARKS)]).combine_chunks()
+    end = segment.first_seq + segment.events
+    parts = [_rows_between(store, unit, name, segment.first_seq, end) for name in (TURNS, MARKS)]
+    table = pa.concat_tables(parts).combine_chunks()
     order = np.argsort(table.column("seq").to_numpy())
-    table = table.drop_columns("lane")
-    for start in range(0, len(order), BATCH_ROWS):
-        part: Any = table.take(pa.array(order[start : start + BATCH_ROWS])).combine_chunks()
+    sizes = pc.binary_length(table.column("extra")).to_numpy()[order]
+    for rows in _runs(sizes, BATCH_ROWS, BATCH_BYTES):
+        part: Any = table.take(pa.array(order[rows])).combine_chunks()
         yield conform(part.to_batches()[0])
+
+
+def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> pa.Table:
+    """The rows of one of the unit's files with `first <= seq < end`, without the lane."""
+    found = [LOG_SCHEMA.empty_table()]
+    if unit.file(name) is None:
+        return found[0]
+    try:
+        system, folder = place(store, unit)
+        with (
+            system.open_input_file(f"{folder}/{name}") as source,
+            pq.ParquetFile(source, page_checksum_verification=True) as file,
+        ):
+            for group in _groups_between(file.metadata, first, end):
+                table = file.read_row_group(group).select(LOG_SCHEMA.names).cast(LOG_SCHEMA)
+                seq = table.column("seq")
+                inside = pc.and_(pc.greater_equal(seq, first), pc.less(seq, end))
+                found.append(table.filter(inside))
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(store, unit, name, error) from error
+    return pa.concat_tables(found)
+
+
+def _groups_between(metadata: Any, first: int, end: int) -> Iterator[int]:
+    """Row groups that may hold a row with `first <= seq < end`, by their statistics."""
+    column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "seq")
+    for group in range(metadata.num_row_groups):
+        told = metadata.row_group(group).column(column).statistics
+        if told is None or not told.has_min_max or (told.min < end and told.max >= first):
+            yield group
+
+
+def _runs(sizes: Any, rows: int, size: int) -> Iterator[slice]:
+    """Neighbouring rows taken together, as slices: at most so many, and about so many bytes. Pure."""
+    start = held = 0
+    for row, own in enumerate(sizes.tolist()):
+        if row > start and (row - start >= rows or held + own > size):
+            yield slice(start, row)
+            start, held = row, 0
+        held += own
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def same_bits(ours: pa.Table, theirs: pa.Table) -> str | None:

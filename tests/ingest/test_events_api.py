@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli import app as command
-from rollbook.ingest import event_feed
+from rollbook.ingest import event_streams
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.proxy import build_app
 from rollbook.ingest.recorder import Recorder
@@ -353,7 +353,7 @@ def test_a_reader_is_let_go_when_its_client_leaves(hosted: Any) -> None:
 
 def test_a_silent_stream_shows_that_it_lives(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments come while nothing happens."""
-    monkeypatch.setattr(event_feed, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(event_streams, "KEEP_ALIVE_S", 0.2)
     client = hosted().connect("follow=true")
     client.settimeout(10)
     data = b""

@@ -223,7 +223,7 @@ def test_record_only_counts_what_is_not_recorded(
         nested = [nested]
     upstream.answers += [whole(chat_reply()), whole(chat_reply())]
     monkeypatch.setattr("rollbook.ingest.upstream.record.check_recordable", lambda *_: None)
-    monkeypatch.setattr("rollbook.ingest.upstream.proxy.check_recordable", lambda *_: None)
+    monkeypatch.setattr("rollbook.ingest.upstream.proxy.check_depth", lambda *_: None)
     assert passed.chat(USER, name="bad", metadata={"deep": nested}).status_code == 200
     assert passed.chat(USER, name="good").status_code == 200
     assert passed.turns("good")[0].completed is not None
