@@ -111,7 +111,7 @@ class ModelRoutes:
 
     @contextlib.asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
-        """Count a request as running, until it fails; one that does not is counted until its reply is sent."""
+        """Count a request as running until it fails; one that does not counts until its reply is sent."""
         self.door.check_running(self._running)
         self._running += 1
         try:
