@@ -71,9 +71,9 @@ fmt: $(STAMP)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure against the machine and against peers; a minute each, three for the proxy, eight for the loop
+bench: $(STAMP)  ## measure against the machine and against peers; a minute each, three for the proxy, eight for the loop and for hostile
 	@$(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
-	@for name in append loop proxy recover seal sql stream sync tail; do $(BIN)/rollbook bench $$name || exit; done
+	@for name in append hostile loop proxy recover seal sql stream sync tail; do $(BIN)/rollbook bench $$name || exit; done
 
 wheel: $(STAMP)  ## build the wheel and check that it works where nothing else is installed
 	bash .ci/wheel

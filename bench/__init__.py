@@ -19,7 +19,7 @@ from rollbook.store.errors import ConfigError
 __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
-BENCHES = ("append", "loop", "proxy", "recover", "seal", "sql", "stream", "sync", "tail")
+BENCHES = ("append", "hostile", "loop", "proxy", "recover", "seal", "sql", "stream", "sync", "tail")
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
 
@@ -51,8 +51,8 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
     What it wrote is removed again. The figures go to stdout, progress to stderr.
 
     Args:
-        scale: size of what is measured, for a benchmark that has sizes (loop: times 200 kills; sql: times
-            100,000 turns).
+        scale: size of what is measured, for a benchmark that has sizes (hostile: times 100 kills and three
+            rounds; loop: times 200 kills; sql: times 100,000 turns).
 
     Raises:
         ConfigError: no such benchmark or folder, or a scale for a benchmark of one size.
@@ -79,7 +79,9 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
 def _sized(name: str, benchmark: Benchmark, scale: float) -> Any:
     sized: Callable[[float], Any] | None = getattr(benchmark, "sized", None)
     if sized is None or scale <= 0:
-        raise ConfigError(f"--scale {scale}: benchmark {name!r} has one size; loop and sql take any above 0")
+        raise ConfigError(
+            f"--scale {scale}: benchmark {name!r} has one size; hostile, loop and sql take any above 0"
+        )
     return sized(scale)
 
 

@@ -30,7 +30,6 @@ from rollbook.bench.tied import end_with_parent
 READY_S, STOP_S = 60.0, 20.0
 COMMAND, ENGINE = "rollbook.cli", "rollbook.bench.scripted_serve"
 PRELOADED = [
-    "rollbook.bench.loop_processes",
     "rollbook.train.loop",
     "rollbook.replay.step",
     "rollbook.ingest.serve",
@@ -90,8 +89,9 @@ class Victim:
         words: Sequence[object],
         log: Path,
         environment: Mapping[str, str] | None = None,
+        preloaded: Sequence[str] = PRELOADED,
     ) -> None:
-        self.name, self.log = name, log
+        self.name, self.log, self._preloaded = name, log, preloaded
         self._target = (module, [str(word) for word in words], log, dict(environment or {}))
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._process: Any = None
@@ -101,7 +101,7 @@ class Victim:
     def start(self) -> None:
         """Start it; it is not waited for."""
         with _starting:
-            self._context.set_forkserver_preload(PRELOADED)
+            self._context.set_forkserver_preload([__name__, *self._preloaded])
             # No daemon in multiprocessing's sense: those may have no children, and a proxy has its sealer.
             self._process = self._context.Process(target=become, args=self._target)
             self._process.start()
@@ -110,6 +110,12 @@ class Victim:
     def running(self) -> bool:
         """Whether it lives."""
         return self._process is not None and self._process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        found: int = self._process.pid
+        return found
 
     @property
     def code(self) -> int | None:

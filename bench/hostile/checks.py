@@ -1,0 +1,109 @@
+"""All that honest clients were told, looked up in the log through SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook import store
+from rollbook.store.trajectory import Trajectory
+from rollbook.store.verify import verify_store
+
+TURNS = "SELECT turn_id, trajectory, status, content, request FROM turns"
+TRAJECTORIES = "SELECT trajectory, status, reward, turns FROM trajectories"
+REWARDS = "SELECT event_id, trajectory, reward, source FROM rewards"
+Ack = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Held:
+    """What is wrong with a log, held against what was acknowledged.
+
+    Attributes:
+        lost: acknowledgements that are not there.
+        changed: those that are there otherwise than they were told.
+        damage: what `verify` says of the lanes.
+    """
+
+    acks: int = 0
+    lost: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+
+def read_acks(path: Path) -> list[Ack]:
+    """What agents were told; a line that a kill of the agents cut off is none."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [orjson.loads(line) for line in lines]
+
+
+def hold(folder: Path, acks: Iterable[Ack]) -> Held:
+    """Look up every acknowledgement in a store."""
+    with store.connect(folder) as log:
+        turns, trajectories, rewards = (log.execute(q).fetchall() for q in (TURNS, TRAJECTORIES, REWARDS))
+    opened = store.open(folder)
+    held = compare(acks, turns, trajectories, rewards, asked(opened.trajectories().values()))
+    held.damage = [f"lane {one.lane}: {one.fault}" for one in verify_store(opened) if one.fault]
+    return held
+
+
+def asked(trajectories: Iterable[Trajectory]) -> dict[str, str]:
+    """The last message of each turn's request, as it is rebuilt from the log."""
+    found: dict[str, str] = {}
+    for trajectory in trajectories:
+        for turn in trajectory.turns.values():
+            messages = trajectory.messages(turn)
+            found[turn.turn_id] = orjson.dumps(messages[-1:]).decode()
+    return found
+
+
+def compare(
+    acks: Iterable[Ack],
+    turns: list[Any],
+    trajectories: list[Any],
+    rewards: list[Any],
+    questions: Mapping[str, str],
+) -> Held:
+    """Hold acknowledgements against the rows of the log, and the requests rebuilt from it. Pure."""
+    held = Held()
+    rows = {
+        "turn": {row[0]: row[1:] for row in turns},
+        "finish": {row[0]: row[1:] for row in trajectories},
+        "reward": {row[0]: row[1:] for row in rewards},
+    }
+    named = {"turn": "turn_id", "finish": "trajectory", "reward": "event_id"}
+    looks = {"turn": lambda ack, row: _turn(ack, row, questions), "finish": _finish, "reward": _reward}
+    for ack in acks:
+        held.acks += 1
+        what = ack["what"]
+        row = rows[what].get(ack[named[what]])
+        if row is None:
+            held.lost.append(f"{what} {ack[named[what]]!r} of {ack['trajectory']}")
+        elif wrong := looks[what](ack, row):
+            held.changed.append(f"{what} {ack[named[what]]!r} of {ack['trajectory']}: {wrong}")
+    return held
+
+
+def _turn(ack: Ack, row: tuple[Any, ...], questions: Mapping[str, str]) -> str:
+    trajectory, status, content, request = row
+    if (trajectory, status, content) != (ack["trajectory"], "completed", ack["text"]):
+        return f"{(trajectory, status, content)}, not {ack['text']!r}"
+    question = questions.get(ack["turn_id"], "nothing")
+    if ack["question"] not in question:
+        return f"its request asks {question}, not {ack['question']!r}"
+    return "" if ack["mark"] in (request or "") else f"its request has no {ack['mark']}: {request}"
+
+
+def _finish(ack: Ack, row: tuple[Any, ...]) -> str:
+    status, reward, turns = row
+    same = status == "completed" and reward == ack["reward"] and turns >= ack["turns"]
+    return "" if same else f"{row}, not reward {ack['reward']} after {ack['turns']} turns"
+
+
+def _reward(ack: Ack, row: tuple[Any, ...]) -> str:
+    told = (ack["trajectory"], ack["reward"], ack["source"])
+    return "" if row == told else f"{row}, not {told}"

@@ -1,0 +1,100 @@
+"""One attack beside honest agents, and what they feel of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollbook.bench.figure import quantile
+from rollbook.bench.hostile.attack import Attack, Ground, Tally, carry_out
+from rollbook.bench.hostile.stage import OPERATOR, Proxy
+from rollbook.bench.processes import Process
+
+TRACEBACK = re.compile(r"Traceback \(most recent call last\)|^\s*raise \w", re.M)
+
+
+@dataclass(slots=True)
+class Lap:
+    """What honest agents felt for a while.
+
+    Attributes:
+        ms: latencies of the requests that were answered.
+        refused: requests that were not answered with 200.
+        told: the first of those.
+    """
+
+    ms: list[float]
+    refused: int
+    errors_500: int
+    told: list[str]
+
+    @property
+    def p99(self) -> float:
+        """Milliseconds."""
+        return quantile(self.ms, 99)
+
+
+@dataclass(slots=True)
+class Fought:
+    """One attack's lap.
+
+    Attributes:
+        peak: bytes of memory that the proxy had at most.
+        refuses: honest requests may be refused meanwhile.
+        tracebacks: what it printed that looks like one.
+    """
+
+    name: str
+    lap: Lap
+    tally: Tally
+    peak: int
+    refuses: bool = False
+    tracebacks: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Round:
+    """Every attack on a kind of proxy once, with a quiet lap before each."""
+
+    kind: str
+    quiet: list[Lap] = field(default_factory=list)
+    fought: list[Fought] = field(default_factory=list)
+
+
+def lap(agents: Process, meanwhile: Callable[[], object]) -> Lap:
+    """A lap of the agents, as long as what is done meanwhile takes."""
+    agents.ask(do="begin")
+    meanwhile()
+    told: dict[str, Any] = agents.ask(do="end")
+    told.pop("wrong")
+    return Lap(**told)
+
+
+def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: random.Random) -> Fought:
+    """Attack for so long.
+
+    Raises:
+        BenchError: the proxy ended by itself.
+    """
+    before = len(proxy.log())
+    proxy.forget_peak()
+    tally = Tally()
+
+    def attacked() -> None:
+        asyncio.run(carry_out(one, Ground(proxy.url, OPERATOR, "", proxy, rng, proxy.kind, tally), seconds))
+
+    felt = lap(agents, attacked)
+    if not proxy.victim.running:
+        raise proxy.victim.failed(f"ended under {one.name}")
+    printed = proxy.log()[before:]
+    return Fought(one.name, felt, tally, proxy.memory(), one.refuses, tracebacks(printed))
+
+
+def tracebacks(printed: str) -> list[str]:
+    """The last lines of the tracebacks in what a process printed."""
+    found = [match.start() for match in TRACEBACK.finditer(printed)]
+    return [printed[at : at + 2000] for at in found]

@@ -1,0 +1,166 @@
+"""The proxies that are attacked: `rollbook serve` as a process of its own, killed and started at will."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from rollbook import store
+from rollbook.bench.dialogues import write_model
+from rollbook.bench.hostile.agents import CHAT, Habits
+from rollbook.bench.hostile.attack import RECORD, TOKENS
+from rollbook.bench.loop_processes import COMMAND, Victim, port
+from rollbook.bench.processes import Process, module
+
+OPERATOR = "operator-7d1f0c55e2"
+SCRIPT = "rollbook.bench.hostile.script:answer"
+SEGMENT_BYTES = 1 << 20
+"""Small segments, so that the writer rolls and the sealer works during every attack."""
+PRELOADED = ("rollbook.ingest.serve",)
+
+
+@dataclass(slots=True)
+class Proxy:
+    """One proxy and its store."""
+
+    folder: Path
+    kind: str
+    url: str
+    victim: Victim
+
+    @property
+    def store(self) -> Path:
+        """Its store's folder."""
+        return self.folder / "store"
+
+    @property
+    def pid(self) -> int:
+        """Of its process, now."""
+        return self.victim.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self.victim.start()
+        self.await_ready()
+
+    def await_ready(self) -> None:
+        """Wait until it answers."""
+        self.victim.await_http(f"{self.url}/healthz")
+
+    def log(self) -> str:
+        """What it printed so far."""
+        return self.victim.log.read_text(errors="replace") if self.victim.log.exists() else ""
+
+    def forget_peak(self) -> None:
+        """Have the kernel count the peak of its memory anew."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def memory(self, field: str = "VmHWM") -> int:
+        """Bytes it has resident: `VmHWM` at the peak, `VmRSS` now."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+    @contextlib.contextmanager
+    def limited(self, what: int, soft: int) -> Iterator[None]:
+        """A limit of the living process while the context lasts (`resource.RLIMIT_...`)."""
+        pid = self.pid
+        before = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (soft, before[1]))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, what, before)
+
+    def end(self) -> None:
+        """End it orderly, with its sealer."""
+        self.victim.stop()
+
+
+class Stage:
+    """A folder with a model, where proxies are started."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder, self._rng = folder, random.Random(seed)
+        self.model = folder / "model"
+        write_model(self.model)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def proxy(self, kind: str, name: str, words: Sequence[object] = (), settings: str = "") -> Proxy:
+        """A proxy of a kind, not started yet; it ends with the stage."""
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        store.open(folder / "store", create=True)
+        number = port(self._rng)
+        command: list[object] = ["serve", "--store", folder / "store", "--port", number]
+        if kind == TOKENS:
+            command += ["--engine", "scripted", "--script", SCRIPT, "--model", self.model]
+        else:
+            command += ["--engine", "upstream"]
+        made = Proxy(
+            folder,
+            kind,
+            f"http://127.0.0.1:{number}",
+            Victim(
+                name,
+                COMMAND,
+                [*command, *words],
+                folder / "serve.log",
+                {"ROLLBOOK_API_KEYS": OPERATOR, "COLUMNS": "200"},
+                PRELOADED,
+            ),
+        )
+        _settings(folder / "store", settings)
+        self._stack.callback(made.victim.end)
+        return made
+
+    def standard(self, kind: str, name: str) -> Proxy:
+        """A proxy as attacked by default, started; a record-only one with its upstream."""
+        words = ["--engine-url", f"{self.upstream(name).url()}/v1"] if kind == RECORD else []
+        made = self.proxy(kind, name, words)
+        made.start()
+        return made
+
+    def upstream(self, name: str) -> Process:
+        """An upstream, started; it ends with the stage."""
+        words = module("rollbook.bench.hostile.upstream")
+        return self._stack.enter_context(Process(f"upstream-{name}", words, self.folder, "all"))
+
+    def agents(self, proxy: Proxy, name: str = "honest", seed: int = 0, **habits: object) -> Process:
+        """Honest agents of a proxy, at work; they end with the stage."""
+        apis = {"apis": (CHAT,)} if proxy.kind == RECORD else {}
+        given = asdict(
+            Habits(proxy.url, str(acks_of(proxy)), name, OPERATOR, OPERATOR, seed=seed, **apis | habits)  # type: ignore[arg-type]
+        )
+        words = module("rollbook.bench.hostile.agents", orjson.dumps(given).decode())
+        return self._stack.enter_context(Process(f"agents-{proxy.victim.name}", words, self.folder, "all"))
+
+
+def acks_of(proxy: Proxy) -> Path:
+    """The file with all that honest agents of a proxy were told."""
+    return proxy.folder / "acks.jsonl"
+
+
+def _settings(folder: Path, more: str) -> None:
+    """The store's settings: small segments."""
+    (folder / "store.toml").write_text(f"[append]\nsegment_bytes = {SEGMENT_BYTES}\n{more}")
+
+
+def kill(pid: int) -> None:
+    """kill -9 of a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
