@@ -21,7 +21,7 @@ from rollbook.bench.hostile.kills import kill_often
 from rollbook.bench.hostile.laps import Round, fight, lap
 from rollbook.bench.hostile.outcome import Measured, figures, spreads
 from rollbook.bench.hostile.secret_runs import search
-from rollbook.bench.hostile.stage import Stage, acks_of
+from rollbook.bench.hostile.stage import HONEST, Stage, acks_of
 
 KILLS, ROUNDS = 100, 3
 WARM_S = 2.0
@@ -89,7 +89,7 @@ def _attack_all(
         measured.rounds.append(found)
     measured.wrong += agents.ask(do="stop")["wrong"]
     proxy.end()
-    measured.held[kind] = hold(proxy.store, read_acks(acks_of(proxy)))
+    measured.held[kind] = hold(proxy.store, read_acks(acks_of(proxy)), HONEST)
 
 
 def outcome(measured: Measured) -> Outcome:

@@ -1,9 +1,9 @@
 """Honest agents: a process of its own that talks as agents do, and keeps all that it was told.
 
 Each agent works on one trajectory at a time: a few turns by one of the APIs, streamed or not, some with
-siblings, a reward, a finish. What breaks is asked again. Every acknowledgement is a line of a file: at the end each is
-looked up in the log. Commands come on stdin, a JSON object a line: `begin` a lap, `end` it (the latencies of
-the requests that were begun in it, once all of those have ended), `stop`.
+siblings, a reward, a finish. What breaks is asked again. Every acknowledgement is a line of a file, and is
+looked up in the log at the end. Commands come on stdin, a JSON object a line: `begin` a lap, `end` it (the
+latencies of the requests that were begun in it, once all of those have ended), `stop`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ class Habits:
     """How the agents behave.
 
     Attributes:
-        keys: those of writers and judges: `writer`, `judge`; an empty one is not sent.
+        acks: the file that keeps what they are told.
+        name: what the names of their trajectories begin with.
+        writer, judge: the keys of agents and of who rewards them; an empty one is not sent.
         apis: which endpoints are used.
         pause_s: mean time between two requests of an agent.
     """
 
     url: str
     acks: str
-    name: str = "honest"
+    name: str
     writer: str = ""
     judge: str = ""
     apis: tuple[str, ...] = (CHAT, RESPONSES, MESSAGES)

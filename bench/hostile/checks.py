@@ -13,9 +13,11 @@ from rollbook import store
 from rollbook.store.trajectory import Trajectory
 from rollbook.store.verify import verify_store
 
-TURNS = "SELECT turn_id, trajectory, status, content, request FROM turns"
-TRAJECTORIES = "SELECT trajectory, status, reward, turns FROM trajectories"
-REWARDS = "SELECT event_id, trajectory, reward, source FROM rewards"
+OURS = "WHERE starts_with(trajectory, ?)"
+TURNS = f"SELECT turn_id, trajectory, status, content, request FROM turns {OURS}"
+TRAJECTORIES = f"SELECT trajectory, status, reward, turns FROM trajectories {OURS}"
+REWARDS = f"SELECT event_id, trajectory, reward, source FROM rewards {OURS}"
+IDS = f"SELECT trajectory_id FROM trajectories {OURS}"
 Ack = Mapping[str, Any]
 
 
@@ -41,12 +43,19 @@ def read_acks(path: Path) -> list[Ack]:
     return [orjson.loads(line) for line in lines]
 
 
-def hold(folder: Path, acks: Iterable[Ack]) -> Held:
-    """Look up every acknowledgement in a store."""
+def hold(folder: Path, acks: Iterable[Ack], name: str) -> Held:
+    """Look up every acknowledgement in a store.
+
+    Args:
+        name: what the names of the honest trajectories begin with; what attackers left is not read.
+    """
     with store.connect(folder) as log:
-        turns, trajectories, rewards = (log.execute(q).fetchall() for q in (TURNS, TRAJECTORIES, REWARDS))
+        every = (TURNS, TRAJECTORIES, REWARDS, IDS)
+        turns, trajectories, rewards, ids = (log.execute(query, [name]).fetchall() for query in every)
     opened = store.open(folder)
-    held = compare(acks, turns, trajectories, rewards, asked(opened.trajectories().values()))
+    held = compare(
+        acks, turns, trajectories, rewards, asked(opened.trajectories(ids={row[0] for row in ids}).values())
+    )
     held.damage = [f"lane {one.lane}: {one.fault}" for one in verify_store(opened) if one.fault]
     return held
 

@@ -14,7 +14,7 @@ from rollbook.bench.hostile.attack import Ground, Tally, carry_out
 from rollbook.bench.hostile.attacks import named
 from rollbook.bench.hostile.checks import Held, hold, read_acks
 from rollbook.bench.hostile.laps import tracebacks
-from rollbook.bench.hostile.stage import OPERATOR, Stage, acks_of
+from rollbook.bench.hostile.stage import HONEST, OPERATOR, Stage, acks_of
 
 HOSTILE = (
     "labels_nested_deep",
@@ -56,7 +56,7 @@ def kill_often(stage: Stage, kind: str, kills: int, seed: int, on_kill: Callable
     """
     found, rng, begun = Killed(), random.Random(seed), time.monotonic()
     proxy = stage.standard(kind, f"killed-{kind}")
-    agents = stage.agents(proxy, "killed", seed, agents=8, pause_s=0.02)
+    agents = stage.agents(proxy, seed, agents=8, pause_s=0.02)
     ground = Ground(proxy.url, OPERATOR, "", proxy, random.Random(seed + 1), kind, found.tally)
     stop = threading.Event()
     attacker = threading.Thread(target=_attack, args=(ground, stop), daemon=True)
@@ -72,7 +72,7 @@ def kill_often(stage: Stage, kind: str, kills: int, seed: int, on_kill: Callable
     attacker.join(60.0)
     found.wrong = agents.ask(do="stop")["wrong"]
     proxy.end()
-    found.held = hold(proxy.store, read_acks(acks_of(proxy)))
+    found.held = hold(proxy.store, read_acks(acks_of(proxy)), HONEST)
     found.tracebacks = tracebacks(proxy.log())
     found.seconds = time.monotonic() - begun
     return found

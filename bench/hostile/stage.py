@@ -20,6 +20,8 @@ from rollbook.bench.hostile.attack import RECORD, TOKENS
 from rollbook.bench.loop_processes import COMMAND, Victim, port
 from rollbook.bench.processes import Process, module
 
+HONEST = "honest"
+"""What names of honest trajectories begin with."""
 OPERATOR = "operator-7d1f0c55e2"
 SCRIPT = "rollbook.bench.hostile.script:answer"
 SEGMENT_BYTES = 1 << 20
@@ -140,11 +142,11 @@ class Stage:
         words = module("rollbook.bench.hostile.upstream")
         return self._stack.enter_context(Process(f"upstream-{name}", words, self.folder, "all"))
 
-    def agents(self, proxy: Proxy, name: str = "honest", seed: int = 0, **habits: object) -> Process:
+    def agents(self, proxy: Proxy, seed: int = 0, **habits: object) -> Process:
         """Honest agents of a proxy, at work; they end with the stage."""
         apis = {"apis": (CHAT,)} if proxy.kind == RECORD else {}
         given = asdict(
-            Habits(proxy.url, str(acks_of(proxy)), name, OPERATOR, OPERATOR, seed=seed, **apis | habits)  # type: ignore[arg-type]
+            Habits(proxy.url, str(acks_of(proxy)), HONEST, OPERATOR, OPERATOR, seed=seed, **apis | habits)  # type: ignore[arg-type]
         )
         words = module("rollbook.bench.hostile.agents", orjson.dumps(given).decode())
         return self._stack.enter_context(Process(f"agents-{proxy.victim.name}", words, self.folder, "all"))

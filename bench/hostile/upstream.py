@@ -1,7 +1,8 @@
 """An upstream for the record-only proxy: it says what the scripted engine says, and what it should not.
 
 Serves chat completions, streamed or not. A model's name asks for more: `repeats` is refused with an error
-that repeats every header it was sent; `gzip-of-gzip` is answered with a small body that unpacks into a huge one.
+that repeats every header it was sent; `gzip-of-gzip` is answered with a small body that unpacks
+into a huge one.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ async def _many(ground: Ground, what: str, requests: Collection[bytes], allowed:
 
 @attack(proxies=BOTH)
 async def long_headers(ground: Ground) -> None:
-    """A header of 64 KB or of a megabyte, and a thousand of them, are refused, or the connection is closed."""
+    """A header of 64 KB or of a megabyte, and a thousand of them, are refused or end the connection."""
     name = ground.name()
     path, key = f"/t/{name}/v1/chat/completions", await ground.key(name)
     await ground.ask(path, CHAT_BODY, {"X-Long": "a" * 65_536}, key=key, allowed=(*OK, *REFUSED))

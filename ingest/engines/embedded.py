@@ -28,6 +28,7 @@ from rollbook.ingest.engines.embedded_request import LiveRequest
 from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.engines.gate import Gate
 from rollbook.ingest.engines.held_weights import HeldWeights
+from rollbook.ingest.engines.model_files import read_json, weight_files
 from rollbook.ingest.engines.weight_control import WeightControl
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Logprobs, token_ids
@@ -182,11 +183,25 @@ class EmbeddedEngine:
 
 
 def _loaded(model: Path, device: str) -> Any:
+    """The model, from nothing but the safetensors and the configuration of its directory: no code runs.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    read_json(model, "config.json")
+    if not weight_files(model):
+        raise ModelError(f"{model}: holds no safetensors weights")
+    own: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, **own)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model, config=config, dtype=torch.float32, attn_implementation="sdpa"
+            model,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            **own,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers checks little before it computes with what it read
         raise ModelError(f"{model}: cannot be loaded as a causal language model: {error}") from error
     return loaded.to(device).eval()

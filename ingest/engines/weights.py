@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import torch
 from safetensors import safe_open
 
+from rollbook.ingest.engines.model_files import model_file, read_json, weight_files
 from rollbook.store.digest import combine, tensor_line
 from rollbook.store.errors import ModelError
 
@@ -48,11 +48,11 @@ def read_weights(model: Path) -> Tensors:
     Raises:
         ModelError: there are none, or they cannot be read.
     """
-    files = sorted(model.glob("*.safetensors"))
+    files = weight_files(model)
     if not files:
         raise ModelError(f"{model}: holds no safetensors weights")
     tensors: Tensors = {}
-    for file in (f for f in files if f.name.startswith("model")):
+    for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
                 tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
@@ -67,14 +67,13 @@ def published_version(model: Path) -> tuple[int, str | None]:
     Raises:
         ModelError: its manifest is damaged.
     """
-    file = model / "rollbook.json"
-    if not file.exists():
+    if model_file(model, "rollbook.json") is None:
         return 0, None
+    manifest = read_json(model, "rollbook.json")
     try:
-        manifest = orjson.loads(file.read_bytes())
         return int(manifest["policy_version"]), str(manifest["weights_digest"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{file}: damaged: {error!r}") from error
+        raise ModelError(f"{model / 'rollbook.json'}: damaged: {error!r}") from error
 
 
 def widened(tensors: Tensors) -> Tensors:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import orjson
-
+from rollbook.ingest.engines.model_files import read_json
 from rollbook.ingest.replies.detect import FAMILIES, PLAIN, detect_family, family_named
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.replies.response_schema import schema_family
-from rollbook.store.errors import ConfigError, ModelError
+from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 
 AUTO, OWN = "auto", "response_template"
@@ -46,10 +45,5 @@ def choose_family(wanted: str, model: Path, template_source: str) -> Family:
 
 def _shipped(model: Path) -> Json | None:
     """The response template in a model's tokenizer_config.json, if it has one."""
-    file = model / "tokenizer_config.json"
-    try:
-        settings = orjson.loads(file.read_bytes()) if file.exists() else {}
-    except orjson.JSONDecodeError as error:
-        raise ModelError(f"{file}: is not JSON ({error}); copy the model anew") from error
-    template = settings.get("response_template") if isinstance(settings, dict) else None
+    template = read_json(model, "tokenizer_config.json").get("response_template")
     return template if isinstance(template, dict) else None

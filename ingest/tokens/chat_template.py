@@ -6,36 +6,24 @@ without HTML escapes, `raise_exception`, `strftime_now`, the `generation` block 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import numpy as np
-import orjson
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from rollbook.ingest.engines.model_files import model_file, read_json, read_text
+from rollbook.ingest.tokens.sandbox import BoundedSandbox, Unbounded, budget
 from rollbook.ingest.tokens.text_length import check_text_length
-from rollbook.store.errors import ModelError, RequestError
+from rollbook.store.errors import EngineError, ModelError, RequestError, RollbookError
 from rollbook.store.events import Json, TokenIds
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text; its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
@@ -56,12 +44,7 @@ def compile_template(source: str) -> jinja2.Template:
     Raises:
         jinja2.TemplateError: it does not parse.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
+    environment = BoundedSandbox({"tojson": _tojson})
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)
@@ -101,14 +84,15 @@ class ChatTokenizer:
         # OpenAI's newer name for the system role: most templates would leave such a message out.
         roles = _ROLES if "developer" in self.template_source else _ROLES | {"developer": "system"}
         try:
-            return self.template.render(
-                messages=[_for_template(m, self, roles) for m in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=generate,
-                **self.special_tokens,
-                **kwargs,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:
+            with budget():
+                return self.template.render(
+                    messages=[_for_template(m, self, roles) for m in messages],
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=generate,
+                    **self.special_tokens,
+                    **kwargs,
+                )
+        except Exception as error:  # a template may raise anything
             raise RequestError(
                 400, "template_error", f"the chat template refuses the messages: {error}"
             ) from error
@@ -123,7 +107,8 @@ class ChatTokenizer:
         try:
             check_text_length(self.tokenizer, text, self.context_length)
             # The "fast" one leaves out offsets, which nobody asks for: a fifth less time, the same ids.
-            [encoded] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            with panics_as(EngineError, "the tokenizer failed"):
+                [encoded] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(400, "not_unicode", f"the messages are not Unicode text: {error}") from error
         return np.asarray(encoded.ids, dtype=np.int32)
@@ -183,10 +168,13 @@ def _takes_dict_arguments(template: jinja2.Template, special: Json) -> bool:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     try:
-        template.render(messages=messages, tools=None, add_generation_prompt=False, **special)
+        with budget():
+            template.render(messages=messages, tools=None, add_generation_prompt=False, **special)
     except TypeError:
         return False
-    except jinja2.TemplateError:
+    except Unbounded:
+        raise
+    except Exception:  # a template may refuse these messages in any way
         return True
     return True
 
@@ -197,23 +185,14 @@ def _takes_text_as_parts(template: jinja2.Template, special: Json) -> bool:
     def shows(content: Any) -> bool:
         messages = [{"role": "user", "content": content}]
         try:
-            return "probe" in template.render(messages=messages, add_generation_prompt=True, **special)
-        except (jinja2.TemplateError, TypeError):
+            with budget():
+                return "probe" in template.render(messages=messages, add_generation_prompt=True, **special)
+        except Unbounded:
+            raise
+        except Exception:  # likewise
             return False
 
     return not shows("probe") and shows([{"type": "text", "text": "probe"}])
-
-
-def _read_json(path: Path) -> Json:
-    if not path.exists():
-        return {}
-    try:
-        value = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise ModelError(f"{path}: is not JSON ({error}); copy the model anew") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return value
 
 
 def load_chat_tokenizer(model: Path) -> ChatTokenizer:
@@ -222,44 +201,88 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
     Raises:
         ModelError: a file is missing or cannot be used; the message names it.
     """
-    tokenizer_file = model / "tokenizer.json"
-    if not tokenizer_file.exists():
+    tokenizer_file = model_file(model, "tokenizer.json")
+    if tokenizer_file is None:
         text = "save the tokenizer there in its fast form (save_pretrained of transformers)"
         raise ModelError(f"{model}: holds no tokenizer.json, so it cannot be served: {text}")
-    settings = _read_json(model / "tokenizer_config.json")
+    settings = read_json(model, "tokenizer_config.json")
     source = _template_source(model, settings)
+    tokenizer = _tokenizer(tokenizer_file)
+    special = _special_tokens(model, settings)
+    config = read_json(model, "config.json")
+    template = _template(model, source)
     try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # tokenizers raises no narrower one
-        raise ModelError(f"{tokenizer_file}: cannot be read: {error}; copy the model anew") from error
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name in ("bos_token", "eos_token", "pad_token", "unk_token") and value
-    }
-    config = _read_json(model / "config.json")
-    try:
-        template = compile_template(source)
-    except jinja2.TemplateError as error:
-        raise ModelError(f"{model}: its chat template does not parse: {error}") from error
+        dict_arguments, text_as_parts = (
+            takes(template, special) for takes in (_takes_dict_arguments, _takes_text_as_parts)
+        )
+    except Unbounded as error:
+        raise ModelError(f"{model}: its chat template is not bounded: {error}") from error
     return ChatTokenizer(
         tokenizer=tokenizer,
         template=template,
         special_tokens=special,
         stop_ids=_stop_ids(model, tokenizer, special, config),
-        context_length=int(config.get("max_position_embeddings") or 0),
-        dict_arguments=_takes_dict_arguments(template, special),
+        context_length=_whole_number(model, "max_position_embeddings", config) or 0,
+        dict_arguments=dict_arguments,
         tokenizer_digest=hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
         template_digest=hashlib.sha256(source.encode()).hexdigest(),
         template_source=source,
         special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
-        text_as_parts=_takes_text_as_parts(template, special),
+        text_as_parts=text_as_parts,
     )
 
 
+@contextlib.contextmanager
+def panics_as(kind: type[RollbookError], what: str) -> Iterator[None]:
+    """Raise a panic of the tokenizers' Rust, which is no Exception, as an error of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {error}; copy the model anew") from error
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        with panics_as(ModelError, f"{file}: cannot be read"):
+            return Tokenizer.from_file(str(file))
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ModelError(f"{file}: cannot be read: {error}; copy the model anew") from error
+
+
+def _template(model: Path, source: str) -> jinja2.Template:
+    try:
+        return compile_template(source)
+    except Exception as error:  # beyond TemplateError: what Python says of blocks nested too deep, and so on
+        raise ModelError(f"{model}: its chat template does not parse: {error}") from error
+
+
+def _special_tokens(model: Path, settings: Json) -> dict[str, str]:
+    """The special tokens that templates name, by their names."""
+    special: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = settings.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(content, str | None):
+            raise ModelError(f"{model}: {name} in tokenizer_config.json is {content!r}: it must be a text")
+        if content:
+            special[name] = content
+    return special
+
+
+def _whole_number(model: Path, name: str, config: Json) -> int | None:
+    value = config.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ModelError(f"{model}: {name} is {value!r}: it must be a whole number")
+    return value
+
+
 def _template_source(model: Path, settings: Json) -> str:
-    file = model / "chat_template.jinja"
-    source = file.read_text() if file.exists() else settings.get("chat_template")
+    file = model_file(model, "chat_template.jinja")
+    source = read_text(file) if file is not None else settings.get("chat_template")
     if not isinstance(source, str):
         raise ModelError(
             f"{model}: holds no chat template (chat_template.jinja, or a string under "
@@ -270,12 +293,16 @@ def _template_source(model: Path, settings: Json) -> str:
 
 def _stop_ids(model: Path, tokenizer: Tokenizer, special: Json, config: Json) -> tuple[int, ...]:
     """Ids that end a turn: generation_config's, then the tokenizer's end token, then the config's."""
-    generation = _read_json(model / "generation_config.json")
+    generation = read_json(model, "generation_config.json")
     found = generation.get("eos_token_id")
     if found is None and "eos_token" in special:
         found = tokenizer.token_to_id(special["eos_token"])
     if found is None:
         found = config.get("eos_token_id")
-    if found is None:
+    ids = found if isinstance(found, list) else [found]
+    if found is None or not ids:
         raise ModelError(f"{model}: names no end-of-turn token: set eos_token_id in generation_config.json")
-    return tuple(int(i) for i in (found if isinstance(found, list) else [found]))
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 1 << 31:
+            raise ModelError(f"{model}: eos_token_id is {one!r}: it must be the id of a token")
+    return tuple(ids)

@@ -1,0 +1,114 @@
+"""The small files of a model directory, which may have come from anywhere: read within bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from rollbook.store.errors import ModelError
+from rollbook.store.events import Json
+
+LARGEST = {"tokenizer.json": 512 << 20, "model.safetensors.index.json": 256 << 20}
+"""Bytes of a file at most, by its name; of any other OTHERS."""
+OTHERS = 16 << 20
+INDEX = "model.safetensors.index.json"
+
+
+def model_file(model: Path, name: str) -> Path | None:
+    """A file of a model directory; None if it is not there.
+
+    Links may lead elsewhere within the directory, and, in Hugging Face's cache, to where that keeps files.
+
+    Raises:
+        ModelError: it is no plain file, is too large, or lies elsewhere.
+    """
+    file = model / name
+    size = _checked(model, file)
+    if size is None:
+        return None
+    if size > LARGEST.get(name, OTHERS):
+        raise ModelError(f"{file}: holds {size} bytes, more than any such file: copy the model anew")
+    return file
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The safetensors files of a model directory, as its index names them or all there are, in order.
+
+    Raises:
+        ModelError: one is no plain file, lies elsewhere, or is missing.
+    """
+    index = read_json(model, INDEX).get("weight_map", {})
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise ModelError(f"{model / INDEX}: its weight_map names no files: copy the model anew")
+    names = sorted(set(index.values())) or sorted(file.name for file in model.glob("model*.safetensors"))
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(
+                f"{model / INDEX}: names {name!r}, which is no file beside it: copy the model anew"
+            )
+        if _checked(model, model / name) is None:
+            raise ModelError(f"{model / name}: is missing: copy the model anew")
+    return [model / name for name in names]
+
+
+def _checked(model: Path, file: Path) -> int | None:
+    """The size of a plain file of the model's; None if it is not there.
+
+    Raises:
+        ModelError: it is no such file.
+    """
+    try:
+        if not file.exists() and not file.is_symlink():
+            return None
+        real = file.resolve(strict=True)
+        size, plain = real.stat().st_size, real.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # of a circle of links, of a name with a zero byte
+        raise ModelError(f"{file}: cannot be read: {error}; copy the model anew") from error
+    if not plain:
+        raise ModelError(f"{file}: is no plain file; copy the model anew")
+    if not any(real.is_relative_to(home) for home in _homes(model)):
+        raise ModelError(f"{file}: is a link to {real}, out of the model's directory: copy the file there")
+    return size
+
+
+def _homes(model: Path) -> list[Path]:
+    """Where files of a model may lie: its directory, and the cache's folder of that model.
+
+    Hugging Face's cache has `models--NAME/snapshots/REVISION/`, with links into `models--NAME/blobs/`.
+    """
+    homes = [model.resolve()]
+    for one in (model.absolute(), model.resolve()):
+        if one.parent.name == "snapshots":
+            homes.append(one.parent.parent.resolve())
+    return homes
+
+
+def read_text(file: Path) -> str:
+    """A file as text.
+
+    Raises:
+        ModelError: it cannot be read, or is no UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}; copy the model anew") from error
+
+
+def read_json(model: Path, name: str) -> Json:
+    """A file of a model directory as a JSON object; an empty one if it is not there.
+
+    Raises:
+        ModelError: it is none, or cannot be read.
+    """
+    file = model_file(model, name)
+    if file is None:
+        return {}
+    try:
+        value = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ModelError(f"{file}: is not JSON ({error}); copy the model anew") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: expected a JSON object")
+    return value
