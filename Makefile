@@ -12,7 +12,7 @@ PIP_EXACT := install --quiet --disable-pip-version-check --no-deps --requirement
 # Tests start hundreds of Python processes: without cached bytecode each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-bench test-clients test-crashes test-sglang check lint types fmt bench wheel clean
+.PHONY: demo test test-bench test-clients test-crashes test-hostile test-sglang check lint types fmt bench wheel clean
 
 $(STAMP): pyproject.toml constraints.txt tests/corpus.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -30,6 +30,9 @@ test: $(STAMP)  ## the tests, but for those below; those of one file stay togeth
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
 	$(PYTEST) -m crashes
+
+test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model folders, planted secrets
+	$(PYTEST) tests/hostile
 
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
 	$(PYTEST) tests/bench

@@ -1,0 +1,80 @@
+"""Every attack beside honest agents: nobody else feels it, nothing is let in, nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from rollbook.bench.hostile.attack import RECORD, TOKENS
+from rollbook.bench.hostile.attacks import attacks_on, named
+from rollbook.bench.hostile.checks import hold, read_acks
+from rollbook.bench.hostile.laps import fight
+from rollbook.bench.hostile.stage import HONEST, Proxy, Stage, acks_of
+from rollbook.bench.processes import Process
+
+pytestmark = pytest.mark.timeout(120)
+
+ATTACK_S = 0.8
+LONGEST_MS = 5_000
+"""Of an honest request, on a machine whose cores are busy; the benchmark has the figure."""
+MEMORY = 512 << 20
+
+
+@dataclass(slots=True)
+class Field:
+    """A proxy with agents at work, and the memory that it has without attacks."""
+
+    proxy: Proxy
+    agents: Process
+    quiet: int
+
+
+@pytest.fixture(scope="module")
+def field_of(stage: Stage) -> Callable[[str], Field]:
+    """The proxy of a kind; it is started when it is first asked for."""
+    made: dict[str, Field] = {}
+
+    def get(kind: str) -> Field:
+        if kind not in made:
+            proxy = stage.standard(kind, kind)
+            agents = stage.agents(proxy, agents=6)
+            time.sleep(1.0)
+            made[kind] = Field(proxy, agents, proxy.memory("VmRSS"))
+        return made[kind]
+
+    return get
+
+
+CASES = [(kind, one.name) for kind in (TOKENS, RECORD) for one in attacks_on(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_attack(field_of: Callable[[str], Field], kind: str, name: str) -> None:
+    """What the attack's own sentence says, and that honest requests are answered meanwhile."""
+    field, one = field_of(kind), named(name)
+    found = fight(one, field.proxy, field.agents, ATTACK_S, random.Random(name))
+    assert found.tally.wrong_200 == [], one.says
+    assert found.tally.errors_500 == [], one.says
+    assert found.tally.strange == [], one.says
+    assert found.tracebacks == []
+    assert found.lap.errors_500 == 0, found.lap.told
+    assert found.peak - field.quiet < MEMORY
+    if not one.refuses:
+        assert found.lap.refused == 0, found.lap.told
+        assert len(found.lap.ms) > 0
+        assert max(found.lap.ms) < LONGEST_MS
+
+
+@pytest.mark.parametrize("kind", [TOKENS, RECORD])
+def test_all_that_was_acknowledged_is_in_the_log(field_of: Callable[[str], Field], kind: str) -> None:
+    """After all attacks: each turn, finish and reward whole and unchanged, and every lane verifies."""
+    field = field_of(kind)
+    assert field.agents.ask(do="stop") == {"wrong": []}
+    field.proxy.end()
+    held = hold(field.proxy.store, read_acks(acks_of(field.proxy)), HONEST)
+    assert held.acks > 50
+    assert (held.lost, held.changed, held.damage) == ([], [], [])
