@@ -10,7 +10,9 @@ MODULES = (bodies, wire, identity, streams, faults)
 
 def attacks_on(kind: str) -> list[Attack]:
     """The attacks on a kind of proxy; those upon what is under it come last."""
-    return [one for one in ATTACKS.values() if kind in one.proxies]
+    places = {module.__name__: place for place, module in enumerate(MODULES)}
+    ours = [one for one in ATTACKS.values() if kind in one.proxies]
+    return sorted(ours, key=lambda one: places[one.volley.__module__])
 
 
 def named(name: str) -> Attack:

@@ -20,7 +20,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 RENDER_S = 20.0
@@ -162,7 +163,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         _check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         """Call what a template calls, within the bounds.
 
         Raises:

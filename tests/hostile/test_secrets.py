@@ -1,4 +1,4 @@
-"""Secrets that clients and operators put anywhere are on no disk; and the search for them finds what is there."""
+"""Secrets that clients and operators put anywhere are on no disk; and the search finds what is there."""
 
 from __future__ import annotations
 

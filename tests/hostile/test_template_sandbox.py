@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollbook.ingest.tokens import sandbox
 from rollbook.ingest.tokens.chat_template import compile_template
