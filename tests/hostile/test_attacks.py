@@ -22,7 +22,7 @@ ATTACK_S = 0.8
 LONGEST_MS = 5_000
 """Of an honest request, on a machine whose cores are busy; the benchmark has the figure."""
 QUIET_S, LEAST = 2.0, 0.2
-"""So much of the honest requests of a quiet time are answered under any attack; the figure is the benchmark's."""
+"""So much of a quiet time's honest requests are answered under any attack."""
 MEMORY = 512 << 20
 
 

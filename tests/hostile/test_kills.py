@@ -13,7 +13,7 @@ KILLS = 12
 
 @pytest.mark.timeout(200)
 def test_what_is_answered_is_there(stage: Stage) -> None:
-    """What was acknowledged before any of the kills is in the log, whole, unchanged; none ends in a traceback."""
+    """What was acknowledged before any kill is in the log, whole, unchanged; none leaves a traceback."""
     told: list[None] = []
     found = kill_often(stage, TOKENS, KILLS, seed=1, on_kill=lambda: told.append(None))
     assert (found.kills, len(told)) == (KILLS, KILLS)
