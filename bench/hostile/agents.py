@@ -129,7 +129,10 @@ class Agents:
             if said(api, told.body, stream) != [text] * siblings:
                 self.wrong.append(f"{name}: {told.body[:300]!r}, not {text!r}")
                 return
-            turn_ids = connection.headers.get("x-rollbook-turn-id", "").split(",")
+            turn_ids = [one for one in connection.headers.get("x-rollbook-turn-id", "").split(",") if one]
+            if len(turn_ids) != siblings:
+                self.wrong.append(f"{name}: {siblings} replies, and the turns {turn_ids}")
+                return
             for turn_id in turn_ids:
                 self._ack("turn", turn_id=turn_id, trajectory=name, question=question, text=text, mark=mark)
                 replies += 1

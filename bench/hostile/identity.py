@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollbook.bench.hostile.attack import OK, RECORD, REFUSED, TOKENS, Ground, attack
+from rollbook.bench.hostile.stage import EXPIRED, JUDGE, READER, WRITER
 from rollbook.bench.hostile.wire import CHAT_BODY
 
 BOTH = (TOKENS, RECORD)
@@ -61,6 +62,28 @@ async def keys_of_other_trajectories(ground: Ground) -> None:
         await ground.ask(path, method="GET", key=key)
     await ground.ask("/v1/cursors/a", {"cut": "serve=1"}, method="PUT", key=key)
     await ground.ask("/v1/trajectories", {"id": ground.name()}, key=key)
+
+
+@attack(proxies=BOTH)
+async def roles_beyond_their_own(ground: Ground) -> None:
+    """A writer controls and reads nothing, a judge records nothing, a reader changes nothing; old keys are none."""
+    name = ground.name()
+    await ground.key(name)
+    path = f"/v1/trajectories/{name}"
+    turn, opening = ("POST", f"/t/{name}/v1/chat/completions", CHAT_BODY), ("POST", "/v1/trajectories", b"{}")
+    finish, reward = ("POST", f"{path}/finish", b"{}"), ("POST", f"{path}/rewards", b'{"reward": 1}')
+    judged = ("POST", f"{path}/rewards", b'{"reward": 1, "source": "judge"}')
+    engine, cursor = ("POST", "/engine/pause_generation", b"{}"), ("PUT", "/v1/cursors/a", b'{"cut": "x=1"}')
+    events, metrics = ("GET", "/v1/events?follow=false&limit=1", None), ("GET", "/metrics", None)
+    forbidden = {
+        WRITER: (judged, engine, cursor, events, metrics),
+        JUDGE: (turn, opening, finish, engine, cursor, metrics),
+        READER: (turn, opening, finish, reward, engine),
+        EXPIRED: (turn, opening, finish, reward, engine, cursor, events, metrics),
+    }
+    for key, requests in forbidden.items():
+        for method, where, body in requests:
+            await ground.ask(where, body, method=method, key=key)
 
 
 @attack()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import resource
@@ -22,7 +23,15 @@ from rollbook.bench.processes import Process, module
 
 HONEST = "honest"
 """What names of honest trajectories begin with."""
-OPERATOR = "operator-7d1f0c55e2"
+OPERATOR, WRITER, JUDGE, READER = (
+    "operator-7d1f0c55e2",
+    "writer-0ac51be1",
+    "judge-91f5c2d7",
+    "reader-5b7e3c02",
+)
+EXPIRED = "expired-4c1e9a80"
+ROLES = {OPERATOR: "operator", WRITER: "writer", JUDGE: "judge", READER: "reader", EXPIRED: "operator"}
+"""The keys of the proxies that are attacked."""
 SCRIPT = "rollbook.bench.hostile.script:answer"
 SEGMENT_BYTES = 1 << 20
 """Small segments, so that the writer rolls and the sealer works during every attack."""
@@ -108,7 +117,9 @@ class Stage:
         folder.mkdir(parents=True)
         store.open(folder / "store", create=True)
         number = port(self._rng)
+        write_keys(folder / "keys.toml")
         command: list[object] = ["serve", "--store", folder / "store", "--port", number]
+        command += ["--keys", folder / "keys.toml"]
         if kind == TOKENS:
             command += ["--engine", "scripted", "--script", SCRIPT, "--model", self.model]
         else:
@@ -122,7 +133,7 @@ class Stage:
                 COMMAND,
                 [*command, *words],
                 folder / "serve.log",
-                {"ROLLBOOK_API_KEYS": OPERATOR, "COLUMNS": "200"},
+                {"COLUMNS": "200"},
                 PRELOADED,
             ),
         )
@@ -131,8 +142,10 @@ class Stage:
         return made
 
     def standard(self, kind: str, name: str) -> Proxy:
-        """A proxy as attacked by default, started; a record-only one with its upstream."""
-        words = ["--engine-url", f"{self.upstream(name).url()}/v1"] if kind == RECORD else []
+        """A proxy as attacked by default, started; a record-only one has an upstream, and refuses what it
+        cannot record."""
+        words = ["--on-store-failure", "refuse"] if kind == RECORD else []
+        words += ["--engine-url", f"{self.upstream(name).url()}/v1"] if kind == RECORD else []
         made = self.proxy(kind, name, words)
         made.start()
         return made
@@ -146,10 +159,21 @@ class Stage:
         """Honest agents of a proxy, at work; they end with the stage."""
         apis = {"apis": (CHAT,)} if proxy.kind == RECORD else {}
         given = asdict(
-            Habits(proxy.url, str(acks_of(proxy)), HONEST, OPERATOR, OPERATOR, seed=seed, **apis | habits)  # type: ignore[arg-type]
+            Habits(proxy.url, str(acks_of(proxy)), HONEST, WRITER, JUDGE, seed=seed, **apis | habits)  # type: ignore[arg-type]
         )
         words = module("rollbook.bench.hostile.agents", orjson.dumps(given).decode())
         return self._stack.enter_context(Process(f"agents-{proxy.victim.name}", words, self.folder, "all"))
+
+
+def write_keys(file: Path) -> None:
+    """The file of keys, whose hashes alone it holds."""
+    lines = []
+    for key, role in ROLES.items():
+        lines += ["[[key]]", f'name = "{key.partition("-")[0]}"', f'role = "{role}"']
+        lines += [f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
+        lines += ["expires = 2020-01-01T00:00:00Z"] if key == EXPIRED else []
+    file.write_text("\n".join(lines) + "\n")
+    file.chmod(0o600)
 
 
 def acks_of(proxy: Proxy) -> Path:

@@ -45,12 +45,15 @@ class Upstream:
         raw = await read_body(receive)
         if not scope["path"].endswith("/chat/completions"):
             return await reply(send, 404, {"error": {"message": f"no {scope['path']}"}})
-        body = orjson.loads(raw)
+        try:
+            body = orjson.loads(raw)
+            text = reply_to(question_of(body["messages"]))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return await reply(send, 400, {"error": {"message": "the body is no chat request"}})
         if body.get("model") == REPEATS:
             return await self._repeat(scope, send)
         if body.get("model") == BOMB:
             return await self._blow(send)
-        text = reply_to(question_of(body["messages"]))
         if body.get("stream"):
             return await _stream(send, text, PIECES if SLOWLY in question_of(body["messages"]) else 1)
         await reply(send, 200, _completion(text, body.get("n") or 1))
