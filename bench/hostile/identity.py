@@ -66,7 +66,7 @@ async def keys_of_other_trajectories(ground: Ground) -> None:
 
 @attack(proxies=BOTH)
 async def roles_beyond_their_own(ground: Ground) -> None:
-    """A writer controls and reads nothing, a judge records nothing, a reader changes nothing; old keys are none."""
+    """A writer reads nothing, a judge records nothing, a reader changes nothing; an old key is none."""
     name = ground.name()
     await ground.key(name)
     path = f"/v1/trajectories/{name}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollbook.bench import hostile
 from rollbook.bench.hostile.agents import CHAT, MESSAGES, RESPONSES, said
-from rollbook.bench.hostile.attack import OK, REFUSED, TOKENS, Attack, Ground, Tally, carry_out
+from rollbook.bench.hostile.attack import OK, RECORD, REFUSED, TOKENS, Attack, Ground, Tally, carry_out
 from rollbook.bench.hostile.attacks import attacks_on
 from rollbook.bench.hostile.checks import Held, compare
 from rollbook.bench.hostile.kills import HOSTILE, Killed
@@ -18,6 +20,9 @@ from rollbook.bench.hostile.laps import Fought, Lap, Round, tracebacks
 from rollbook.bench.hostile.outcome import Measured, figures, ratios
 from rollbook.bench.hostile.secret_runs import Searched
 from rollbook.bench.hostile.sender import CUT, Answer, request
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_OF_THE_PAGE = {"test_harness.py", "test_attacks.py"}
 
 TURN = {"what": "turn", "turn_id": "u", "trajectory": "t", "question": "q1", "text": "a", "mark": "m1"}
 FINISH = {"what": "finish", "trajectory": "t", "reward": 0.5, "turns": 1}
@@ -141,6 +146,17 @@ def test_every_attack_says_what_must_hold() -> None:
     assert len(every) > 30
     assert all(one.says.endswith(".") and len(one.says) > 30 for one in every)
     assert set(HOSTILE) <= {one.name for one in every}
+
+
+def test_the_page_names_every_attack() -> None:
+    """docs/security.md says which promise each attack tests, and names no test that is not there."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    every = {one.name for kind in (TOKENS, RECORD) for one in attacks_on(kind)}
+    named = set(re.findall(r"`([a-z_]+)`", page))
+    assert every <= named
+    files = set(re.findall(r"`(test_\w+\.py)`", page))
+    assert all((ROOT / "tests" / "hostile" / file).exists() for file in files)
+    assert {file.name for file in (ROOT / "tests" / "hostile").glob("test_*.py")} - files == NOT_OF_THE_PAGE
 
 
 def _lap(*ms: float, refused: int = 0, errors: int = 0) -> Lap:
