@@ -82,17 +82,27 @@ def _by_operators(stage: Stage, number: int, made: Sequence[str], searched: Sear
     """Operators' places; the upstream repeats what it is sent in an error, and there is one that is away."""
     planted = [Planted(place, secret) for place, secret in zip(OPERATORS, made, strict=True)]
     client, login, query, key, ask = made
-    for what, port in (("", stage.upstream(f"secrets-{number}").url().rpartition(":")[2]), ("-away", "1")):
-        host = f"user:{quote(login, safe='')}@127.0.0.1:{port}"
-        words = ["--engine-url", f"http://{host}/v1?sig={quote(query, safe='')}", "--engine-key", key]
-        words += ["--engine-ask", orjson.dumps({"api_key": ask, "headers": {"Authorization": ask}}).decode()]
-        proxy = stage.proxy(RECORD, f"secrets-of-operators-{number}{what}", words)
-        _started(proxy)
+    upstream = stage.upstream(f"secrets-{number}").url().partition("//")[2]
+    asked = {"api_key": ask, "headers": {"Authorization": ask}}
+    ways = {
+        "login": ["--engine-url", _address(upstream, login, query)],
+        "key": ["--engine-url", _address(upstream, None, query), "--engine-key", key],
+        "away": ["--engine-url", _address("127.0.0.1:1", login, query)],
+    }
+    for way, words in ways.items():
+        words += ["--engine-ask", orjson.dumps(asked).decode()]
+        proxy = _started(stage.proxy(RECORD, f"secrets-of-operators-{number}-{way}", words))
         for model in ("m", REPEATS):
             headers = {"Cookie": f"session={client}", "X-Rollbook-Trajectory": f"t-{model}"}
             _send(proxy, "/v1/chat/completions", _HELLO | {"model": model}, headers, "", searched)
         _look(proxy, planted, searched)
     searched.planted += len(planted)
+
+
+def _address(host: str, login: str | None, query: str) -> str:
+    """An engine's address with a login, and with a signed parameter."""
+    user = "" if login is None else f"user:{quote(login, safe='')}@"
+    return f"http://{user}{host}/v1?sig={quote(query, safe='')}"
 
 
 def _inside(stage: Stage, rng: random.Random, searched: Searched) -> None:
