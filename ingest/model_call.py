@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.requests import SamplingFields
+from rollbook.ingest.tokens.message_form import in_form, refused, shown
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
 
@@ -62,38 +65,25 @@ class ModelCall:
 
 PLAIN_FIELDS = frozenset(
     [
-        "model",
-        "messages",
-        "tools",
-        "stream",
-        "stream_options",
-        "user",
-        "metadata",
-        "store",
-        "n",
-        "stop",
-        "stop_sequences",
-        "input",
-        "prompt",
-        "instructions",
-        "previous_response_id",
-        "system",
-        "include",
-        "safety_identifier",
-        "prompt_cache_key",
-        "service_tier",
-        "chat_template_kwargs",
-        "text",
-        "reasoning_effort",
-        "verbosity",
+        *("model", "tools", "stream", "stream_options", "user", "metadata", "store", "include"),
+        *("safety_identifier", "prompt_cache_key", "service_tier", "chat_template_kwargs", "verbosity"),
         "return_token_ids",
-        "echo",
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
     ]
 )
 """Request fields that ask nothing of an engine, or that the proxy answers for itself."""
+
+_OWN_FIELDS = {
+    "/v1/chat/completions": (
+        *("messages", "n", "stop", "max_tokens", "max_completion_tokens", "reasoning_effort"),
+    ),
+    "/v1/completions": ("prompt", "n", "stop", "max_tokens", "max_completion_tokens", "echo"),
+    "/v1/responses": ("input", "instructions", "previous_response_id", "text", "max_output_tokens"),
+    "/v1/messages": ("messages", "system", "stop_sequences", "max_tokens"),
+}
+"""Fields that an endpoint reads itself. To another endpoint they mean nothing, and it says so."""
+
+_UNREAD = {"/v1/responses": ("n", "stop", "logprobs"), "/v1/messages": ("n", "stop")}
+"""Fields that engines know by chat's names, and that an endpoint does not have."""
 
 _DEFAULTS: Json = {
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
@@ -115,7 +105,8 @@ _DEFAULTS: Json = {
 def unhonoured(call: ModelCall, honoured: frozenset[str]) -> Json:
     """The fields that will not be acted on, each false: what `turn.requested` records of them."""
     asked = {k for k, v in call.rest.items() if v is not None and v not in _DEFAULTS.get(k, ())}
-    left = (asked - PLAIN_FIELDS - honoured) | set(call.not_honoured)
+    done = honoured.difference(_UNREAD.get(call.endpoint, ())).union(_OWN_FIELDS.get(call.endpoint, ()))
+    left = (asked - PLAIN_FIELDS - done) | set(call.not_honoured)
     return dict.fromkeys(sorted(left), False)
 
 
@@ -125,17 +116,26 @@ def check_messages(messages: Sequence[Any]) -> None:
     Raises:
         RequestError: 400, naming the message.
     """
-    if not messages:
-        raise RequestError(400, "empty_messages", "messages is empty: send at least one message")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            text = f"messages[{index}] is {type(message).__name__}: send an object with role and content"
+            text = f"messages[{index}] is {shown(message)}: send an object with role and content"
             raise RequestError(400, "bad_request", text)
         role = message.get("role")
         if role not in ROLES:
-            text = f"messages[{index}].role is {role!r}: use one of {', '.join(ROLES)}"
+            text = f"messages[{index}].role is {shown(role)}: use one of {', '.join(ROLES)}"
             raise RequestError(400, "unknown_role", text)
-        _check_calls(index, message.get("tool_calls"))
+        in_form(message, f"messages[{index}]")
+    check_answerable(messages)
+
+
+def check_answerable(messages: Sequence[Json]) -> None:
+    """Refuse a conversation that leaves nothing to say.
+
+    Raises:
+        RequestError: 400.
+    """
+    if not messages:
+        raise RequestError(400, "empty_messages", "messages is empty: send at least one message")
     if messages[-1].get("role") == "assistant":
         text = "the last message is the assistant's: nothing is left to answer"
         raise RequestError(400, "nothing_to_answer", text)
@@ -154,15 +154,44 @@ def check_tools(tools: Any) -> list[Json]:
     return tools
 
 
-def _check_calls(index: int, calls: Any) -> None:
-    if calls is None:
-        return
-    sound = isinstance(calls, list) and all(
-        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    )
-    if not sound:
-        text = f"messages[{index}].tool_calls must be a list of objects with a function"
-        raise RequestError(400, "bad_tool_calls", text)
+def function_tool(where: str, function: Any) -> Json:
+    """A function in chat form.
+
+    Args:
+        function: with its name, and perhaps description, parameters and strict.
+
+    Raises:
+        RequestError: 400, naming what cannot be read.
+    """
+    if not isinstance(function, dict):
+        raise refused(where, function, "send an object with a name")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise refused(f"{where}.name", function.get("name"), "send a text that is not empty")
+    for name, kind, remedy in (("description", str, "send a text"), ("parameters", dict, "send a schema")):
+        if not isinstance(function.get(name), kind | None):
+            raise refused(f"{where}.{name}", function[name], remedy)
+    return {"type": "function", "function": function}
+
+
+def check_ids(call: ModelCall, vocabulary: int) -> None:
+    """Refuse ids that the model does not have, in a prompt or among biases.
+
+    Args:
+        vocabulary: how many it has; 0: nobody knows.
+
+    Raises:
+        RequestError: 400, naming the first of them.
+    """
+    prompt = call.prompt
+    if not isinstance(prompt, str | None) and vocabulary:
+        beyond = np.flatnonzero((prompt < 0) | (prompt >= vocabulary))
+        if len(beyond):
+            text = f"prompt[{beyond[0]}] is {prompt[beyond[0]]}: the model's ids are 0 to {vocabulary - 1}"
+            raise RequestError(400, "bad_prompt", text)
+    for key in call.fields.logit_bias or ():
+        if not (key.isascii() and key.isdigit() and (not vocabulary or int(key[:12]) < vocabulary)):
+            most = f"from 0 to {vocabulary - 1}" if vocabulary else "from 0"
+            raise RequestError(400, "bad_request", f"logit_bias.{key[:40]}: keys are ids of tokens, {most}")
 
 
 def sampling_of(call: ModelCall, seed: int, prompt_length: int, context_length: int) -> Sampling:
@@ -235,11 +264,8 @@ def images_of(messages: Sequence[Json]) -> tuple[str, ...]:
     """Addresses (data URLs or links) of the images in messages, in order."""
     found: list[str] = []
     for message in messages:
-        content = message.get("content")
-        if not isinstance(content, list):
-            continue
-        for part in content:
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                image = part.get("image_url")
-                found.append(str(image.get("url") if isinstance(image, dict) else image))
+        if isinstance(message.get("content"), list):
+            content = in_form(message)["content"]
+            parts = content if isinstance(content, list) else []
+            found += [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     return tuple(found)

@@ -10,13 +10,14 @@ from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.engines.engine import Engine, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.large_work import LARGE_BYTES, aside
 from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.model_call import ModelCall, check_images, images_of, sampling_of, unhonoured
+from rollbook.ingest.model_call import ModelCall, check_ids, check_images, images_of, sampling_of, unhonoured
 from rollbook.ingest.recorder import Recorder, any_lost
 from rollbook.ingest.replies.detect import opens_reasoning
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.reply import Reading
 from rollbook.ingest.running import RunningCall, RunningTurn
 from rollbook.ingest.tokens.bridge import Bridges
+from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
@@ -74,7 +75,7 @@ class TurnTaker:
         room = (len(plan.prompt_ids), self.bridges.tokenizer.context_length)
         samplings = [sampling_of(call, seed, *room) for seed in seeds(call)]
         reading = self._reading(call, plan)
-        honoured = unhonoured(call, self.engine.honoured)
+        honoured = unhonoured(call, self.engine.honoured) | dict.fromkeys(plan.left_out, False)
         records, items = requested_records(live, call, plan, key, honoured, arrival, samplings)
         grows = call.stream or bool(call.stops)
         turns = [RunningTurn(r, s, reading, grows=grows) for r, s in zip(records, samplings, strict=True)]
@@ -112,6 +113,7 @@ class TurnTaker:
 
     def _plan(self, tree: TurnTree, call: ModelCall) -> Planned:
         tokenizer = self.bridges.tokenizer
+        check_ids(call, tokenizer.vocabulary)
         if call.prompt is not None:
             key = context_key([], RAW, tokenizer.tokenizer_digest, {})
             return plan_prompt(tree, tokenizer, call.prompt, key), key
@@ -201,7 +203,7 @@ class TurnTaker:
         call = running.call
         prompt = Prompt(
             plan.prompt_ids,
-            call.messages,
+            [in_form(message) for message in call.messages],
             call.tools,
             turn.turn_id,
             live.opened.trajectory_id,

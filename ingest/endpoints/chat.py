@@ -10,10 +10,11 @@ from rollbook.ingest.answered import AnsweredTurn, created_s, logprob_entry, usa
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.ingest.endpoints.sse import DONE, event
-from rollbook.ingest.model_call import ModelCall, check_messages, check_tools
+from rollbook.ingest.model_call import ModelCall, check_messages, check_tools, function_tool
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.rewards import RESPONSE_PREFIX
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, check_template_kwargs
+from rollbook.ingest.tokens.message_form import shown
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -77,17 +78,26 @@ def chat_tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
         RequestError: 400, it is no list of tools.
     """
     tools = check_tools(tools)
-    functions = [t for t in tools if t.get("type", "function") == "function"]
-    sound = all(isinstance(t.get("function"), dict) and t["function"].get("name") for t in functions)
-    if not sound:
-        raise RequestError(400, "bad_request", "tools: each function needs function.name")
-    odd = sorted({f"tools.{t['type']}" for t in tools if t not in functions})
-    return functions or None, tuple(odd)
+    functions: list[Json] = []
+    odd: set[str] = set()
+    for index, tool in enumerate(tools):
+        kind = tool.get("type", "function")
+        if kind == "function":
+            function_tool(f"tools[{index}].function", tool.get("function"))
+            functions.append(tool)
+        else:
+            odd.add(f"tools.{kind if isinstance(kind, str) else shown(kind)}")
+    return functions or None, tuple(sorted(odd))
 
 
 def template_kwargs(fields: SamplingFields, body: Json) -> Json:
-    """What the request gives the chat template: vLLM's and SGLang's field, and OpenAI's effort."""
+    """What the request gives the chat template: vLLM's and SGLang's field, and OpenAI's effort.
+
+    Raises:
+        RequestError: 400, a name is not free.
+    """
     kwargs = dict(fields.chat_template_kwargs or {})
+    check_template_kwargs(kwargs)
     if body.get("reasoning_effort") is not None:
         kwargs.setdefault("reasoning_effort", body["reasoning_effort"])
     return kwargs

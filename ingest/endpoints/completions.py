@@ -12,6 +12,7 @@ from rollbook.ingest.endpoints.sse import DONE, event
 from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.message_form import refused
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds, token_ids
 
@@ -69,20 +70,22 @@ def _prompt(prompt: Any) -> str | TokenIds:
     """One prompt; a list of one is taken for its entry.
 
     Raises:
-        RequestError: 400, it is none, or several.
+        RequestError: 400, it is none, or several, or holds what is no id.
     """
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return prompt
-    sound = isinstance(prompt, list) and all(type(i) is int and 0 <= i < 2**31 for i in prompt)
-    if sound and prompt:
-        return token_ids(prompt)
-    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    text = "send a text or a list of token ids that is not empty"
-    if several:
-        text = f"{len(prompt)} prompts: send one a request, or n for several completions of one"
-    raise RequestError(400, "bad_prompt", f"prompt: {text}")
+    if not isinstance(prompt, list) or not prompt:
+        text = "prompt: send a text or a list of token ids that is not empty"
+        raise RequestError(400, "bad_prompt", text)
+    if any(isinstance(one, str | list) for one in prompt):
+        text = f"prompt: {len(prompt)} prompts: send one a request, or n for several completions of one"
+        raise RequestError(400, "bad_prompt", text)
+    for index, token_id in enumerate(prompt):
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
+            raise refused(f"prompt[{index}]", token_id, "send ids of tokens, from 0", "bad_prompt")
+    return token_ids(prompt)
 
 
 def _logprobs(tokens: list[tuple[int, float]], tokenizer: ChatTokenizer) -> Json:

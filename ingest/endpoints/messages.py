@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from rollbook.ingest.answered import AnsweredTurn
-from rollbook.ingest.endpoints.chat import MODEL
+from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.messages_stream import MessagesWriter
 from rollbook.ingest.endpoints.messages_wire import ERROR_KINDS, reply_blocks, stop_reason
-from rollbook.ingest.model_call import ModelCall, check_messages, check_tools
+from rollbook.ingest.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.message_form import arguments_in_form, content_in_form, refused, shown, text_of
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -40,7 +39,7 @@ class Messages:
         choice = body.get("tool_choice")
         kind = choice.get("type", "auto") if isinstance(choice, dict) else "auto"
         chosen = _CHOICES.get(kind, choice) if isinstance(kind, str) else choice
-        mapped = body | {"stop": body.get("stop_sequences"), "tool_choice": chosen}
+        mapped = body | {"stop": body.get("stop_sequences"), "tool_choice": chosen, "n": None}
         fields = validated(SamplingFields, {k: v for k, v in mapped.items() if v is not None})
         if fields.max_tokens is None:
             raise RequestError(400, "bad_request", "max_tokens: Field required")
@@ -48,7 +47,7 @@ class Messages:
         if not isinstance(sent, list):
             raise RequestError(400, "bad_request", "messages: send a list of messages")
         messages = [*_system(body.get("system")), *(m for i, s in enumerate(sent) for m in _chat_form(i, s))]
-        check_messages(messages)
+        check_answerable(messages)
         tools, odd = _tools(body.get("tools"))
         return ModelCall(
             endpoint=self.path,
@@ -58,8 +57,8 @@ class Messages:
             rest={k: v for k, v in body.items() if k != "messages"},
             items=sent,
             tool_calls_wanted=fields.tool_choice != "none",
-            template_kwargs=dict(fields.chat_template_kwargs or {}),
-            not_honoured=odd,
+            template_kwargs=template_kwargs(fields, {}),
+            not_honoured=(*odd, *_hidden(sent)),
         )
 
     def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
@@ -99,9 +98,34 @@ def _system(system: Any) -> list[Json]:
         return []
     if isinstance(system, str):
         return [{"role": "system", "content": system}]
-    if not isinstance(system, list) or not all(isinstance(b, dict) for b in system):
-        raise _bad("system", "send a text or a list of text blocks")
-    return [{"role": "system", "content": "".join(str(b.get("text", "")) for b in system)}]
+    blocks = _blocks("system", system)
+    for index, block in enumerate(blocks):
+        if block["type"] != "text":
+            raise refused(f"system[{index}].type", block["type"], "send text")
+    texts = [text_of(f"system[{index}]", block) for index, block in enumerate(blocks)]
+    return [{"role": "system", "content": "".join(texts)}]
+
+
+def _blocks(where: str, content: Any) -> list[Json]:
+    """The blocks of a content that is no text. A bare text among them is one of type text.
+
+    Raises:
+        RequestError: 400, they are none.
+    """
+    if not isinstance(content, list):
+        raise refused(where, content, "send a text or a list of blocks")
+    blocks: list[Json] = []
+    for index, block in enumerate(content):
+        if isinstance(block, str):
+            blocks.append({"type": "text", "text": block})
+        elif not isinstance(block, dict):
+            raise refused(f"{where}[{index}]", block, "send an object with a type")
+        else:
+            kind = block.get("type", "text" if "text" in block else None)
+            if not isinstance(kind, str):
+                raise refused(f"{where}[{index}].type", kind, "send text, image, tool_use or tool_result")
+            blocks.append(block | {"type": kind})
+    return blocks
 
 
 def _chat_form(index: int, message: Any) -> list[Json]:
@@ -109,72 +133,78 @@ def _chat_form(index: int, message: Any) -> list[Json]:
     where = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         role = message.get("role") if isinstance(message, dict) else message
-        raise RequestError(400, "unknown_role", f"{where}.role is {role!r}: use user or assistant")
-    content = message.get("content")
+        raise RequestError(400, "unknown_role", f"{where}.role is {shown(role)}: use user or assistant")
+    content, where = message.get("content"), f"{where}.content"
     if isinstance(content, str):
         return [{"role": message["role"], "content": content}]
-    if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
-        raise _bad(f"{where}.content", "send a text or a list of blocks")
+    blocks = _blocks(where, content)
     if message["role"] == "assistant":
-        return [assistant_message(where, content)]
-    results = [_tool_result(where, b) for b in content if b.get("type") == "tool_result"]
-    rest = [_part(where, b) for b in content if b.get("type") != "tool_result"]
+        return [assistant_message(where, blocks)]
+    placed = [(f"{where}[{place}]", block) for place, block in enumerate(blocks)]
+    results = [_tool_result(at, block) for at, block in placed if block["type"] == "tool_result"]
+    rest = [_part(at, block) for at, block in placed if block["type"] != "tool_result"]
     if rest or not results:
-        return [*results, {"role": message["role"], "content": _text_or_parts(rest)}]
+        return [*results, {"role": message["role"], "content": content_in_form(where, rest)}]
     return results
 
 
-def _text_or_parts(parts: list[Json]) -> str | list[Json]:
-    """Text alone is one string, as OpenAI's clients send it."""
-    if all(p["type"] == "text" for p in parts):
-        return "".join(p["text"] for p in parts)
-    return parts
-
-
 def _part(where: str, block: Json) -> Json:
-    kind = block.get("type")
+    kind = block["type"]
     if kind == "text":
-        return {"type": "text", "text": str(block.get("text", ""))}
+        return {"type": "text", "text": text_of(where, block)}
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _image_url(where, block.get("source"))}}
-    text = f"{where}: a block of type {kind!r} is not served: send text, image, tool_use or tool_result"
+    text = f"{where}.type is {shown(kind)}, which is not served: send text, image, tool_use or tool_result"
     raise RequestError(400, "content_not_served", text)
 
 
 def _image_url(where: str, source: Any) -> str:
-    if isinstance(source, dict) and source.get("type") == "base64":
-        return f"data:{source.get('media_type')};base64,{source.get('data')}"
-    if isinstance(source, dict) and source.get("type") == "url":
-        return str(source.get("url"))
-    raise _bad(f"{where}.source", "send type base64 with media_type and data, or type url")
+    told = source if isinstance(source, dict) else {}
+    kind = told.get("type")
+    names = ("media_type", "data") if kind == "base64" else ("url",)
+    texts = [told.get(name) for name in names]
+    if kind not in ("base64", "url") or not all(isinstance(text, str) and text for text in texts):
+        raise _bad(f"{where}.source", "send type base64 with media_type and data, or type url")
+    return f"data:{texts[0]};base64,{texts[1]}" if kind == "base64" else str(texts[0])
+
+
+def _id(where: str, block: Json, name: str) -> str | None:
+    if not isinstance(block.get(name), str | None):
+        raise refused(f"{where}.{name}", block[name], "send a text")
+    return block.get(name)
 
 
 def _tool_result(where: str, block: Json) -> Json:
     content = block.get("content")
-    if isinstance(content, list):
-        content = _text_or_parts([_part(where, b) for b in content if isinstance(b, dict)])
-    result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content or ""}
+    if content is not None and not isinstance(content, str):
+        parts = _blocks(f"{where}.content", content)
+        made = [_part(f"{where}.content[{place}]", part) for place, part in enumerate(parts)]
+        content = content_in_form(f"{where}.content", made)
+    result = {"role": "tool", "tool_call_id": _id(where, block, "tool_use_id"), "content": content or ""}
     return result | ({"is_error": True} if block.get("is_error") else {})
 
 
 def assistant_message(where: str, blocks: list[Json]) -> Json:
-    """An assistant's blocks as one message: reasoning, content and calls."""
+    """An assistant's blocks as one message: reasoning, content and calls.
+
+    Raises:
+        RequestError: 400, a block of a kind that is not served, or with something else than text in it.
+    """
     message: Json = {"role": "assistant", "content": None}
     texts, thoughts, calls = [], [], []
-    for block in blocks:
+    for place, block in enumerate(blocks):
+        at = f"{where}[{place}]"
         match block.get("type"):
             case "text":
-                texts.append(str(block.get("text", "")))
+                texts.append(text_of(at, block))
             case "thinking":
-                thoughts.append(str(block.get("thinking", "")))
+                thoughts.append(text_of(at, block, "thinking"))
             case "redacted_thinking":
                 pass
             case "tool_use":
-                arguments = orjson.dumps(block.get("input") or {}).decode()
-                function = {"name": str(block.get("name", "")), "arguments": arguments}
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
+                calls.append(_tool_use(at, block))
             case kind:
-                text = f"{where}: an assistant's block of type {kind!r} is not served"
+                text = f"{at}.type is {shown(kind)}, which is not served in an assistant's message"
                 raise RequestError(400, "content_not_served", text)
     if texts:
         message["content"] = "".join(texts)
@@ -183,20 +213,34 @@ def assistant_message(where: str, blocks: list[Json]) -> Json:
     return message | ({"tool_calls": calls} if calls else {})
 
 
+def _tool_use(where: str, block: Json) -> Json:
+    if not isinstance(block.get("input"), dict | None):
+        raise refused(f"{where}.input", block["input"], "send an object")
+    arguments = arguments_in_form(f"{where}.input", block.get("input"))
+    function = {"name": text_of(where, block, "name"), "arguments": arguments}
+    return {"id": _id(where, block, "id"), "type": "function", "function": function}
+
+
+def _hidden(messages: list[Any]) -> tuple[str, ...]:
+    """What only its provider can read: encrypted reasoning."""
+    blocks = (b for m in messages for b in (m["content"] if isinstance(m["content"], list) else ()))
+    hidden = any(isinstance(b, dict) and b.get("type") == "redacted_thinking" for b in blocks)
+    return ("messages.redacted_thinking",) if hidden else ()
+
+
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     """(tools in chat form, what is not served)"""
     tools = check_tools(tools)
     made: list[Json] = []
     odd: set[str] = set()
-    for tool in tools:
-        if tool.get("type", "custom") != "custom":
-            odd.add(f"tools.{tool['type']}")  # such a tool runs at the provider, not here
+    for index, tool in enumerate(tools):
+        kind = tool.get("type", "custom")
+        if kind not in ("custom", None):
+            odd.add(f"tools.{kind if isinstance(kind, str) else shown(kind)}")  # it runs at the provider
             continue
-        if not tool.get("name"):
-            raise _bad("tools", "each needs a name")
-        function = {"name": tool["name"]}
-        if "description" in tool:
+        function = {"name": tool.get("name")}
+        if tool.get("description") is not None:
             function["description"] = tool["description"]
         function["parameters"] = tool.get("input_schema") or {}
-        made.append({"type": "function", "function": function})
+        made.append(function_tool(f"tools[{index}]", function))
     return made or None, tuple(sorted(odd))

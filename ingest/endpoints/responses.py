@@ -13,12 +13,13 @@ from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
 from rollbook.ingest.endpoints.history import EarlierTurn, History
 from rollbook.ingest.endpoints.openai_error import openai_error
-from rollbook.ingest.endpoints.responses_input import chat_messages
+from rollbook.ingest.endpoints.responses_input import chat_messages, hidden
 from rollbook.ingest.endpoints.responses_stream import ResponsesWriter
 from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
-from rollbook.ingest.model_call import ModelCall, check_messages, check_tools
+from rollbook.ingest.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.message_form import refused, shown
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -47,7 +48,7 @@ class Responses:
             *_previous(body.get("previous_response_id"), history),
             *chat_messages(items, history),
         ]
-        check_messages(messages)
+        check_answerable(messages)
         tools, odd = _tools(body.get("tools"))
         return ModelCall(
             endpoint=self.path,
@@ -59,7 +60,7 @@ class Responses:
             items=[] if isinstance(sent, str) else sent,
             tool_calls_wanted=fields.tool_choice != "none",
             template_kwargs=template_kwargs(fields, {"reasoning_effort": _effort(body)}),
-            not_honoured=odd,
+            not_honoured=(*odd, *hidden(items)),
         )
 
     def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
@@ -94,7 +95,9 @@ def _effort(body: Json) -> Any:
 
 def _instructions(body: Json) -> list[Json]:
     said = body.get("instructions")
-    return [{"role": "system", "content": said}] if isinstance(said, str) and said else []
+    if not isinstance(said, str | None):
+        raise refused("instructions", said, "send a text")
+    return [{"role": "system", "content": said}] if said else []
 
 
 def _previous(response_id: Any, history: History) -> list[Json]:
@@ -115,13 +118,14 @@ def _previous(response_id: Any, history: History) -> list[Json]:
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:
     """(functions in chat form, what is not served)"""
     tools = check_tools(tools)
-    made = []
-    for tool in (t for t in tools if t.get("type") == "function"):
-        if not tool.get("name"):
-            raise RequestError(400, "bad_request", "tools: each function needs a name")
-        named = {
-            k: tool[k] for k in ("name", "description", "parameters", "strict") if tool.get(k) is not None
-        }
-        made.append({"type": "function", "function": named})
-    odd = {f"tools.{t.get('type')}" for t in tools if t.get("type") != "function"}
+    made: list[Json] = []
+    odd: set[str] = set()
+    for index, tool in enumerate(tools):
+        kind = tool.get("type")
+        if kind != "function":
+            odd.add(f"tools.{kind if isinstance(kind, str) else shown(kind)}")
+            continue
+        named = ("name", "description", "parameters", "strict")
+        function = {k: tool[k] for k in named if tool.get(k) is not None}
+        made.append(function_tool(f"tools[{index}]", function))
     return made or None, tuple(sorted(odd))

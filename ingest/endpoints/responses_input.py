@@ -11,9 +11,11 @@ from typing import Any
 
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.responses_wire import call_index, turn_of
+from rollbook.ingest.tokens.message_form import arguments_in_form, content_in_form, refused, shown, text_of
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
+ROLES = ("user", "system", "developer", "assistant")
 _PARTS = ("reasoning_content", "content", "tool_calls")
 """In the order in which a reply has them."""
 
@@ -50,38 +52,73 @@ def chat_messages(items: Sequence[Any], history: History) -> list[Json]:
     said = _Said()
     for index, item in enumerate(items):
         if not isinstance(item, dict):
-            raise RequestError(400, "bad_request", f"input[{index}]: send an object")
+            raise refused(f"input[{index}]", item, "send an object")
         _add(said, f"input[{index}]", item, history)
     return said.messages
 
 
+def hidden(items: Sequence[Any]) -> tuple[str, ...]:
+    """What of the items only their provider can read, or is said twice: encrypted reasoning, summaries."""
+    thoughts = [i for i in items if isinstance(i, dict) and i.get("type") == "reasoning"]
+    found = [
+        name
+        for name in ("encrypted_content", "summary")
+        if any(t.get(name) and (name == "encrypted_content" or t.get("content")) for t in thoughts)
+    ]
+    return tuple(f"input.reasoning.{name}" for name in found)
+
+
 def _add(said: _Said, where: str, item: Json, history: History) -> None:
     match item.get("type", "message"):
-        case "message" if item.get("role") == "assistant":
-            said.reply_part("content", _text(where, item.get("content")))
         case "message":
-            said.add({"role": item.get("role"), "content": _content(where, item.get("content"))})
+            _add_message(said, where, item)
         case "reasoning":
-            said.reply_part("reasoning_content", _reasoning(item))
+            said.reply_part("reasoning_content", _reasoning(where, item))
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            said.reply_part("tool_calls", [call])
+            said.reply_part("tool_calls", [_call(where, item)])
         case "function_call_output":
-            content = _content(where, item.get("output"))
-            said.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            content = content_in_form(f"{where}.output", item.get("output"))
+            call_id = _call_id(where, item)
+            said.add({"role": "tool", "tool_call_id": call_id, "content": content})
         case "item_reference":
             _add_reference(said, where, item.get("id"), history)
         case kind:
-            text = f"{where}: an item of type {kind!r} is not served: send messages, reasoning, calls"
+            text = f"{where}.type is {shown(kind)}, which is not served: send messages, reasoning, calls"
             raise RequestError(400, "content_not_served", text)
+
+
+def _add_message(said: _Said, where: str, item: Json) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        text = f"{where}.role is {shown(role)}: use one of {', '.join(ROLES)}"
+        raise RequestError(400, "unknown_role", text)
+    content = content_in_form(f"{where}.content", item.get("content"))
+    if role != "assistant":
+        said.add({"role": role, "content": content})
+    elif isinstance(content, str):
+        said.reply_part("content", content)
+    else:
+        raise RequestError(400, "content_not_served", f"{where}.content holds an image: send text")
+
+
+def _call(where: str, item: Json) -> Json:
+    sent = item.get("arguments")
+    arguments = sent if isinstance(sent, str) else arguments_in_form(f"{where}.arguments", sent)
+    function = {"name": text_of(where, item, "name"), "arguments": arguments}
+    return {"id": _call_id(where, item), "type": "function", "function": function}
+
+
+def _call_id(where: str, item: Json) -> str | None:
+    if not isinstance(item.get("call_id"), str | None):
+        raise refused(f"{where}.call_id", item["call_id"], "send a text")
+    return item.get("call_id")
 
 
 def _add_reference(said: _Said, where: str, item_id: Any, history: History) -> None:
     turn_id = turn_of(item_id)
     earlier = None if turn_id is None else history(turn_id)
     if earlier is None:
-        text = f"{where}: {item_id!r} is no item of this trajectory"
+        text = f"{where}: {shown(item_id)} is no item of this trajectory"
         raise RequestError(404, "unknown_item", text)
     reply = earlier.reply
     if item_id.startswith("rs_"):
@@ -96,40 +133,16 @@ def _add_reference(said: _Said, where: str, item_id: Any, history: History) -> N
         said.reply_part("tool_calls", [calls[index]])
 
 
-def _reasoning(item: Json) -> str:
-    parts = item.get("content") or item.get("summary")
+def _reasoning(where: str, item: Json) -> str:
+    name = "content" if item.get("content") else "summary"
+    parts = item.get(name) or []
+    if isinstance(parts, str):
+        return parts
     if not isinstance(parts, list):
-        return ""
-    return "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
-
-
-def _text(where: str, content: Any) -> str:
-    """What an assistant's message says."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = _content(where, content)
-    return parts if isinstance(parts, str) else "".join(str(p.get("text", "")) for p in parts)
-
-
-def _content(where: str, content: Any) -> str | list[Json]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list) or not all(isinstance(p, dict) for p in content):
-        raise RequestError(400, "bad_request", f"{where}.content: send a text or a list of parts")
-    parts = [_part(where, part) for part in content]
-    if all(p["type"] == "text" for p in parts):
-        return "".join(p["text"] for p in parts)
-    return parts
-
-
-def _part(where: str, part: Json) -> Json:
-    match part.get("type"):
-        case "input_text" | "output_text" | "text" | "summary_text":
-            return {"type": "text", "text": str(part.get("text", ""))}
-        case "refusal":
-            return {"type": "text", "text": str(part.get("refusal", ""))}
-        case "input_image" if part.get("image_url"):
-            return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-        case kind:
-            text = f"{where}: a part of type {kind!r} is not served: send text, or images by image_url"
-            raise RequestError(400, "content_not_served", text)
+        raise refused(f"{where}.{name}", parts, "send a list of texts")
+    texts = []
+    for place, part in enumerate(parts):
+        if not isinstance(part, dict | str):
+            raise refused(f"{where}.{name}[{place}]", part, "send an object with a text")
+        texts.append(part if isinstance(part, str) else text_of(f"{where}.{name}[{place}]", part))
+    return "".join(texts)

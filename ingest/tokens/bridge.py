@@ -23,6 +23,8 @@ from rollbook.store.events import Json, TokenIds
 
 SENTINEL = f"sentinel-{secrets.token_hex(8)}"
 """Random per process: text that happens to hold it makes a root, which is safe."""
+THOUGHT = f"thought-{secrets.token_hex(8)}"
+"""Stands for a reply's reasoning, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,14 @@ class NoBridge:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Appended:
+    """What follows a parent's completion: the text of the new messages, and its ids."""
+
+    text: str
+    ids: TokenIds
+
+
 @dataclass(frozen=True, slots=True)
 class TreePolicy:
     """What a run decides about doubtful cases; recorded with the run.
@@ -39,8 +49,9 @@ class TreePolicy:
     Attributes:
         reasoning: `restore`: a client that drops a reply's reasoning means nothing by it, and the model
             goes on from what it sampled. `respect`: it is a removal, and makes a root.
-        history: `faithful`: where the template rewrites earlier turns (Qwen3 strips reasoning once the user
-            speaks again), a root. `preserve`: go on from what was sampled, and append.
+        history: `faithful`: where the template would render earlier turns otherwise than they were sampled
+            (Qwen3 strips reasoning once the user speaks again, DeepSeek-R1's distillates always), a root.
+            `preserve`: go on from what was sampled, and append.
         unfinished: `root`: a parent without an end-of-turn token (cut off, or stopped by a string) is not
             extended. `close`: the token is appended, as context that is not trained.
     """
@@ -94,8 +105,8 @@ class Bridges:
         new: Sequence[Json],
         tools: Sequence[Json] | None,
         kwargs: Json,
-    ) -> TokenIds | NoBridge:
-        """Ids that lead from a turn to a request's new messages, or why there are none.
+    ) -> Appended | NoBridge:
+        """What leads from a turn to a request's new messages, or why there are none.
 
         Args:
             shown: the turn's messages and its reply as the client shows them.
@@ -111,11 +122,11 @@ class Bridges:
         if not self.by_excerpt:
             return self._derive(messages, reply, new, tools, kwargs, last)
         short = excerpt(messages, new)
-        ids = self._derive(short, reply, new, tools, kwargs, last)
+        found = self._derive(short, reply, new, tools, kwargs, last)
         if len(short) == count or not _is_due(count):
-            return ids
+            return found
         whole = self._derive(messages, reply, new, tools, kwargs, last)
-        self.by_excerpt = _same(ids, whole)
+        self.by_excerpt = _same(found, whole)
         return whole
 
     def _derive(
@@ -126,8 +137,8 @@ class Bridges:
         tools: Sequence[Json] | None,
         kwargs: Json,
         last: int,
-    ) -> TokenIds | NoBridge:
-        return bridge(self.tokenizer, messages, reply, new, tools, last, kwargs, self.policy)
+    ) -> Appended | NoBridge:
+        return appended(self.tokenizer, messages, reply, new, tools, last, kwargs, self.policy)
 
     def _excerpts_agree(self) -> bool:
         for messages, reply, new, tools in trial_conversations():
@@ -143,10 +154,10 @@ def _is_due(count: int) -> bool:
     return count > 16 and (count & (count - 1) == 0 or (count - 1) & (count - 2) == 0)
 
 
-def _same(one: TokenIds | NoBridge, other: TokenIds | NoBridge) -> bool:
+def _same(one: Appended | NoBridge, other: Appended | NoBridge) -> bool:
     if isinstance(one, NoBridge) or isinstance(other, NoBridge):
         return isinstance(one, NoBridge) and isinstance(other, NoBridge) and one == other
-    return np.array_equal(one, other)
+    return np.array_equal(one.ids, other.ids)
 
 
 def bridge(
@@ -167,43 +178,80 @@ def bridge(
         new_messages: what the client added behind it.
         last_id: last id of the parent's completion.
     """
-    kwargs, policy = template_kwargs or {}, policy or TreePolicy()
+    asked = (tokenizer, parent_messages, reply, new_messages, tools, last_id, template_kwargs or {})
+    found = appended(*asked, policy or TreePolicy())
+    return found if isinstance(found, NoBridge) else found.ids
+
+
+def appended(
+    tokenizer: ChatTokenizer,
+    parent_messages: Sequence[Json],
+    reply: Json,
+    new_messages: Sequence[Json],
+    tools: Sequence[Json] | None,
+    last_id: int,
+    kwargs: Json,
+    policy: TreePolicy,
+) -> Appended | NoBridge:
+    """As `bridge`, with the text that the ids are of."""
     if any(m.get("role") == "assistant" for m in new_messages):
         return NoBridge("foreign_assistant_message")
     finished = last_id in tokenizer.stop_ids
     if not finished and policy.unfinished != "close":
         return NoBridge("parent_without_end_of_turn")
-    stand_in = {"role": "assistant", "content": SENTINEL}
-    if reasoning_of(reply) and policy.history == "faithful":
-        stand_in["reasoning_content"] = reply["reasoning_content"]  # a template may take it away later
-    if reply.get("tool_calls"):
-        stand_in["tool_calls"] = reply["tool_calls"]
+    faithful = policy.history == "faithful"
+    stand_in = _stand_in(reply, tokenizer, thinks=faithful)
     try:
         alone = tokenizer.render([*parent_messages, stand_in], tools, generate=False, **kwargs)
         full = tokenizer.render([*parent_messages, stand_in, *new_messages], tools, generate=True, **kwargs)
         if alone.count(SENTINEL) != 1 or full.count(SENTINEL) != 1:
             return NoBridge("sentinel_not_rendered_once")
-        kept = policy.history == "preserve" or alone.split(SENTINEL)[0] == full.split(SENTINEL)[0]
-        if not kept:
+        if faithful and not _kept(alone, full, thought=THOUGHT in str(stand_in)):
             # The lone turn may be what reads otherwise: Qwen3 shows an empty thought in the last turn only.
             asked = tokenizer.render(parent_messages, tools, generate=True, **kwargs)
-            kept = _goes_on(asked, full.split(SENTINEL)[0], reasoning_of(reply))
+            if not _goes_on(asked, full, thought=THOUGHT in str(stand_in)):
+                return NoBridge("template_rewrites_history")
     except RequestError:
         return NoBridge("template_refuses")
-    if not kept:
-        return NoBridge("template_rewrites_history")
     end = last_id if finished else tokenizer.stop_ids[0]
     after = _after_turn(alone, full, tokenizer.decode([end], special=True))
     if isinstance(after, NoBridge):
         return after
     ids = tokenizer.encode(after)
-    return ids if finished else np.concatenate([np.asarray([end], np.int32), ids])
+    return Appended(after, ids if finished else np.concatenate([np.asarray([end], np.int32), ids]))
 
 
-def _goes_on(asked: str, head: str, reasoning: str) -> bool:
-    """Whether the text in front of a reply's content is the prompt as it was sent, and then its reasoning."""
+def _stand_in(reply: Json, tokenizer: ChatTokenizer, *, thinks: bool) -> Json:
+    """A message of the shape of a reply, with the sentinel for its content.
+
+    Args:
+        thinks: with its reasoning, under the name that the template reads; where it reads none, in front of
+            the content, as it was sampled: a template may take it away from there, too.
+    """
+    traits, calls = tokenizer.traits, reply.get("tool_calls")
+    stand_in: Json = {"role": "assistant", "content": SENTINEL}
+    if calls:
+        stand_in["tool_calls"] = calls
+    if not thinks or not reasoning_of(reply):
+        return stand_in
+    if traits.reasoning is None:
+        return stand_in | {"content": f"<think>\n{THOUGHT}\n</think>\n\n{SENTINEL}"}
+    if calls and not traits.thinks_beside_calls and not reply.get("content"):
+        return stand_in | {"content": "", "reasoning_content": SENTINEL}  # the only place for either
+    return stand_in | {"reasoning_content": THOUGHT}
+
+
+def _kept(alone: str, full: str, *, thought: bool) -> bool:
+    """Whether what comes in front of a reply's content stays as it was, its reasoning with it."""
+    head = full.split(SENTINEL)[0]
+    return alone.split(SENTINEL)[0] == head and (not thought or THOUGHT in head)
+
+
+def _goes_on(asked: str, full: str, *, thought: bool) -> bool:
+    """Whether in front of a reply's content there is the prompt as it was sent, and then its reasoning."""
+    head = full.split(SENTINEL)[0]
     between = head[len(asked) :]
-    return head.startswith(asked) and (reasoning in between if reasoning else not between)
+    return head.startswith(asked) and (THOUGHT in between if thought else not between)
 
 
 def _after_turn(alone: str, full: str, end: str) -> str | NoBridge:
@@ -249,12 +297,12 @@ def _bridge_is_rendering(
     last_id: int,
 ) -> bool:
     """Whether rendering everything ends with the last id and the bridge; where there is none, it is right."""
-    appended = bridge(tokenizer, asked, reply, new, tools, last_id)
-    if isinstance(appended, NoBridge):
+    found = bridge(tokenizer, asked, reply, new, tools, last_id)
+    if isinstance(found, NoBridge):
         return True  # such turns become roots one by one, each with its reason
     try:
         rendered = tokenizer.render([*asked, reply, *new], tools, generate=True)
     except RequestError:
         return True
-    end = np.asarray([last_id, *appended], np.int32)
+    end = np.asarray([last_id, *found], np.int32)
     return np.array_equal(tokenizer.encode(rendered)[-len(end) :], end)

@@ -20,10 +20,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from rollbook.ingest.engines.model_files import model_file, read_json, read_text
+from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.sandbox import BoundedSandbox, Unbounded, budget
+from rollbook.ingest.tokens.template_traits import TemplateTraits, image_part, probed
 from rollbook.ingest.tokens.text_length import check_text_length
 from rollbook.store.errors import EngineError, ModelError, RequestError, RollbookError
 from rollbook.store.events import Json, TokenIds
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "generate", "self", *SPECIAL_TOKENS))
+"""Names under which a template is given what is not the client's to give."""
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
@@ -38,16 +44,40 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
+def template_environment() -> jinja2.Environment:
+    """What templates are compiled in."""
+    environment = BoundedSandbox({"tojson": _tojson})
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
 def compile_template(source: str) -> jinja2.Template:
     """A chat template, ready to render.
 
     Raises:
         jinja2.TemplateError: it does not parse.
     """
-    environment = BoundedSandbox({"tojson": _tojson})
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
+    return template_environment().from_string(source)
+
+
+_GLOBALS = frozenset(template_environment().globals)
+
+
+def check_template_kwargs(kwargs: Json) -> None:
+    """Refuse what a request gives its template under a name that is not free.
+
+    Raises:
+        RequestError: 400, naming it.
+    """
+    for name in kwargs:
+        if not name.isidentifier():
+            text = f"chat_template_kwargs: {name!r} is no name that a template can read"
+        elif name in RESERVED or name in _GLOBALS:
+            text = f"chat_template_kwargs.{name}: the proxy gives that to the template itself; leave it out"
+        else:
+            continue
+        raise RequestError(400, "bad_template_kwargs", text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,14 +89,14 @@ class ChatTokenizer:
     special_tokens: Json
     stop_ids: tuple[int, ...]
     context_length: int
-    dict_arguments: bool
+    traits: TemplateTraits
     tokenizer_digest: str
     template_digest: str
     template_source: str = ""
     special: Mapping[int, str] = field(default_factory=dict)
     """Control tokens by id."""
-    text_as_parts: bool = False
-    """The template leaves out text that does not come as a list of parts."""
+    vocabulary: int = 0
+    """How many ids the model knows; 0: not told."""
 
     def render(
         self,
@@ -81,20 +111,20 @@ class ChatTokenizer:
         Raises:
             RequestError: 400, the template refuses these messages.
         """
-        # OpenAI's newer name for the system role: most templates would leave such a message out.
-        roles = _ROLES if "developer" in self.template_source else _ROLES | {"developer": "system"}
+        shaped = [_for_template(message, self.traits) for message in messages]
         try:
             with budget():
                 return self.template.render(
-                    messages=[_for_template(m, self, roles) for m in messages],
+                    messages=shaped,
                     tools=list(tools) if tools else None,
                     add_generation_prompt=generate,
                     **self.special_tokens,
                     **kwargs,
                 )
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # templates are programs: they raise whatever they run into
+            text = str(error) or type(error).__name__
             raise RequestError(
-                400, "template_error", f"the chat template refuses the messages: {error}"
+                400, "template_error", f"the chat template refuses the messages: {text}"
             ) from error
 
     def encode(self, text: str) -> TokenIds:
@@ -129,70 +159,52 @@ class ChatTokenizer:
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 
-_ROLES: dict[Any, str] = {"function": "tool"}
+_ROLES = {"function": "tool"}
+_UNKNOWN_ROLES = _ROLES | {"developer": "system"}
+"""OpenAI's newer name for the system role: most templates would leave such a message out."""
 
 
-def _for_template(message: Json, chat: ChatTokenizer, roles: Mapping[Any, str]) -> Json:
-    """The message in the form that templates read: text and call arguments as they want them."""
-    shaped = dict(message)
+def _for_template(message: Json, traits: TemplateTraits) -> Json:
+    """The message as this template reads it.
+
+    Raises:
+        RequestError: 400, it has no form, or holds an image that the template does not show.
+    """
+    shaped = dict(in_form(message))
     role = shaped.get("role")
-    shaped["role"] = roles.get(role, role)
-    content = shaped.get("content")
-    if content is None:
-        shaped["content"] = ""
-    elif isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        shaped["content"] = "".join(str(p.get("text", "")) for p in content)
-    if chat.text_as_parts and isinstance(shaped["content"], str):
-        shaped["content"] = [{"type": "text", "text": shaped["content"]}]
-    if shaped.get("reasoning") and not shaped.get("reasoning_content"):
-        shaped["reasoning_content"] = shaped["reasoning"]
-    if chat.dict_arguments and shaped.get("tool_calls"):
-        shaped["tool_calls"] = [_with_dict_arguments(call) for call in shaped["tool_calls"]]
+    shaped["role"] = (_ROLES if traits.developer else _UNKNOWN_ROLES).get(str(role), role)
+    content = shaped["content"]
+    if isinstance(content, list):
+        shaped["content"] = [_part(part, traits) for part in content]
+    elif traits.text_as_parts:
+        shaped["content"] = [{"type": "text", "text": content}]
+    calls = shaped.get("tool_calls")
+    if calls and not content and traits.null_beside_calls:
+        shaped["content"] = None
+    thought = shaped.pop("reasoning_content", None)
+    if thought and (traits.thinks_beside_calls or not (calls and content)):
+        shaped[traits.reasoning or "reasoning_content"] = thought
+    if calls and traits.dict_arguments:
+        shaped["tool_calls"] = [_with_dict_arguments(call) for call in calls]
     return shaped
 
 
+def _part(part: Json, traits: TemplateTraits) -> Json:
+    if part["type"] != "image_url":
+        return part
+    if traits.image_type is None:
+        text = "the messages hold an image, and the model's chat template shows none: send text"
+        raise RequestError(400, "images_not_served", text)
+    return image_part(traits.image_type, part["image_url"]["url"])
+
+
 def _with_dict_arguments(call: Json) -> Json:
-    function = call.get("function", {})
+    function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
-
-
-def _takes_dict_arguments(template: jinja2.Template, special: Json) -> bool:
-    """Most templates want call arguments as an object; some concatenate them as a string."""
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    try:
-        with budget():
-            template.render(messages=messages, tools=None, add_generation_prompt=False, **special)
-    except TypeError:
-        return False
-    except Unbounded:
-        raise
-    except Exception:  # a template may refuse these messages in any way
-        return True
-    return True
-
-
-def _takes_text_as_parts(template: jinja2.Template, special: Json) -> bool:
-    """Whether text reaches the prompt as a list of parts only (Idefics, SmolVLM, LLaVA)."""
-
-    def shows(content: Any) -> bool:
-        messages = [{"role": "user", "content": content}]
-        try:
-            with budget():
-                return "probe" in template.render(messages=messages, add_generation_prompt=True, **special)
-        except Unbounded:
-            raise
-        except Exception:  # likewise
-            return False
-
-    return not shows("probe") and shows([{"type": "text", "text": "probe"}])
 
 
 def load_chat_tokenizer(model: Path) -> ChatTokenizer:
@@ -212,9 +224,7 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
     config = read_json(model, "config.json")
     template = _template(model, source)
     try:
-        dict_arguments, text_as_parts = (
-            takes(template, special) for takes in (_takes_dict_arguments, _takes_text_as_parts)
-        )
+        traits = probed(template, source, special)
     except Unbounded as error:
         raise ModelError(f"{model}: its chat template is not bounded: {error}") from error
     return ChatTokenizer(
@@ -223,12 +233,12 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
         special_tokens=special,
         stop_ids=_stop_ids(model, tokenizer, special, config),
         context_length=_whole_number(model, "max_position_embeddings", config) or 0,
-        dict_arguments=dict_arguments,
+        traits=traits,
         tokenizer_digest=hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
         template_digest=hashlib.sha256(source.encode()).hexdigest(),
         template_source=source,
         special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
-        text_as_parts=text_as_parts,
+        vocabulary=_vocabulary(tokenizer, config),
     )
 
 
@@ -263,7 +273,7 @@ def _template(model: Path, source: str) -> jinja2.Template:
 def _special_tokens(model: Path, settings: Json) -> dict[str, str]:
     """The special tokens that templates name, by their names."""
     special: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+    for name in SPECIAL_TOKENS:
         value = settings.get(name)
         content = value.get("content") if isinstance(value, dict) else value
         if not isinstance(content, str | None):
@@ -278,6 +288,14 @@ def _whole_number(model: Path, name: str, config: Json) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise ModelError(f"{model}: {name} is {value!r}: it must be a whole number")
     return value
+
+
+def _vocabulary(tokenizer: Tokenizer, config: Json) -> int:
+    """The ids that the model has weights for: its own word, as a tokenizer may name fewer."""
+    told = config.get("vocab_size")
+    if told is None and isinstance(config.get("text_config"), dict):
+        told = config["text_config"].get("vocab_size")
+    return told if type(told) is int else int(tokenizer.get_vocab_size(with_added_tokens=True))
 
 
 def _template_source(model: Path, settings: Json) -> str:

@@ -2,7 +2,8 @@
 
 Clients re-serialise what they echo: key order, `10.0` for `10`, null for an empty string, parts for a
 string, extra keys. Two messages with one normal form say the same thing. White space in content counts.
-Reasoning is not part of it: many clients drop it, so it is compared apart, by `reasoning_fits`.
+Reasoning is not part of it: many clients drop it, so it is compared apart, by `reasoning_fits`. Nor are names
+and ids: whether they count depends on what the template reads, which `TemplateTraits.same` compares.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from rollbook.ingest.tokens.message_form import REASONING, in_form
+from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -20,12 +23,16 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 def normal(message: Json) -> list[Any]:
     """[role, content, [[call name, canonical arguments], ...]] of a message."""
-    role = message.get("role")
+    try:
+        form = in_form(message)
+    except RequestError:
+        form = message  # of an upstream that takes it, or of a log of the time when it was taken here
+    role = form.get("role")
     calls = [
         [call["function"].get("name"), canonical_arguments(call["function"].get("arguments"))]
-        for call in message.get("tool_calls") or ()
+        for call in form.get("tool_calls") or ()
     ]
-    return [_ROLES.get(str(role), role), _content(message.get("content")), calls]
+    return [_ROLES.get(str(role), role), _content(form.get("content")), calls]
 
 
 def _content(content: Any) -> Any:
@@ -57,8 +64,8 @@ def _image(part: Any) -> Any:
 
 
 def reasoning_of(message: Json) -> str:
-    """The reasoning a message shows, under either name that clients use; empty where it shows none."""
-    said = message.get("reasoning_content") or message.get("reasoning")
+    """The reasoning a message shows, under any name that clients use; empty where it shows none."""
+    said = next((message[name] for name in REASONING if message.get(name)), None)
     return said.strip() if isinstance(said, str) else ""
 
 

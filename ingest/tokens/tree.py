@@ -15,8 +15,10 @@ import numpy as np
 import orjson
 
 from rollbook.ingest.tokens.bridge import Bridges, NoBridge
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.left_out import left_out
+from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.normal_form import chain, chain_all, reasoning_fits, reasoning_of
+from rollbook.ingest.tokens.template_traits import TemplateTraits
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, TokenIds
 
@@ -73,7 +75,8 @@ class Plan:
 
     The request's messages are the first `shared_messages` of `base`'s, then the rest. `echoed` is the
     turn whose reply the client showed, whether it could be extended or not. `twins` says that another turn
-    fits as well as the parent, and nothing the client sent tells them apart.
+    fits as well as the parent, and nothing the client sent tells them apart. `left_out` names what the
+    chat template does not show of what was sent.
     """
 
     parent: TreeTurn | None
@@ -87,6 +90,7 @@ class Plan:
     hashes: list[bytes]
     hasher: Any
     twins: bool = False
+    left_out: tuple[str, ...] = ()
 
     def completed(
         self, turn_id: str, context_key: str, reply: Json, completion: TokenIds, *, cut: bool = False
@@ -166,12 +170,22 @@ class TurnTree:
                 return [*turn.messages[:shared], *messages[shared:]], chain_all(messages, known)
         return messages, chain_all(messages)
 
-    def parents(self, messages: list[Json], hashes: list[bytes], context_key: str) -> list[Candidate]:
-        """The turns these messages go on from in this context, best first: those that cover most of them."""
+    def parents(
+        self,
+        messages: list[Json],
+        hashes: list[bytes],
+        context_key: str,
+        traits: TemplateTraits | None = None,
+    ) -> list[Candidate]:
+        """The turns these messages go on from in this context, best first: those that cover most of them.
+
+        Args:
+            traits: of the chat template, which may read more of a message than its normal form holds.
+        """
         for covered in range(len(messages) - 1, 0, -1):
             turns = reversed(self._by_tip.get(hashes[covered], ()))
             same = [t for t in turns if t.context_key == context_key]
-            same = [t for t in same if reasoning_fits(t.told(), messages[:covered])]
+            same = [t for t in same if _fits(t.told(), messages[:covered], traits)]
             # Twins (equal replies, other tokens) are told apart by the call ids that clients echo.
             same = [t for t in same if _call_ids(t.reply) == _call_ids(messages[covered - 1])] or same
             if same:  # shallower ones lack what these said, so nothing could be appended to them
@@ -207,6 +221,15 @@ def exactly(one: Any, other: Any) -> bool:
     )
 
 
+def _fits(known: Sequence[Json], shown: Sequence[Json], traits: TemplateTraits | None) -> bool:
+    """Whether messages of one normal form are the same to the template, and to what the model thought."""
+    if traits is not None and (traits.counted or traits.developer):
+        pairs = ((one, other) for one, other in zip(known, shown, strict=True) if one is not other)
+        if not all(traits.same(in_form(one), in_form(other)) for one, other in pairs):
+            return False
+    return reasoning_fits(known, shown)
+
+
 def _call_ids(message: Json) -> set[str | None]:
     return {call.get("id") for call in message.get("tool_calls") or ()} - {None}
 
@@ -234,31 +257,28 @@ def plan_turn(
     """
     kwargs = template_kwargs or {}
     messages, hashes = tree.known_part(messages)
-    candidates = tree.parents(messages, hashes, key) if bridges.refused is None else []
+    tokenizer, traits = bridges.tokenizer, bridges.tokenizer.traits
+    candidates = tree.parents(messages, hashes, key, traits) if bridges.refused is None else []
     refused: str | None = None
     for candidate in candidates:
         turn, covered = candidate.turn, candidate.covered
-        ids = bridges.between(turn, messages[:covered], messages[covered:], tools, kwargs)
-        if isinstance(ids, NoBridge):
-            refused = refused or ids.reason
+        new = messages[covered:]
+        found = bridges.between(turn, messages[:covered], new, tools, kwargs)
+        if isinstance(found, NoBridge):
+            refused = refused or found.reason
             continue
+        ids, told = found.ids, left_out(found.text, new, traits, None, kwargs)
         hasher = turn.hasher.copy()
         hasher.update(ids_bytes(ids))
         base, shared = tree.base(messages, turn)
         whole = np.concatenate([*turn.whole(), ids])
-        return Plan(
-            turn, turn, None, whole, ids, base, shared, messages, hashes, hasher, twins=candidate.twins
-        )
-    ids = _rendered(bridges.tokenizer, messages, tools, kwargs)
+        sent = (whole, ids, base, shared, messages, hashes, hasher)
+        return Plan(turn, turn, None, *sent, twins=candidate.twins, left_out=told)
+    text = tokenizer.render(messages, tools, generate=True, **kwargs)
+    ids, told = tokenizer.encode(text), left_out(text, messages, traits, tools, kwargs)
     base, shared = tree.base(messages, None)
     unmatched = "no_matching_turn" if tree.turns else "first_turn"
     reason = (refused or unmatched) if bridges.refused is None else "extension_refused"
     echoed = candidates[0].turn if candidates else None
     hasher = hashlib.sha256(ids_bytes(ids))
-    return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher)
-
-
-def _rendered(
-    tokenizer: ChatTokenizer, messages: list[Json], tools: Sequence[Json] | None, kwargs: Json
-) -> TokenIds:
-    return tokenizer.encode(tokenizer.render(messages, tools, generate=True, **kwargs))
+    return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher, left_out=told)

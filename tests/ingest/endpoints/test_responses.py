@@ -128,13 +128,32 @@ def test_each_form_of_input_is_one_prompt(proxy: Any, name: str, form: str) -> N
     assert proxy.engine.prompts[-1].ids.tolist() == ids
 
 
-@pytest.mark.parametrize("summary", [True, 5, "text", {"text": "x"}, ["text"], [{"text": 5}]])
-def test_reasoning_of_another_form_is_no_fault(proxy: Any, name: str, summary: Any) -> None:
-    """What cannot be read as reasoning says nothing, or what its numbers spell."""
+@pytest.mark.parametrize("summary", ["text", ["text"], [{"text": "te"}, "xt"]])
+def test_reasoning_of_another_form_is_read(proxy: Any, name: str, summary: Any) -> None:
+    """A bare text is one, wherever a part with a text may be."""
     items = [_user("a"), {"type": "reasoning", "summary": summary}, {"role": "assistant", "content": "b"}]
     _ask(proxy, name, input=[*items, _user("c")])
     (turn,) = _turns(proxy, name)
-    assert [m["role"] for m in proxy.trajectories()[name].messages(turn)] == ["user", "assistant", "user"]
+    messages = proxy.trajectories()[name].messages(turn)
+    assert [m["role"] for m in messages] == ["user", "assistant", "user"]
+    assert messages[1]["reasoning_content"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("summary", "place"),
+    [
+        (True, "summary is true"),
+        (5, "summary is 5"),
+        ({"text": "x"}, "summary is an object"),
+        ([{"text": 5}], "summary[0].text is 5"),
+    ],
+)
+def test_reasoning_that_is_no_text_is_a_400(proxy: Any, name: str, summary: Any, place: str) -> None:
+    """It names the place: nothing vanishes without a word."""
+    items = [_user("a"), {"type": "reasoning", "summary": summary}, _user("c")]
+    reply = proxy.ask(f"/t/{name}{PATH}", {"input": items})
+    assert reply.status == 400
+    assert f"input[1].{place}" in reply.json["error"]["message"]
 
 
 def _conversation(proxy: Any, name: str, goes_on: Any) -> None:

@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from rollbook.ingest.tokens.chat_template import (
-    ChatTokenizer,
-    _takes_dict_arguments,
-    _takes_text_as_parts,
-    compile_template,
-)
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
+from rollbook.ingest.tokens.template_traits import probed
 
 FIRST_ADDED = 151643
 """Qwen3's control tokens and markers begin here, in this order; the ranks of its BPE end before."""
@@ -154,10 +150,10 @@ def real_chat_tokenizer(tokenizer: Tokenizer, name: str, source: str) -> ChatTok
         special_tokens=special,
         stop_ids=tuple(tokenizer.token_to_id(end) for end in ends_of(name)),
         context_length=40960,
-        dict_arguments=_takes_dict_arguments(template, special),
+        traits=probed(template, source, special),
         tokenizer_digest="qwen",
         template_digest=hashlib.sha256(source.encode()).hexdigest(),
         template_source=source,
         special={i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special},
-        text_as_parts=_takes_text_as_parts(template, special),
+        vocabulary=tokenizer.get_vocab_size(with_added_tokens=True),
     )

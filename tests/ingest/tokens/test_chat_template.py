@@ -108,7 +108,7 @@ def test_raise_exception_is_a_400(chat: Chat) -> None:
     assert (caught.value.status, caught.value.code) == (400, "template_error")
 
 
-@pytest.mark.parametrize("content", [{"a": 1}, 5, ["parts"], [{"type": "image_url"}], [None]])
+@pytest.mark.parametrize("content", [{"a": 1}, 5, [5], [{"type": "image_url"}], [None]])
 def test_content_a_template_cannot_join_is_a_400(chat: Chat, content: Any) -> None:
     """Content of another type than text is refused and not rendered as Python."""
     with pytest.raises(RequestError) as caught:
@@ -150,8 +150,8 @@ def test_templates_run_in_a_sandbox(chat: Chat) -> None:
 
 def test_arguments_take_the_form_the_template_wants(chat: Chat) -> None:
     """A template that concatenates gets the text as sent; one that prints JSON gets an object."""
-    assert chat("chatml").dict_arguments is True
-    assert chat("string_arguments").dict_arguments is False
+    assert chat("chatml").traits.dict_arguments is True
+    assert chat("string_arguments").traits.dict_arguments is False
     messages = [
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},

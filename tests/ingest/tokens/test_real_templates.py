@@ -46,7 +46,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(
         (
             *("qwen2_5", "qwen2_5_vl", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
-            *("llama3", "lfm2", "lfm2_v2", "lfm2_2_5", "gemma4_v2", "deepseekv3", "deepseek_r1_distill"),
+            *("llama3", "lfm2", "lfm2_v2", "gemma4_v2", "deepseek_r1_distill_training"),
             *("phi3", "phi3_5", "idefics3", "smolvlm"),
             *("qwen3_training", "qwen3_5_nothink_training", "qwen3_5_think_training", "qwen3_6_training"),
         ),
@@ -56,7 +56,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cohere2": ((BRIDGE, BRIDGE, BRIDGE, REFUSES),) * 2,
     **dict.fromkeys(
         (
-            *("glm4moe", "lfm2_2_5_v2", "lfm2_2_5_vl"),
+            *("glm4moe", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"),
             *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
         ),
         (ALL, THOUGHTS_GO),
@@ -65,15 +65,15 @@ EXPECTED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), (THOUGHTS_GO, THOUGHTS_GO)),
     # The empty block is in the last turn only, so what was sent stands as it is.
     "qwen3": (ALL, THOUGHTS_GO),
-    # A final turn ends with <|return|>, which becomes <|end|> once something follows.
-    "gptoss": ((BRIDGE, BRIDGE, CHANGES, CHANGES),) * 2,
+    # What stands in front of </think> goes from every answer, but not from one behind a tool's result.
+    "deepseek_r1_distill": (ALL, (REWRITES, REWRITES, REWRITES, BRIDGE)),
+    "deepseekv3": (ALL, (BRIDGE, BRIDGE, REWRITES, BRIDGE)),
+    # A final turn ends with <|return|>, which becomes <|end|> once something follows; and reasoning is shown
+    # only where there are calls, and no content.
+    "gptoss": ((BRIDGE, BRIDGE, CHANGES, CHANGES), (REWRITES,) * 4),
     # A call and its result are one turn.
     **dict.fromkeys(
-        ("gemma4", "gemma4_v3", "gemma4_v4"),
-        ((REWRITES, REWRITES, BRIDGE, BRIDGE), (CHANGES, CHANGES, BRIDGE, REWRITES)),
-    ),
-    **dict.fromkeys(
-        ("gemma4_v5", "diffusion_gemma"),
+        ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma"),
         ((REWRITES, REWRITES, BRIDGE, BRIDGE), (CHANGES, CHANGES, REWRITES, REWRITES)),
     ),
     # Content is left out where there are calls; more than one call is refused.

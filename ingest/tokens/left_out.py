@@ -1,0 +1,156 @@
+"""What a chat template leaves out of what was sent, so that the client can be told. Pure.
+
+Templates drop things by rules of their own: system messages that are not the first, results without a call,
+calls beyond the first, reasoning of earlier turns, tools. Nothing says so but the text they make; so that is
+looked through for every text that was sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rollbook.ingest.tokens.message_form import IMAGE_FIELDS, REASONING, TEXTS, in_form
+from rollbook.ingest.tokens.template_traits import TemplateTraits, place_of
+from rollbook.store.events import Json
+
+SILENT = frozenset(
+    (
+        *("role", "content", "refusal", "tool_calls", "function_call", *REASONING, "token_ids"),
+        *(
+            "id",
+            "index",
+            "status",
+            "tool_call_id",
+            "annotations",
+            "provider_specific_fields",
+            "cache_control",
+        ),
+    )
+)
+"""Fields of a message that are looked for as texts, or that say nothing to a model."""
+_SILENT_IN_PARTS = frozenset(
+    ("type", *TEXTS.values(), *IMAGE_FIELDS, "annotations", "logprobs", "cache_control")
+)
+_ARGUMENTS = 16
+"""Of a call so many arguments are looked for."""
+_PASSES = 64
+"""So often a text is looked through in all; what was not looked for by then counts as left out."""
+
+
+def left_out(
+    rendered: str,
+    messages: Sequence[Json],
+    traits: TemplateTraits,
+    tools: Sequence[Json] | None = None,
+    template_kwargs: Json | None = None,
+) -> tuple[str, ...]:
+    """Names of what was sent and is not in the prompt, such as `messages.system.content`.
+
+    Args:
+        rendered: what the template made of the messages, and of the tools if they are given.
+        messages: as sent.
+    """
+    search = _Search(rendered)
+    found: set[str] = set()
+    for tool in tools or ():
+        if not search.has(str(tool["function"]["name"])):
+            found.add("tools")
+    for message in messages:
+        form = in_form(message)
+        role = str(form.get("role"))
+        found |= {f"messages.{role}.{name}" for name in _unread(message, form, traits)}
+        for name, text in _texts(form):
+            told = f"messages.{role}.{name}"
+            if told not in found and not search.has(text):
+                found.add(told)
+    return tuple(sorted(found | {_kwarg(k) for k in template_kwargs or () if k not in traits.variables}))
+
+
+def _kwarg(name: str) -> str:
+    return name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+
+
+class _Search:
+    """Looks for texts in a prompt: behind the last one first, as they mostly come in order."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._left = text, 0, _PASSES * (len(text) + 1)
+
+    def has(self, said: str) -> bool:
+        said = said.strip()
+        if not said:
+            return True
+        # Some templates write a text as JSON: a tool's result, or the value of an argument.
+        return any(self._find(form) for form in dict.fromkeys((said, _escaped(said))))
+
+    def _find(self, said: str) -> bool:
+        for start, end in ((self._at, len(self._text)), (0, self._at + len(said))):
+            if self._left < 0:
+                return False
+            at = self._text.find(said, start, end)
+            self._left -= (end if at < 0 else at) - start
+            if at >= 0:
+                self._at = at + len(said)
+                return True
+        return False
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _texts(form: Json) -> Iterator[tuple[str, str]]:
+    """(field, text) of all that a message says."""
+    if form.get(REASONING[0]):
+        yield REASONING[0], form[REASONING[0]]
+    content = form["content"]
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] == "text":
+            yield "content", part["text"]
+    for call in form.get("tool_calls") or ():
+        yield "tool_calls", call["function"]["name"]
+        for text in _leaves(call["function"]["arguments"]):
+            yield "tool_calls", text
+
+
+def _leaves(arguments: str) -> list[str]:
+    """Texts among a call's arguments, the first of them."""
+    try:
+        waiting: list[Any] = [orjson.loads(arguments)]
+    except orjson.JSONDecodeError:
+        return [arguments]
+    found: list[str] = []
+    while waiting and len(found) < _ARGUMENTS:
+        value = waiting.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict | list):
+            waiting += reversed(list(value.values() if isinstance(value, dict) else value))
+    return found
+
+
+def _unread(message: Json, form: Json, traits: TemplateTraits) -> set[str]:
+    """Fields that say something, and that the template does not read."""
+    place = place_of(str(form.get("role")))
+    unread = {
+        k for k, v in form.items() if k not in SILENT and v not in ("", [], {}) and not traits.reads(place, k)
+    }
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict):
+            unread |= {f"content.{name}" for name in _extras(part)}
+    return unread
+
+
+def _extras(part: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in part.items():
+        if name not in _SILENT_IN_PARTS and value not in (None, "", [], {}):
+            yield name
+    image = part.get("image_url")
+    detail = image.get("detail") if isinstance(image, dict) else part.get("detail")
+    if detail not in (None, "auto"):
+        yield "image_url.detail"

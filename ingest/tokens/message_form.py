@@ -1,0 +1,194 @@
+"""One form of a chat message, whatever shape it came in: what templates see, and what is compared. Pure.
+
+Left to themselves templates make of an odd shape what they like: nothing, Python's own notation, an error.
+So what can be meant is brought to one form here, the same for all of them, and what cannot is refused by its
+place:
+
+- a field that is null is absent; content that is null or absent is the empty text;
+- parts `text`, `input_text`, `output_text`, `refusal`, bare strings and `{"text": ...}` are text, and text
+  alone is one string; `image_url` and `input_image` are images by address; every other part is refused;
+- an assistant's `refusal` is content, its `function_call` a call; arguments are JSON text;
+- reasoning has one name, `reasoning_content`, whichever of three it came under.
+
+The log holds messages as they were sent; this form is made of them anew wherever it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names under which clients, engines and templates know what a model thought before it answered."""
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part that is text -> the field that holds it."""
+
+_IMAGES = ("image_url", "input_image")
+IMAGE_FIELDS = ("image_url", "detail")
+_PLAIN = frozenset(("role", "content"))
+_FOLDED = frozenset(("content", "refusal", "function_call", "tool_calls", *REASONING))
+_OF_THE_ASSISTANT = ("tool_calls", "function_call")
+
+
+def in_form(message: Json, where: str = "message") -> Json:
+    """The message in one form; the same object where it has that form already.
+
+    Args:
+        where: its place, for what cannot be read.
+
+    Raises:
+        RequestError: 400, naming the place and what stands there.
+    """
+    content = message.get("content")
+    if type(content) is str and message.keys() <= _PLAIN:
+        return message
+    form: Json = {k: v for k, v in message.items() if v is not None and k not in _FOLDED}
+    for name in ("name", "tool_call_id"):
+        if not isinstance(form.get(name, ""), str):
+            raise refused(f"{where}.{name}", form[name], "send a text")
+    form["content"] = content_in_form(f"{where}.content", content)
+    if message.get("role") != "assistant":
+        for name in _OF_THE_ASSISTANT:
+            if message.get(name):
+                text = f"{where}.{name}: calls belong to messages of role assistant"
+                raise RequestError(400, "bad_tool_calls", text)
+        return form | {k: message[k] for k in REASONING if message.get(k)}
+    if message.get("refusal"):
+        form["content"] = _with_text(form["content"], _text(f"{where}.refusal", message["refusal"]))
+    thought = _thought(where, message)
+    if thought:
+        form[REASONING[0]] = thought
+    calls = _calls(where, message)
+    return form | {"tool_calls": calls} if calls else form
+
+
+def content_in_form(where: str, content: Any) -> str | list[Json]:
+    """Content as one text, or as parts where there are images among them.
+
+    Raises:
+        RequestError: 400.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise refused(where, content, "send a text or a list of parts")
+    parts = [_part(f"{where}[{index}]", part) for index, part in enumerate(content)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(where: str, part: Any) -> Json:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise refused(where, part, "send an object with a type")
+    kind = part.get("type", "text" if "text" in part else None)
+    if isinstance(kind, str) and kind in TEXTS:
+        return {"type": "text", "text": _text(f"{where}.{TEXTS[kind]}", part.get(TEXTS[kind]))}
+    if isinstance(kind, str) and kind in _IMAGES:
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        if not isinstance(url, str) or not url:
+            raise refused(f"{where}.image_url", image, "send {'url': ...}, a link or a data URL")
+        return {"type": "image_url", "image_url": {"url": url}}
+    text = f"{where}.type is {shown(kind)}, which is not served: send text, or images by image_url"
+    raise RequestError(400, "content_not_served", text)
+
+
+def _text(where: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise refused(where, text, "send a text")
+    return text
+
+
+def text_of(where: str, block: Json, name: str = "text") -> str:
+    """The text that a block holds.
+
+    Raises:
+        RequestError: 400, it holds none.
+    """
+    return _text(f"{where}.{name}", block.get(name))
+
+
+def _with_text(content: str | list[Json], text: str) -> str | list[Json]:
+    return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+
+
+def _thought(where: str, message: Json) -> str:
+    """What the model thought, under whichever names it is told."""
+    told = {name: message[name] for name in REASONING if message.get(name)}
+    for name, thought in told.items():
+        if not isinstance(thought, str):
+            raise refused(f"{where}.{name}", thought, "send a text")
+    if len({thought.strip() for thought in told.values()}) > 1:
+        text = f"{where}: {' and '.join(told)} say two different things: send one of them"
+        raise RequestError(400, "bad_request", text)
+    return next(iter(told.values()), "")
+
+
+def _calls(where: str, message: Json) -> list[Json]:
+    calls, single = message.get("tool_calls"), message.get("function_call")
+    if single and calls:
+        text = f"{where}: tool_calls and function_call, its older form: send one of them"
+        raise RequestError(400, "bad_tool_calls", text)
+    if single:
+        function = {"type": "function", "function": single}
+        return [_call(f"{where}.function_call", function, f"{where}.function_call")]
+    if calls is not None and not isinstance(calls, list):
+        raise refused(f"{where}.tool_calls", calls, "send a list of calls", "bad_tool_calls")
+    at = f"{where}.tool_calls"
+    return [_call(f"{at}[{i}]", call, f"{at}[{i}].function") for i, call in enumerate(calls or ())]
+
+
+def _call(where: str, call: Any, function_where: str) -> Json:
+    if not isinstance(call, dict):
+        raise refused(where, call, "send an object with a function", "bad_tool_calls")
+    if call.get("type") not in (None, "", "function"):
+        raise refused(f"{where}.type", call["type"], 'send calls of type "function"', "bad_tool_calls")
+    if not isinstance(call.get("id"), str | None):
+        raise refused(f"{where}.id", call["id"], "send a text", "bad_tool_calls")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise refused(function_where, function, "send an object with name and arguments", "bad_tool_calls")
+    if not isinstance(function.get("name"), str):
+        raise refused(f"{function_where}.name", function.get("name"), "send a text", "bad_tool_calls")
+    arguments = arguments_in_form(f"{function_where}.arguments", function.get("arguments"))
+    kept = {k: v for k, v in call.items() if v is not None}
+    return kept | {"type": "function", "function": function | {"arguments": arguments}}
+
+
+def arguments_in_form(where: str, arguments: Any) -> str:
+    """A call's arguments as JSON text; what a model wrote that is no JSON stays as it is.
+
+    Raises:
+        RequestError: 400.
+    """
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    if arguments is None:
+        return "{}"
+    if not isinstance(arguments, dict):
+        raise refused(where, arguments, "send an object, as JSON text", "bad_tool_calls")
+    try:
+        return orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError as error:
+        raise RequestError(400, "bad_tool_calls", f"{where} cannot be written as JSON: {error}") from error
+
+
+def refused(where: str, value: Any, remedy: str, code: str = "bad_request") -> RequestError:
+    """The error of a value that cannot be read, named by its place."""
+    return RequestError(400, code, f"{where} is {shown(value)}: {remedy}")
+
+
+def shown(value: Any) -> str:
+    """A JSON value in a few words."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = orjson.dumps(value).decode() if isinstance(value, str | float | bool | None) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
