@@ -11,7 +11,7 @@ from starlette.requests import Request
 from rollbook.ingest.access import Caller
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.guard import caller_of
-from rollbook.ingest.identity import Identity, split_path
+from rollbook.ingest.identity import Identity, check_said_once, split_path
 from rollbook.ingest.large_work import beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.options import ProxyOptions
@@ -66,8 +66,9 @@ class FrontDoor:
         """(what the path says of the trajectory, the endpoint's path, who asks).
 
         Raises:
-            RequestError: 404, the path holds no id.
+            RequestError: 404, the path holds no id; 400, it or the headers say two things.
         """
+        check_said_once(request.headers.raw)
         raw = request.scope.get("raw_path") or request.url.path.encode()
         said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
         return said, endpoint, caller_of(request)

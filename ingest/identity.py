@@ -67,7 +67,7 @@ def split_path(path: str) -> tuple[Json, str]:
         path: raw, with its percent signs.
 
     Raises:
-        RequestError: 404, there is no id.
+        RequestError: 404, there is no id; 400, a part of it is empty, or one is said twice.
     """
     if not path.startswith("/t/"):
         return {}, path
@@ -75,6 +75,9 @@ def split_path(path: str) -> tuple[Json, str]:
     if found is None:
         raise RequestError(404, "not_found", f"{unquote(path)}: write /t/ID/v1/..., with an id")
     parts = found["said"].split("/")
+    if "" in parts:
+        text = f"{unquote(path)}: a part of the path is empty; write a slash at an id's end as %2F"
+        raise RequestError(400, "bad_path", text)
     at = next((i for i, part in enumerate(parts) if i and part in _WORDS), len(parts))
     said: Json = {"id": unquote("/".join(parts[:at]))}
     while at < len(parts):
@@ -83,12 +86,41 @@ def split_path(path: str) -> tuple[Json, str]:
         if word not in _WORDS or len(values) < size - 1:
             text = f"{unquote(path)}: behind the id come group/G, task/T, split/S and label/NAME/VALUE"
             raise RequestError(404, "not_found", text)
-        if word == "label":
-            said.setdefault("labels", {})[values[0]] = values[1]
-        else:
-            said[word] = values[0]
+        told = said.setdefault("labels", {}) if word == "label" else said
+        name, value = values if word == "label" else (word, values[0])
+        if told.get(name, value) != value:
+            text = f"{unquote(path)}: {name} is {told[name]!r} and {value!r}: send one of them"
+            raise RequestError(400, "trajectory_conflict", text)
+        told[name] = value
         at += size
     return said, "/" + found["rest"]
+
+
+_SAID_ONCE = ("authorization", "x-api-key", *HINT_HEADERS)
+
+
+def check_said_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse a request whose headers name its trajectory, or its key, in two ways.
+
+    Args:
+        headers: raw, each as often as it was sent: mappings of headers show one of them.
+
+    Raises:
+        RequestError: 400, naming the header.
+    """
+    said: dict[str, bytes] = {}
+    for raw, value in headers:
+        name = raw.decode("latin-1").lower()
+        ours = name.startswith("x-rollbook-") or name in _SAID_ONCE
+        if ours and said.setdefault(name, value) != value:
+            text = f"the header {name} was sent twice, with two values: send it once"
+            raise RequestError(400, "trajectory_conflict", text)
+    text_of = {name: value.decode("latin-1") for name, value in said.items()}
+    bearer = sent_key({k: v for k, v in text_of.items() if k == "authorization"})
+    names = {key_name(bearer), key_name(text_of.get("x-api-key"))} - {None}
+    if len(names) > 1:
+        text = "authorization and x-api-key are keys of two trajectories: send one of them"
+        raise RequestError(400, "trajectory_conflict", text)
 
 
 def header_text(value: str | None) -> str | None:

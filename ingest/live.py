@@ -28,6 +28,7 @@ class LiveTrajectory:
         requests: turn -> the rest of its body, for endpoints that refer to earlier turns.
         items: turn -> its messages as sent, where the endpoint's form is another than chat's.
         replies: id of an upstream's reply -> its turn, the first of several choices.
+        outputs: id of an item of an upstream's response -> the item.
         arrivals: digest of a request -> the running call, or the turns it became.
         active_s: when something last happened, by the monotonic clock.
         tips: where a quarantined trajectory says how far it goes; unnamed traffic is told apart by it.
@@ -47,6 +48,7 @@ class LiveTrajectory:
     requests: dict[str, Json] = field(default_factory=dict)
     items: dict[str, list[Any]] = field(default_factory=dict)
     replies: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, Json] = field(default_factory=dict)
     arrivals: dict[str, RunningCall | tuple[str, ...]] = field(default_factory=dict)
     active_s: float = field(default_factory=time.monotonic)
     tips: dict[bytes, LiveTrajectory] | None = None
@@ -100,6 +102,18 @@ class LiveTrajectory:
             self.tips[tip] = self
         insort(self.completed, turn.turn_id)  # in turn order: ids sort by when they were asked
 
+    def passed(self, completed: TurnCompleted) -> None:
+        """Remember by which ids an upstream calls a reply and its items: requests may name them."""
+        told = completed.upstream
+        if isinstance(told.get("id"), str):
+            self.replies.setdefault(told["id"], completed.turn_id)
+        choice = told.get("choice")
+        output = choice.get("output") if isinstance(choice, dict) else None
+        for item in output if isinstance(output, list) else ():
+            if isinstance(item, dict) and isinstance(item.get("id"), str):
+                # What is encrypted only the upstream can read.
+                self.outputs[item["id"]] = {k: v for k, v in item.items() if k != "encrypted_content"}
+
     def sent(self) -> None:
         """A reply's last byte is out, or its client is gone."""
         self.sending -= 1
@@ -110,4 +124,4 @@ class LiveTrajectory:
         """Drop what only an open trajectory needs."""
         self.finished = True
         self.tree, self.completed, self.delivered = TurnTree(), [], set()
-        self.items, self.arrivals, self.requests, self.replies = {}, {}, {}, {}
+        self.items, self.arrivals, self.requests, self.replies, self.outputs = {}, {}, {}, {}, {}

@@ -37,6 +37,7 @@ class ModelCall:
         tool_calls_wanted: whether calls are to be read from the reply.
         logprobs: whether the reply is to show them.
         not_honoured: fields, or parts of them, that this endpoint does not serve.
+        unresolved: what it names instead of repeating it, and nobody here knows; so messages are missing.
     """
 
     endpoint: str
@@ -50,6 +51,7 @@ class ModelCall:
     logprobs: bool = False
     template_kwargs: Json = field(default_factory=dict)
     not_honoured: tuple[str, ...] = ()
+    unresolved: tuple[str, ...] = ()
 
     @property
     def stream(self) -> bool:

@@ -107,8 +107,7 @@ def restored(trajectory: Trajectory, lane: str, tips: dict[bytes, LiveTrajectory
             arrivals.setdefault(f"{digest} {asked.request_id}", []).append(turn)
         if turn.completed is not None:
             live.take(tree_turn(live.tree, trajectory, turn))
-            if reply_id := turn.completed.upstream.get("id"):
-                live.replies.setdefault(str(reply_id), turn.turn_id)
+            live.passed(turn.completed)
             items = trajectory.items(turn)
             if items is not None:
                 live.items[turn.turn_id] = items

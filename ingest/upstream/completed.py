@@ -12,6 +12,8 @@ from rollbook.store.trajectory import prompt_sha256
 
 TEXT_ONLY = "text_only"
 REDACTED = "redacted"
+INCOMPLETE = "incomplete_request"
+"""Flag: the request names what did not pass here, so its recorded messages lack that."""
 
 
 def completed_turn(
@@ -19,6 +21,7 @@ def completed_turn(
     choice: UpstreamChoice,
     reply: UpstreamReply,
     *,
+    prompt_ids: list[int] | None,
     policy: str,
     timings: Json,
     ended: bool,
@@ -27,34 +30,35 @@ def completed_turn(
     """The record of a choice. Its ids count only with the prompt's: without, they have no context.
 
     Args:
+        prompt_ids: those of the prompt that it answers, where that is certain.
         ended: the reply came to its end by itself.
         redacted: something was taken out of the text, so its tokens are not to be kept.
     """
-    exact = bool(choice.ids and reply.prompt_ids)
-    ids = token_ids(choice.ids if exact else [])
-    prompt_ids = token_ids(reply.prompt_ids if exact else [])
+    exact = bool(choice.ids and prompt_ids)
+    ids = token_ids((choice.ids or []) if exact else [])
+    asked_ids = token_ids((prompt_ids or []) if exact else [])
     logprobs = choice.logprobs if exact else None
     version = _version(reply.rest) if exact else None
     spans = () if version is None else (VersionSpan(policy, version, 0, len(ids)),)
     semantics = (
         {"kind": "upstream", "of": "as the upstream says"} if logprobs is not None else {"kind": "none"}
     )
-    flags = [*([] if exact else [TEXT_ONLY]), *([REDACTED] if redacted else [])]
+    flagged = {TEXT_ONLY: not exact, REDACTED: redacted, INCOMPLETE: "unresolved" in requested.wire}
     return TurnCompleted(
         trajectory_id=requested.trajectory_id,
         turn_id=requested.turn_id,
         policy=policy if spans else None,
         policy_version=version,
-        prompt_ids=prompt_ids,
+        prompt_ids=asked_ids,
         completion_ids=ids,
         logprobs=None if logprobs is None else _float32(logprobs),
         version_spans=spans,
-        prompt_length=len(prompt_ids),
-        prompt_sha256=prompt_sha256(prompt_ids),
+        prompt_length=len(asked_ids),
+        prompt_sha256=prompt_sha256(asked_ids),
         finish_reason=choice.finish_reason or ("unknown" if ended else "abort"),
         reply=choice.message,
         logprob_semantics=semantics,
-        flags=flags,
+        flags=[flag for flag, raised in flagged.items() if raised],
         timings=timings,
         upstream=reply.rest | _told(choice, reply, exact=exact),
     )
@@ -65,7 +69,8 @@ def _told(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
     if reply.error:
         told["error"] = reply.error
     if not exact:
-        kept = {"prompt_token_ids": reply.prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
+        prompt_ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
+        kept = {"prompt_token_ids": prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
         told |= {k: v for k, v in kept.items() if v is not None}
     return told
 

@@ -29,13 +29,12 @@ from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import Guard, add_guards, caller_of
-from rollbook.ingest.identity import identify
+from rollbook.ingest.identity import Identity, identify
 from rollbook.ingest.json_bounds import check_depth, check_weight
 from rollbook.ingest.key_watch import KeyWatch
 from rollbook.ingest.large_work import beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
-from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.model_routes import ENDPOINTS
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
@@ -49,6 +48,7 @@ from rollbook.ingest.upstream.credentials import sent_credentials
 from rollbook.ingest.upstream.passage import Passage
 from rollbook.ingest.upstream.paths import Paths, meant, paths_of, response_named
 from rollbook.ingest.upstream.record import PassageRecorder, Passing
+from rollbook.ingest.upstream.references import References, named_ids
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.ingest.upstream.request import read_call
 from rollbook.ingest.upstream.stream import json_of
@@ -191,16 +191,24 @@ class UpstreamRoutes:
         """
         try:
             plain = await self.room.decoded(raw, request.headers.get("content-encoding", ""))
-            sent, body, call = await beside(len(plain), self._read, path, plain)
+            sent, body = await beside(len(plain), self._read, plain)
         except Exception as error:
             if isinstance(error, LimitError):
                 self.passages.metrics.refused(error.code)
             self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
             return None, raw
-        if self.paths is not None and path == "/v1/responses":
-            self._check_response(said, request, caller, body.get("previous_response_id"))
         identity = self.door.hinted(identify(said, request.headers, body, caller.key))
-        live = self._live(identity, call, body, caller.name)
+        if self.paths is not None and path == "/v1/responses":
+            for named in named_ids(body):
+                self._check_response(said, request, caller, named)
+        known = self._known(identity, body, caller)
+        try:
+            call = await beside(len(plain), read_call, ENDPOINTS[path], body, References(known))
+        except Exception as error:
+            self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
+            return None, raw
+        live = known if identity.name is None else None
+        live = live or self.door.trajectory(identity, call.messages, caller.name)
         passing = None
         try:
             # Of the body as it is kept: a digest of a weak secret would give it away.
@@ -217,8 +225,8 @@ class UpstreamRoutes:
             raw = orjson.dumps(self.upstream.ask | sent)
         return passing, raw
 
-    def _read(self, path: str, plain: bytes) -> tuple[Json, Json, ModelCall]:
-        """(a body, the same as it may be recorded, what it asks for)
+    def _read(self, plain: bytes) -> tuple[Json, Json]:
+        """(a body, the same as it may be recorded)
 
         Raises:
             RequestError: it is no JSON object that could be recorded.
@@ -230,7 +238,7 @@ class UpstreamRoutes:
         check_depth(sent)
         body = self.door.options.redactor.body(sent)
         check_recordable(body)
-        return sent, body, read_call(ENDPOINTS[path], body, self.passages.earlier)
+        return sent, body
 
     def _check_response(self, said: Json, request: Request, caller: Caller, response_id: Any) -> None:
         """Refuse another's response: behind the engine's key they all lie together.
@@ -245,11 +253,15 @@ class UpstreamRoutes:
             text = f"no response {response_id[:200]!r} passed here in this trajectory or by this key"
             raise RequestError(404, "unknown_response", text)
 
-    def _live(self, identity: Any, call: ModelCall, body: Json, by: str | None) -> LiveTrajectory:
-        known = None
+    def _known(self, identity: Identity, body: Json, caller: Caller) -> LiveTrajectory | None:
+        """The trajectory that a request belongs to, if it is there: by its name, or by what it refers to.
+
+        Raises:
+            RequestError: 409, another proxy writes it.
+        """
         if identity.name is None:
-            known = self.passages.of_response(body.get("previous_response_id"))
-        return known or self.door.trajectory(identity, call.messages, by)
+            return self.passages.referred(body, caller)
+        return self.passages.recorder.find(identity.name)
 
 
 def _failure(error: BaseException) -> str:

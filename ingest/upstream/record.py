@@ -10,7 +10,6 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rollbook.ingest.access import Caller, Role
 from rollbook.ingest.answered import AnsweredTurn
@@ -24,9 +23,10 @@ from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.completed import completed_turn
+from rollbook.ingest.upstream.prompts import AskedPrompts, asked_prompts, prompt_ids
+from rollbook.ingest.upstream.references import named_ids
 from rollbook.ingest.upstream.reply import UpstreamReply
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
-from rollbook.ingest.upstream.request import EarlierResponse, choices_asked
 from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
@@ -36,7 +36,24 @@ from rollbook.store.siblings import as_sibling
 CONTEXT = "upstream"
 MOST_REPLY_BYTES = 64 * 2**20
 RESPONSES_KEPT = 65536
-"""Responses that a later request may name instead of repeating them."""
+"""Ids of responses and of their items of which it is known whose they are."""
+UNRESOLVED = "unresolved_reference"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A prompt of a request among the turns of its trajectory.
+
+    Attributes:
+        requested: the first of its completions.
+        echoed: the turn whose reply it shows.
+    """
+
+    messages: list[Json]
+    hashes: list[bytes]
+    parent: TreeTurn | None
+    requested: TurnRequested
+    echoed: TreeTurn | None
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +61,7 @@ class Passing:
     """A request on its way: its turns, one for each completion that was asked for.
 
     Attributes:
+        asked: its prompts, which are `placed` one by one.
         redacted: something was taken out of it, so its tokens are not to be kept.
         rests_on: the appends of its trajectory's opening and of the request itself.
         written: the append of how it came out.
@@ -53,10 +71,9 @@ class Passing:
 
     live: LiveTrajectory
     call: ModelCall
+    asked: AskedPrompts
+    placed: list[Placed]
     requested: list[TurnRequested]
-    messages: list[Json]
-    hashes: list[bytes]
-    parent: TreeTurn | None
     redacted: bool = False
     begun_s: float = field(default_factory=time.perf_counter)
     rests_on: list[Future[int] | None] = field(default_factory=list)
@@ -112,24 +129,28 @@ class PassageRecorder:
     refuses: bool = False
     """What cannot be recorded is refused; else it passes and is counted."""
     room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
-    _responses: dict[str, tuple[LiveTrajectory, EarlierResponse]] = field(default_factory=dict)
     _owners: dict[str, Owner] = field(default_factory=dict)
 
-    def earlier(self, response_id: str) -> EarlierResponse | None:
-        """The response of that id, if it passed here not long ago."""
-        return self._responses[response_id][1] if response_id in self._responses else None
+    def referred(self, body: Json, caller: Caller) -> LiveTrajectory | None:
+        """The open trajectory that has a response which a request names, or an item of one.
 
-    def of_response(self, response_id: Any) -> LiveTrajectory | None:
-        """The open trajectory that has the response of that id."""
-        found = self._responses.get(response_id) if isinstance(response_id, str) else None
-        return None if found is None or found[0].finished else found[0]
+        Args:
+            caller: who asks, without naming a trajectory; another's is not for him to go on with.
+        """
+        for named in named_ids(body):
+            owner = self.owner(named)
+            for live in self.recorder.open_trajectories() if owner and owner.lets(caller, None) else ():
+                if named in live.replies or named in live.outputs:
+                    return live
+        return None
 
     def owner(self, response_id: str) -> Owner | None:
-        """Whose a response is, if it passed here; after a restart, if its trajectory is open."""
+        """Whose a response is, or an item of one, if it passed here; later, if its trajectory is open."""
         if response_id in self._owners:
             return self._owners[response_id]
         alive = self.recorder.open_trajectories()
-        return next((Owner(t.opened.name, None) for t in alive if response_id in t.replies), None)
+        has = (t for t in alive if response_id in t.replies or response_id in t.outputs)
+        return next((Owner(t.opened.name, None) for t in has), None)
 
     def unrecordable(self, turns: int, why: str = "") -> None:
         """Count a request that passes unrecorded, or refuse it.
@@ -178,26 +199,49 @@ class PassageRecorder:
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool = False
     ) -> Passing | None:
         """Record a request, before it is passed on. None: it could not be."""
-        choices = choices_asked(call)
+        asked = asked_prompts(call)
         if self.recorder.writer.failure:
-            self.unrecordable(choices)
+            self.unrecordable(asked.choices)
             return None
-        messages, hashes = live.tree.known_part(call.messages) if call.messages else ([], chain_all([]))
-        candidates = live.tree.parents(messages, hashes, CONTEXT)
+        wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
+        wire |= {"retry": arrival.retry} if arrival.retry else {}
+        wire |= {"key": arrival.key} if arrival.key is not None else {}
+        wire |= {"unresolved": list(call.unresolved)} if call.unresolved else {}
+        request_id = new_id()
+        placed = [
+            self._placed(live, call, messages, request_id, wire | _which(asked, prompt))
+            for prompt, messages in enumerate(asked.prompts)
+        ]
+        passing = Passing(live, call, asked, placed, [], redacted)
+        passing.requested = [_of_choice(passing, choice) for choice in range(asked.choices)]
+        first = passing.requested[0]
+        check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
+        siblings = (as_sibling(turn, first) for turn in passing.requested[1:])
+        passing.rests_on = [self.recorder.record_opening(live, first, *siblings)]
+        self.recorder.flush()  # at once: the log is to say so whatever comes of it
+        passing.rests_on.insert(0, live.opening)
+        for prompt in placed:
+            if prompt.echoed is not None:
+                self.recorder.mark_delivered(live, prompt.echoed.turn_id, "echoed")
+        return passing
+
+    def _placed(
+        self, live: LiveTrajectory, call: ModelCall, sent: list[Json], request_id: str, wire: Json
+    ) -> Placed:
+        """A prompt and the request for the first of its completions."""
+        messages, hashes = live.tree.known_part(sent) if sent else ([], chain_all([]))
+        # What lacks messages only seems to go on from a turn that it matches.
+        candidates = [] if call.unresolved else live.tree.parents(messages, hashes, CONTEXT)
         # Whether this turn's ids go on from its parent's nobody knows yet: so it may only hang on text.
         parent = next((c.turn for c in candidates if c.turn.length == 0), None)
         base, shared = live.tree.base(messages, parent)
         reason = "upstream_renders" if candidates else "no_matching_turn" if live.tree.turns else "first_turn"
-        wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
-        wire |= {"retry": arrival.retry} if arrival.retry else {}
-        wire |= {"key": arrival.key} if arrival.key is not None else {}
-        wire |= _items(live, base, call)
-        first = TurnRequested(
+        requested = TurnRequested(
             trajectory_id=live.opened.trajectory_id,
             turn_id=new_id(),
-            request_id=new_id(),
+            request_id=request_id,
             parent_turn_id=parent.turn_id if parent else None,
-            root_reason=None if parent else reason,
+            root_reason=UNRESOLVED if call.unresolved else None if parent else reason,
             base_turn_id=base.turn_id if base else None,
             shared_messages=shared,
             messages=messages[shared:],
@@ -206,18 +250,9 @@ class PassageRecorder:
             sampling={},
             honoured={},
             context_key=CONTEXT,
-            wire=wire,
+            wire=wire | _items(live, base, call),
         )
-        check_recordable([call.rest, first.messages, wire])
-        passing = Passing(live, call, [first], messages, hashes, parent, redacted)
-        passing.requested += [_sibling(first, choice) for choice in range(1, choices)]
-        siblings = (as_sibling(turn, first) for turn in passing.requested[1:])
-        asked = self.recorder.record_opening(live, first, *siblings)
-        self.recorder.flush()  # at once: the log is to say so whatever comes of it
-        passing.rests_on = [live.opening, asked]
-        if candidates:
-            self.recorder.mark_delivered(live, candidates[0].turn.turn_id, "echoed")
-        return passing
+        return Placed(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
 
     def _append(self, passing: Passing, *records: Record) -> None:
         """Append at once, behind what was noted: whoever settles from now on waits for these too.
@@ -234,7 +269,7 @@ class PassageRecorder:
             ended: the reply came to its end by itself.
         """
         passing.settled = True
-        self._own(passing, reply.rest.get("id"))
+        self._own(passing, reply)
         if ended and reply.rest.get("status") in ("queued", "in_progress"):
             self.lost(1, "a response in the background is asked for later, by requests that only pass")
         if any_lost(passing.rests_on):
@@ -249,11 +284,12 @@ class PassageRecorder:
             return
         self._append(passing, *records)
 
-    def _own(self, passing: Passing, response_id: Any) -> None:
-        """Remember whose a response is, that its agent may ask for or cancel by its id."""
-        if passing.call.endpoint == "/v1/responses" and isinstance(response_id, str):
-            key = passing.requested[0].wire.get("key")
-            self._owners[response_id] = Owner(passing.live.opened.name, key)
+    def _own(self, passing: Passing, reply: UpstreamReply) -> None:
+        """Remember whose a response and its items are, that its agent may ask for or name by their ids."""
+        if passing.call.endpoint == "/v1/responses":
+            owner = Owner(passing.live.opened.name, passing.requested[0].wire.get("key"))
+            outputs = [i.get("id") for choice in reply.choices for i in choice.told.get("output", ())]
+            self._owners |= {i: owner for i in (reply.rest.get("id"), *outputs) if isinstance(i, str)}
             while len(self._owners) > RESPONSES_KEPT:
                 del self._owners[next(iter(self._owners))]
 
@@ -266,8 +302,9 @@ class PassageRecorder:
             reply = reply.without_tokens()
         took = {"engine_us": int((time.perf_counter() - passing.begun_s) * 1e6)}
         unasked = [c.index for c in reply.choices if c.index >= len(passing.requested)]
-        siblings = [_sibling(passing.requested[0], index) for index in unasked]
+        siblings = [_of_choice(passing, index) for index in unasked]
         choices = {choice.index: choice for choice in reply.choices}
+        prompts = prompt_ids(passing.asked, reply)
         records: list[Record] = [as_sibling(turn, passing.requested[0]) for turn in siblings]
         made: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
         for requested in (*passing.requested, *siblings):
@@ -280,6 +317,7 @@ class PassageRecorder:
                 requested,
                 choice,
                 reply,
+                prompt_ids=prompts.get(choice.index),
                 policy=self.policy,
                 timings=took,
                 ended=ended and not reply.error,
@@ -302,15 +340,7 @@ class PassageRecorder:
         if call.items is not None:
             live.items[turn.turn_id] = call.items
             live.requests[turn.turn_id] = requested.request
-        response_id = completed.upstream.get("id")
-        if isinstance(response_id, str):
-            live.replies.setdefault(response_id, turn.turn_id)
-        if call.endpoint == "/v1/responses" and isinstance(response_id, str):
-            instructed = bool(call.rest.get("instructions"))
-            earlier = EarlierResponse(passing.messages, completed.reply, instructed)
-            self._responses[response_id] = (live, earlier)
-            while len(self._responses) > RESPONSES_KEPT:
-                del self._responses[next(iter(self._responses))]
+        live.passed(completed)
 
     def failed(self, passing: Passing, error: str) -> None:
         """Record that nothing came back."""
@@ -330,8 +360,32 @@ class PassageRecorder:
             self.metrics.answered(turn, delivered=delivered)
 
 
-def _sibling(first: TurnRequested, choice: int) -> TurnRequested:
-    return replace(first, turn_id=new_id(), wire=first.wire | {"choice": choice})
+def _which(asked: AskedPrompts, prompt: int) -> Json:
+    """Of several prompts of a request, which one a turn answers."""
+    return {"prompt": prompt} if len(asked.prompts) > 1 else {}
+
+
+def _of_choice(passing: Passing, choice: int) -> TurnRequested:
+    """The request for one completion. Its messages are those of the first one of its prompt, said once."""
+    prompt, each = passing.asked.of(choice), passing.asked.each
+    placed = passing.placed[prompt or 0]
+    first = placed.requested
+    if prompt is None:  # nobody asked for it, so nobody knows what it answers
+        wire = {k: v for k, v in first.wire.items() if k != "prompt"} | {"choice": choice}
+        return replace(first, turn_id=new_id(), base_turn_id=None, shared_messages=0, messages=[], wire=wire)
+    if choice == prompt * each:
+        return replace(first, wire=first.wire | ({"choice": choice} if choice else {}))
+    wire = first.wire | {"choice": choice}
+    if "items" in wire:
+        wire |= {"shared_items": wire["shared_items"] + len(wire["items"]), "items": []}
+    return replace(
+        first,
+        turn_id=new_id(),
+        base_turn_id=first.turn_id,
+        shared_messages=len(placed.messages),
+        messages=[],
+        wire=wire,
+    )
 
 
 def _items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> Json:
@@ -355,6 +409,9 @@ def _grown(passing: Passing, requested: TurnRequested, completed: TurnCompleted)
     """The turn in the tree. One that could not be indexed now could not be after a restart either."""
     chain_all([completed.reply])
     parts = (completed.prompt_ids, completed.completion_ids)
-    return grown(
-        requested.turn_id, CONTEXT, passing.messages, passing.hashes, completed.reply, passing.parent, parts
-    )
+    prompt = passing.asked.of(requested.wire.get("choice", 0))
+    if prompt is None:
+        return grown(requested.turn_id, CONTEXT, [], chain_all([]), completed.reply, None, parts)
+    placed = passing.placed[prompt]
+    asked = (placed.messages, placed.hashes, completed.reply, placed.parent)
+    return grown(requested.turn_id, CONTEXT, *asked, parts)

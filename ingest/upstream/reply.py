@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
+
 from rollbook.ingest.endpoints.messages import assistant_message
 from rollbook.ingest.endpoints.responses_input import chat_messages
 from rollbook.ingest.upstream.request import function_calls
@@ -26,6 +28,7 @@ class UpstreamChoice:
         message: in chat form.
         finish_reason: OpenAI's; null where the reply ended early.
         index: its place among those of the reply.
+        prompt_ids: what is told beside it as the ids of its prompt, whatever that is, or None.
         ids: sampled token ids, or None.
         logprobs: one for each of them, or None.
         told: what the upstream says of the choice besides.
@@ -37,24 +40,29 @@ class UpstreamChoice:
     ids: list[int] | None = None
     logprobs: list[float] | None = None
     told: Json = field(default_factory=dict)
+    prompt_ids: Any = None
 
     def without_tokens(self) -> UpstreamChoice:
         """The text alone: tokens spell what was taken out of it."""
         told = {k: v for k, v in self.told.items() if k != "logprobs"}
-        return replace(self, ids=None, logprobs=None, told=told)
+        return replace(self, ids=None, logprobs=None, told=told, prompt_ids=None)
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamReply:
-    """A whole reply: its choices, the prompt's ids where they are told, and the rest as it came.
+    """A whole reply: its choices, and the rest as it came.
 
-    `error` is what the upstream says went wrong, perhaps after a part of the reply.
+    Attributes:
+        prompt_ids: what is told as the ids of the prompt, once for all choices, or None.
+        error: what the upstream says went wrong, perhaps after a part of the reply.
+        placed: every choice says which one it is, each another; else they are counted as they came.
     """
 
     choices: tuple[UpstreamChoice, ...]
-    prompt_ids: list[int] | None
+    prompt_ids: Any
     rest: Json
     error: Any = None
+    placed: bool = True
 
     def without_tokens(self) -> UpstreamReply:
         """The text alone."""
@@ -90,11 +98,12 @@ _IDS = ("token_ids", "response_token_ids")
 def _openai(body: Json) -> UpstreamReply:
     """Chat completions and completions."""
     choices = tuple(_openai_choice(place, choice) for place, choice in enumerate(body["choices"]))
-    prompt_ids = body.get("prompt_token_ids") or next(
-        (c["prompt_token_ids"] for c in body["choices"] if c.get("prompt_token_ids")), None
-    )
+    said = [choice.get("index") for choice in body["choices"]]
+    placed = len({c.index for c in choices}) == len(choices) and (None not in said or len(said) == 1)
+    if not placed:
+        choices = tuple(replace(choice, index=place) for place, choice in enumerate(choices))
     rest = _without(body, "choices", "prompt_token_ids")
-    return UpstreamReply(choices, prompt_ids if _are_ids(prompt_ids) else None, rest)
+    return UpstreamReply(choices, body.get("prompt_token_ids"), rest, placed=placed)
 
 
 def _without(body: Json, *names: str) -> Json:
@@ -104,7 +113,7 @@ def _without(body: Json, *names: str) -> Json:
 
 def _openai_choice(place: int, choice: Json) -> UpstreamChoice:
     ids = next((choice[name] for name in _IDS if choice.get(name)), None)
-    ids = ids if _are_ids(ids) else None
+    ids = ids if are_ids(ids) else None
     said = choice.get("logprobs")
     logprobs = _logprobs(said)
     fits = ids is not None and logprobs is not None and len(ids) == len(logprobs)
@@ -123,6 +132,7 @@ def _openai_choice(place: int, choice: Json) -> UpstreamChoice:
         ids,
         logprobs if fits else None,
         told,
+        choice.get("prompt_token_ids"),
     )
 
 
@@ -139,7 +149,7 @@ def _message(choice: Json) -> Json:
     return {"role": "assistant"} | said | {"content": content}
 
 
-def _are_ids(ids: Any) -> bool:
+def are_ids(ids: Any) -> bool:
     """Whether these are token ids, as they can be stored."""
     return isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**31 for i in ids)
 
@@ -176,9 +186,18 @@ _PLAIN_BLOCKS = {"text": {"type", "text"}, "tool_use": {"type", "id", "name", "i
 _KNOWN_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
+def _sound(block: Json) -> Json:
+    """The block, with a text where there is to be one and an object where there is to be one."""
+    sound = dict(block)
+    for name in ("text", "thinking", "name"):
+        if not isinstance(block.get(name, ""), str):
+            sound[name] = "" if block[name] is None else orjson.dumps(block[name]).decode()
+    return sound | ({"input": {}} if not isinstance(block.get("input"), dict | None) else {})
+
+
 def _anthropic(body: Json) -> UpstreamReply:
     blocks = body["content"]
-    message = assistant_message("content", [b for b in blocks if b.get("type") in _KNOWN_BLOCKS])
+    message = assistant_message("content", [_sound(b) for b in blocks if b.get("type") in _KNOWN_BLOCKS])
     if message["content"] is None and len(message) == 2:
         message["content"] = ""
     calls = [b for b in blocks if b.get("type") == "tool_use"]

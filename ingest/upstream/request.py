@@ -6,8 +6,8 @@ its messages alone, and what cannot be read at all is kept as it was sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -16,6 +16,7 @@ from rollbook.ingest.endpoints.history import no_history
 from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.respond import Endpoint
+from rollbook.ingest.upstream.references import EarlierResponse, References
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -26,8 +27,6 @@ _SENT = {
     "/v1/messages": "messages",
 }
 """Where the endpoints have what is said."""
-MOST_CHOICES = 1024
-
 _SHAPING = ("messages", "input", "system", "instructions")
 _BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -37,42 +36,26 @@ _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _PLACEHOLDER: Json = {"role": "user", "content": ""}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EarlierResponse:
-    """A response that a later request names: the messages it answers, its reply, and whether the first of
-    the messages are instructions, which do not carry over."""
-
-    messages: list[Json]
-    reply: Json
-    instructed: bool
-
-
-Earlier = Callable[[str], EarlierResponse | None]
-
-
-def read_call(endpoint: Endpoint, body: Json, earlier: Earlier) -> ModelCall:
+def read_call(endpoint: Endpoint, body: Json, references: References) -> ModelCall:
     """The request in our form; where nothing is known of it, without messages and the items as sent."""
-    named = body.get("previous_response_id") if endpoint.path == "/v1/responses" else None
-    own = {k: v for k, v in body.items() if k != "previous_response_id"} if named else body
+    own, named = body, None
+    missing: tuple[str, ...] = ()
+    if endpoint.path == "/v1/responses":
+        named = body.get("previous_response_id")
+        own, missing = references.resolved(body)
+        own = {k: v for k, v in own.items() if k != "previous_response_id"}
     try:
         call = endpoint.read(own, no_history)
     except RequestError:
         call = _leniently(endpoint, own)
     if call.prompt is not None:
         call = replace(call, messages=[{"role": "prompt", "content": body["prompt"]}], prompt=None)
+    if own is not body:
+        items = body["input"] if isinstance(body.get("input"), list) else call.items
+        call = replace(call, items=items, unresolved=missing)
     if named:
-        call = _behind(call, body, earlier(named) if isinstance(named, str) else None)
+        call = _behind(call, body, references.response(named))
     return call
-
-
-def choices_asked(call: ModelCall) -> int:
-    """How many completions the reply is to hold."""
-    prompts = 1
-    if call.messages and call.messages[0].get("role") == "prompt":
-        prompt = call.messages[0]["content"]
-        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = len(prompt) if several else 1
-    return min(prompts * (call.fields.n or 1), MOST_CHOICES)
 
 
 def _behind(call: ModelCall, body: Json, earlier: EarlierResponse | None) -> ModelCall:

@@ -101,9 +101,13 @@ def _gather_openai(events: Sequence[Json]) -> Json | None:
     for event in events:
         if not isinstance(event.get("choices"), list):
             continue
-        whole |= {k: v for k, v in event.items() if k != "choices" and v is not None}
+        told = event.get("prompt_token_ids") if event["choices"] else None
+        here = ("choices", "prompt_token_ids") if told else ("choices",)
+        whole |= {k: v for k, v in event.items() if k not in here and v is not None}
         for chunk in event["choices"]:
-            _add_chunk(choices.setdefault(int(chunk.get("index") or 0), {}), chunk)
+            # What an event says of a prompt is of the choices that it holds.
+            said = chunk if told is None else {"prompt_token_ids": told} | chunk
+            _add_chunk(choices.setdefault(int(chunk.get("index") or 0), {}), said)
     if not choices:
         return None
     if whole.get("object") == "chat.completion.chunk":
@@ -126,6 +130,8 @@ def _add_chunk(choice: Json, chunk: Json) -> None:
             for key, entries in value.items():
                 if isinstance(entries, list):
                     kept.setdefault(key, []).extend(entries)
+        elif name == "prompt_token_ids" and choice.get(name, value) != value:
+            choice[name] = [choice[name], value]  # two that disagree are no ids
         elif name == "text" or (isinstance(value, list) and name != "prompt_token_ids"):
             choice[name] = choice.get(name, type(value)()) + value
         else:

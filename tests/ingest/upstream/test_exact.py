@@ -128,7 +128,10 @@ def test_whole_and_streamed_are_one_record(passed: Any, upstream: Any) -> None:
         (chat_reply(choices=[_choice(["1", 2])], prompt_token_ids=PROMPT), {"prompt_token_ids": PROMPT}),
         (chat_reply(choices=[_choice([2**31])], prompt_token_ids=PROMPT), {"prompt_token_ids": PROMPT}),
         (chat_reply(choices=[_choice([1.0, 2.0])], prompt_token_ids=PROMPT), {"prompt_token_ids": PROMPT}),
-        (chat_reply(choices=[_choice()], prompt_token_ids=[-1]), {"token_ids": IDS, "logprobs": LOGPROBS}),
+        (
+            chat_reply(choices=[_choice()], prompt_token_ids=[-1]),
+            {"token_ids": IDS, "logprobs": LOGPROBS, "prompt_token_ids": [-1]},
+        ),
         (chat_reply(choices=[_choice(None)]), {}),
     ],
 )

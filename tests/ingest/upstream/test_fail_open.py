@@ -194,7 +194,7 @@ def test_a_fault_of_ours(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyP
     def fault(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a bug")
 
-    for place, name in ((record, "choices_asked"), (record, "completed_turn")):
+    for place, name in ((record, "asked_prompts"), (record, "completed_turn")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, fault)
             assert passed.chat(USER, name=name).json() == chat_reply()

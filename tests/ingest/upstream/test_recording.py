@@ -265,7 +265,10 @@ def test_responses_are_gone_on_from_by_their_id(passed: Any, upstream: Any) -> N
     assert passed.trajectories()["t"].items(two) == [output]
     assert two.requested.request["previous_response_id"] == "resp_u1"
     passed.post(path, {"input": "x", "previous_response_id": "resp_unknown"})
-    assert passed.turns(count=3)[2].requested.root_reason == "no_matching_turn"
+    third = passed.turns(count=3)[2]
+    assert third.requested.root_reason == "unresolved_reference"
+    assert third.requested.wire["unresolved"] == ["previous_response_id resp_unknown"]
+    assert third.completed.flags == ["text_only", "incomplete_request"]
 
 
 def test_unnamed_traffic_is_quarantined_and_told_apart(passed: Any, upstream: Any) -> None:
