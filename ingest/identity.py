@@ -111,8 +111,8 @@ def check_said_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
     said: dict[str, bytes] = {}
     for raw, value in headers:
         name = raw.decode("latin-1").lower()
-        ours = name.startswith("x-rollbook-") or name in _SAID_ONCE
-        if ours and said.setdefault(name, value) != value:
+        counts = name.startswith("x-rollbook-") or name in _SAID_ONCE
+        if counts and said.setdefault(name, value) != value:
             text = f"the header {name} was sent twice, with two values: send it once"
             raise RequestError(400, "trajectory_conflict", text)
     text_of = {name: value.decode("latin-1") for name, value in said.items()}

@@ -48,6 +48,10 @@ ENDPOINTS: Mapping[str, Endpoint] = {
 }
 
 
+NAMED = 4096
+"""Characters of a header that names fields: a client's own names must not make it unreadable."""
+
+
 @dataclass(slots=True, eq=False)
 class ModelRoutes:
     """Answers requests for completions, whichever API they come through."""
@@ -288,7 +292,8 @@ def _headers(live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTur
     not_honoured = running.turns[0].requested.honoured
     if not_honoured:
         # Field names are the client's: quoted, whatever they hold is a valid header.
-        headers["x-rollbook-not-honoured"] = ",".join(quote(name) for name in not_honoured)
+        told = ",".join(quote(name) for name in not_honoured)
+        headers["x-rollbook-not-honoured"] = told if len(told) <= NAMED else told[:NAMED] + "..."
     if live.opened.split == QUARANTINE:
         headers["x-rollbook-quarantined"] = quote(live.opened.name)
     if turns is not None and turns[0].completed.policy_version is not None:

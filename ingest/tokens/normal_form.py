@@ -23,44 +23,32 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 def normal(message: Json) -> list[Any]:
     """[role, content, [[call name, canonical arguments], ...]] of a message."""
+    role = message.get("role")
     try:
         form = in_form(message)
     except RequestError:
-        form = message  # of an upstream that takes it, or of a log of the time when it was taken here
-    role = form.get("role")
+        # Of an upstream that takes it, or of a log of the time when it was taken here.
+        return [_ROLES.get(str(role), role), message.get("content"), message.get("tool_calls")]
     calls = [
-        [call["function"].get("name"), canonical_arguments(call["function"].get("arguments"))]
+        [call["function"]["name"], canonical_arguments(call["function"]["arguments"])]
         for call in form.get("tool_calls") or ()
     ]
-    return [_ROLES.get(str(role), role), _content(form.get("content")), calls]
+    return [_ROLES.get(str(role), role), _content(form["content"]), calls]
 
 
-def _content(content: Any) -> Any:
+def _content(content: str | list[Json]) -> Any:
+    """A text; or the texts and, each in a list of its own, the addresses of the images between them."""
     if isinstance(content, str):
-        return content
-    if not content:
-        return ""
-    if not isinstance(content, list):
         return content
     parts: list[Any] = []
     for part in content:
-        if isinstance(part, dict) and part.get("type") == "text":
-            text = str(part.get("text", ""))
-            if parts and isinstance(parts[-1], str):
-                parts[-1] += text
-            else:
-                parts.append(text)
+        if part["type"] != "text":
+            parts.append([part["image_url"]["url"]])
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += part["text"]
         else:
-            parts.append([_image(part)])
-    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
-
-
-def _image(part: Any) -> Any:
-    """An image part by its address or data alone; any other part as it is."""
-    if isinstance(part, dict) and part.get("type") == "image_url":
-        image = part.get("image_url")
-        return image.get("url") if isinstance(image, dict) else image
-    return part
+            parts.append(part["text"])
+    return parts
 
 
 def reasoning_of(message: Json) -> str:

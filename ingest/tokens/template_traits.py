@@ -115,7 +115,7 @@ def probed(template: jinja2.Template, source: str, special: Json) -> TemplateTra
             return None
 
     parts = _takes_text_as_parts(render)
-    as_objects = _takes_objects(template, special)
+    as_objects = _takes_objects(render)
 
     null = _wants_null(render, as_objects=as_objects)
 
@@ -180,21 +180,21 @@ def _shaped(message: Json, *, parts: bool, as_objects: bool, null: bool = False)
     return shaped
 
 
-def _takes_objects(template: jinja2.Template, special: Json) -> bool:
+def _takes_objects(render: Rendered) -> bool:
     """Most templates want call arguments as an object; some concatenate them, or write them as they are."""
-    function = {"name": "f", "arguments": {"a": 1}}
-    call = {"type": "function", "function": function}
-    messages = [_said("user", "u"), _said("assistant", "", tool_calls=[call])]
-    try:
-        with budget():
-            text = template.render(messages=messages, tools=None, add_generation_prompt=False, **special)
-    except TypeError:
-        return False
-    except Unbounded:
-        raise
-    except Exception:
-        return True
-    return "{'a'" not in text  # Python's own notation is no JSON
+
+    def shown(content: Any, arguments: Any) -> str | None:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return render([_said("user", "u"), called], None)
+
+    for content in ("", None):
+        text = shown(content, {"a": 1})
+        if text is None and shown(content, '{"a": 1}') is not None:
+            return False
+        if "{'a'" in (text or ""):
+            return False  # Python's own notation is no JSON
+    return True
 
 
 def _wants_null(render: Rendered, *, as_objects: bool) -> bool:
@@ -250,7 +250,7 @@ def _conversations(role: str, fields: Json, calls: Json) -> Iterator[tuple[list[
     plain = [said("user", "one"), said("assistant", "answer"), said("user", "two")]
     system = said("system", "be brief")
     yield [system, *plain, said("assistant", "done")], None
-    yield [*plain, said("assistant", "done")], None
+    yield [*plain, system, said("assistant", "done")], None
     yield [*plain, asked, found, asked | {"content": ""}, found], _TOOLS
     yield [system, said("user", "one"), asked, found, said("assistant", "so"), *plain[:1]], _TOOLS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,12 +20,14 @@ class Exchange:
         app: Any,
         path: str,
         body: Any = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
         method: str = "POST",
     ) -> None:
         raw = body if isinstance(body, bytes) else b"" if body is None else orjson.dumps(body)
         path, _, query = path.partition("?")
-        sent = {"content-length": str(len(raw)), "host": "127.0.0.1"} | dict(headers or {})
+        given = [*(headers.items() if isinstance(headers, Mapping) else headers or ())]
+        ours = {"content-length": str(len(raw)), "host": "127.0.0.1"}
+        sent = [*((k, v) for k, v in ours.items() if k not in {name for name, _ in given}), *given]
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -36,7 +38,7 @@ class Exchange:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in sent.items()],
+            "headers": [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in sent],
             "client": ("127.0.0.1", 50000),
             "server": ("127.0.0.1", 80),
         }

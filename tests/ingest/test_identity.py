@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.identity import identify, key_name, split_path, trajectory_key
+from rollbook.ingest.identity import check_said_once, identify, key_name, split_path, trajectory_key
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, LabelAdded
 from rollbook.train.config import RecipeConfig
@@ -79,6 +79,23 @@ def test_a_path_that_says_nothing_is_a_404(path: str) -> None:
     with pytest.raises(RequestError) as refused:
         split_path(path)
     assert _code(refused.value) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/t/a//v1/x", "bad_path"),
+        ("/t/a//b/v1/x", "bad_path"),
+        ("/t/a/group//v1/x", "bad_path"),
+        ("/t/a/group/g/group/h/v1/x", "trajectory_conflict"),
+        ("/t/a/label/k/1/label/k/2/v1/x", "trajectory_conflict"),
+    ],
+)
+def test_a_path_that_says_two_things_is_a_400(path: str, code: str) -> None:
+    """`a/` is no name that anybody means, and of two values none is the right one."""
+    with pytest.raises(RequestError) as refused:
+        split_path(path)
+    assert _code(refused.value) == (400, code)
 
 
 SEGMENT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1, max_size=8)
@@ -436,3 +453,41 @@ def test_identity_is_total(said: Any, headers: Any, body: Any, key: str | None) 
     assert identify(said, headers, body, key) == found
     assert (found.name is None) == (found.by == "nothing")
     orjson.dumps(wanted.model_dump())
+
+
+# Said twice ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("X-Rollbook-Trajectory", "a"), ("x-rollbook-trajectory", "b")],
+        [("X-Rollbook-Labels", "{}"), ("X-Rollbook-Labels", '{"a": 1}')],
+        [("X-Rollbook-Split", "train"), ("X-Rollbook-Split", "eval")],
+        [("Authorization", "Bearer trajectory:a"), ("Authorization", "Bearer trajectory:b")],
+        [("Authorization", "Bearer trajectory:a"), ("X-Api-Key", "trajectory:b")],
+        [("X-Session-Id", "a"), ("X-Session-Id", "b")],
+    ],
+)
+def test_headers_that_disagree_are_a_400(headers: Any) -> None:
+    """A mapping of headers shows the first, and would take it for the only one."""
+    with pytest.raises(RequestError) as refused:
+        check_said_once([(k.lower().encode(), v.encode()) for k, v in headers])
+    assert _code(refused.value) == (400, "trajectory_conflict")
+    assert headers[0][0].lower() in refused.value.message
+
+
+def test_headers_that_agree_are_fine() -> None:
+    """Twice the same is one thing; a key of no trajectory beside another's is somebody else's matter."""
+    check_said_once([(b"x-rollbook-trajectory", b"a"), (b"x-rollbook-trajectory", b"a")])
+    check_said_once([(b"authorization", b"Bearer trajectory:a"), (b"x-api-key", b"sk-1")])
+    check_said_once([(b"accept", b"a"), (b"accept", b"b")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_trajectories_in_one_request_are_refused_over_http(proxy: Any, kind: str) -> None:
+    """Nothing is recorded in either of them."""
+    twice = [("x-rollbook-trajectory", "twice-a"), ("x-rollbook-trajectory", "twice-b")]
+    reply = proxy.ask(PATHS[kind], asked(kind), headers=twice)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "trajectory_conflict")
+    assert not {"twice-a", "twice-b"} & proxy.trajectories().keys()
