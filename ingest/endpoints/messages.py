@@ -7,6 +7,7 @@ through either.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rollbook.ingest.answered import AnsweredTurn
@@ -17,7 +18,14 @@ from rollbook.ingest.endpoints.messages_wire import ERROR_KINDS, reply_blocks, s
 from rollbook.ingest.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.ingest.requests import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.message_form import arguments_in_form, content_in_form, refused, shown, text_of
+from rollbook.ingest.tokens.message_form import (
+    arguments_in_form,
+    content_in_form,
+    refused,
+    shown,
+    text_of,
+    unread,
+)
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -58,7 +66,7 @@ class Messages:
             items=sent,
             tool_calls_wanted=fields.tool_choice != "none",
             template_kwargs=template_kwargs(fields, {}),
-            not_honoured=(*odd, *_hidden(sent)),
+            not_honoured=(*odd, *_unread(sent)),
         )
 
     def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
@@ -221,11 +229,33 @@ def _tool_use(where: str, block: Json) -> Json:
     return {"id": _id(where, block, "id"), "type": "function", "function": function}
 
 
-def _hidden(messages: list[Any]) -> tuple[str, ...]:
-    """What only its provider can read: encrypted reasoning."""
-    blocks = (b for m in messages for b in (m["content"] if isinstance(m["content"], list) else ()))
-    hidden = any(isinstance(b, dict) and b.get("type") == "redacted_thinking" for b in blocks)
-    return ("messages.redacted_thinking",) if hidden else ()
+_READ = {
+    "text": ("text",),
+    "image": ("source",),
+    "thinking": ("thinking", "signature"),
+    "tool_use": ("name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+"""Type of a block -> the fields of it that are read."""
+
+
+def _unread(messages: list[Json]) -> tuple[str, ...]:
+    """What is in no chat form: fields that nobody reads, and what only its provider can."""
+    found: set[str] = set()
+    for message in messages:
+        found |= unread(message, ("role", "content"))
+        for block in _inner(message["content"]):
+            read = _READ.get(block.get("type", "text"))
+            found |= {"redacted_thinking"} if read is None else {f"content.{k}" for k in unread(block, read)}
+    return tuple(sorted(f"messages.{name}" for name in found))
+
+
+def _inner(content: Any) -> Iterator[Json]:
+    """The blocks of a content, those of tools' results among them."""
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict):
+            yield block
+            yield from _inner(block.get("content") if block.get("type") == "tool_result" else None)
 
 
 def _tools(tools: Any) -> tuple[list[Json] | None, tuple[str, ...]]:

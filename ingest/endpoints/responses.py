@@ -13,7 +13,7 @@ from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
 from rollbook.ingest.endpoints.history import EarlierTurn, History
 from rollbook.ingest.endpoints.openai_error import openai_error
-from rollbook.ingest.endpoints.responses_input import chat_messages, hidden
+from rollbook.ingest.endpoints.responses_input import chat_messages, unread_in_items
 from rollbook.ingest.endpoints.responses_stream import ResponsesWriter
 from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
 from rollbook.ingest.model_call import ModelCall, check_answerable, check_tools, function_tool
@@ -60,7 +60,7 @@ class Responses:
             items=[] if isinstance(sent, str) else sent,
             tool_calls_wanted=fields.tool_choice != "none",
             template_kwargs=template_kwargs(fields, {"reasoning_effort": _effort(body)}),
-            not_honoured=(*odd, *hidden(items)),
+            not_honoured=(*odd, *unread_in_items(items)),
         )
 
     def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:

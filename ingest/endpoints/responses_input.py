@@ -11,7 +11,15 @@ from typing import Any
 
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.responses_wire import call_index, turn_of
-from rollbook.ingest.tokens.message_form import arguments_in_form, content_in_form, refused, shown, text_of
+from rollbook.ingest.tokens.message_form import (
+    arguments_in_form,
+    content_in_form,
+    refused,
+    shown,
+    text_of,
+    unread,
+    unread_in_parts,
+)
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
@@ -57,15 +65,27 @@ def chat_messages(items: Sequence[Any], history: History) -> list[Json]:
     return said.messages
 
 
-def hidden(items: Sequence[Any]) -> tuple[str, ...]:
-    """What of the items only their provider can read, or is said twice: encrypted reasoning, summaries."""
-    thoughts = [i for i in items if isinstance(i, dict) and i.get("type") == "reasoning"]
-    found = [
-        name
-        for name in ("encrypted_content", "summary")
-        if any(t.get(name) and (name == "encrypted_content" or t.get("content")) for t in thoughts)
-    ]
-    return tuple(f"input.reasoning.{name}" for name in found)
+_READ = {
+    "message": ("role", "content"),
+    "reasoning": ("content", "summary"),
+    "function_call": ("name", "arguments", "call_id"),
+    "function_call_output": ("output", "call_id"),
+    "item_reference": (),
+}
+"""Type of an item -> the fields of it that are read."""
+
+
+def unread_in_items(items: Sequence[Json]) -> tuple[str, ...]:
+    """What is in no chat message: fields that nobody reads, such as reasoning that only its provider can."""
+    found: set[str] = set()
+    for item in items:
+        kind = item.get("type", "message")
+        found |= unread(item, _READ[kind])
+        if kind == "reasoning":
+            found |= {"summary"} if item.get("content") and item.get("summary") else set()
+        else:
+            found |= unread_in_parts(item.get("content" if kind == "message" else "output"))
+    return tuple(sorted(f"input.{name}" for name in found))
 
 
 def _add(said: _Said, where: str, item: Json, history: History) -> None:

@@ -8,12 +8,12 @@ looked through for every text that was sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from rollbook.ingest.tokens.message_form import IMAGE_FIELDS, REASONING, TEXTS, in_form
+from rollbook.ingest.tokens.message_form import EMPTY, REASONING, in_form, unread_in_parts
 from rollbook.ingest.tokens.template_traits import TemplateTraits, place_of
 from rollbook.store.events import Json
 
@@ -32,9 +32,6 @@ SILENT = frozenset(
     )
 )
 """Fields of a message that are looked for as texts, or that say nothing to a model."""
-_SILENT_IN_PARTS = frozenset(
-    ("type", *TEXTS.values(), *IMAGE_FIELDS, "annotations", "logprobs", "cache_control")
-)
 _ARGUMENTS = 16
 """Of a call so many arguments are looked for."""
 _PASSES = 64
@@ -136,21 +133,5 @@ def _leaves(arguments: str) -> list[str]:
 def _unread(message: Json, form: Json, traits: TemplateTraits) -> set[str]:
     """Fields that say something, and that the template does not read."""
     place = place_of(str(form.get("role")))
-    unread = {
-        k for k, v in form.items() if k not in SILENT and v not in ("", [], {}) and not traits.reads(place, k)
-    }
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict):
-            unread |= {f"content.{name}" for name in _extras(part)}
-    return unread
-
-
-def _extras(part: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in part.items():
-        if name not in _SILENT_IN_PARTS and value not in (None, "", [], {}):
-            yield name
-    image = part.get("image_url")
-    detail = image.get("detail") if isinstance(image, dict) else part.get("detail")
-    if detail not in (None, "auto"):
-        yield "image_url.detail"
+    said = {k for k, v in form.items() if k not in SILENT and v not in EMPTY}
+    return {k for k in said if not traits.reads(place, k)} | unread_in_parts(message.get("content"))

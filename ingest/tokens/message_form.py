@@ -15,6 +15,7 @@ The log holds messages as they were sent; this form is made of them anew whereve
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import orjson
@@ -29,8 +30,11 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 """Type of a part that is text -> the field that holds it."""
 
 _IMAGES = ("image_url", "input_image")
-IMAGE_FIELDS = ("image_url", "detail")
+_METADATA = frozenset(("type", "id", "index", "status", "annotations", "logprobs", "cache_control"))
+"""Of what a message is made of, fields that say nothing to a model."""
 _PLAIN = frozenset(("role", "content"))
+EMPTY: tuple[Any, ...] = (None, "", [], {}, False)
+"""Values that say nothing."""
 _FOLDED = frozenset(("content", "refusal", "function_call", "tool_calls", *REASONING))
 _OF_THE_ASSISTANT = ("tool_calls", "function_call")
 
@@ -114,6 +118,26 @@ def text_of(where: str, block: Json, name: str = "text") -> str:
         RequestError: 400, it holds none.
     """
     return _text(f"{where}.{name}", block.get(name))
+
+
+def unread(thing: Json, read: Collection[str]) -> set[str]:
+    """Names of the fields that say something, beyond those that are read."""
+    return {k for k, v in thing.items() if k not in _METADATA and k not in read and v not in EMPTY}
+
+
+def unread_in_parts(content: Any) -> set[str]:
+    """The same of the parts of a content, under `content`; an image's detail is in none of its forms."""
+    found: set[str] = set()
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict):
+            continue
+        kind = part.get("type", "text")
+        found |= unread(part, ("image_url", "detail") if kind in _IMAGES else (TEXTS.get(str(kind), "text"),))
+        image = part.get("image_url")
+        detail = image.get("detail") if isinstance(image, dict) else part.get("detail")
+        if detail not in (None, "auto"):
+            found.add("image_url.detail")
+    return {f"content.{name}" for name in found}
 
 
 def _with_text(content: str | list[Json], text: str) -> str | list[Json]:

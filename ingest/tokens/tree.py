@@ -230,8 +230,9 @@ def _fits(known: Sequence[Json], shown: Sequence[Json], traits: TemplateTraits |
     return reasoning_fits(known, shown)
 
 
-def _call_ids(message: Json) -> set[str | None]:
-    return {call.get("id") for call in message.get("tool_calls") or ()} - {None}
+def _call_ids(message: Json) -> set[str]:
+    ids = (call.get("id") for call in message.get("tool_calls") or () if isinstance(call, dict))
+    return {call_id for call_id in ids if isinstance(call_id, str)}
 
 
 def context_key(

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import orjson
-
 from rollbook.ingest.endpoints.messages import assistant_message
 from rollbook.ingest.endpoints.responses_input import chat_messages
-from rollbook.ingest.upstream.request import function_calls
+from rollbook.ingest.upstream.request import function_calls, sound_block
 from rollbook.ingest.upstream.stream import gathered
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -186,18 +184,9 @@ _PLAIN_BLOCKS = {"text": {"type", "text"}, "tool_use": {"type", "id", "name", "i
 _KNOWN_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
-def _sound(block: Json) -> Json:
-    """The block, with a text where there is to be one and an object where there is to be one."""
-    sound = dict(block)
-    for name in ("text", "thinking", "name"):
-        if not isinstance(block.get(name, ""), str):
-            sound[name] = "" if block[name] is None else orjson.dumps(block[name]).decode()
-    return sound | ({"input": {}} if not isinstance(block.get("input"), dict | None) else {})
-
-
 def _anthropic(body: Json) -> UpstreamReply:
     blocks = body["content"]
-    message = assistant_message("content", [_sound(b) for b in blocks if b.get("type") in _KNOWN_BLOCKS])
+    message = assistant_message("content", [sound_block(b) for b in blocks if b.get("type") in _KNOWN_BLOCKS])
     if message["content"] is None and len(message) == 2:
         message["content"] = ""
     calls = [b for b in blocks if b.get("type") == "tool_use"]
@@ -207,6 +196,7 @@ def _anthropic(body: Json) -> UpstreamReply:
     plain = all(
         _without(b).keys() - {"citations"} <= _PLAIN_BLOCKS.get(b.get("type", ""), set())
         and not b.get("citations")
+        and sound_block(b) == b
         for b in blocks
     )
     reason = _ANTHROPIC_REASONS.get(body.get("stop_reason") or "", body.get("stop_reason"))

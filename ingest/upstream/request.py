@@ -20,8 +20,9 @@ from rollbook.ingest.upstream.references import EarlierResponse, References
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
+_CHAT = "/v1/chat/completions"
 _SENT = {
-    "/v1/chat/completions": "messages",
+    _CHAT: "messages",
     "/v1/completions": "prompt",
     "/v1/responses": "input",
     "/v1/messages": "messages",
@@ -84,6 +85,8 @@ def _leniently(endpoint: Endpoint, body: Json) -> ModelCall:
     except (RequestError, AttributeError, KeyError, TypeError, ValueError):
         return ModelCall(endpoint.path, [], None, known, rest, items=items)
     messages = call.messages[:-1] if added else call.messages
+    if endpoint.path == _CHAT:
+        messages = [_with_functions(message) for message in items]  # whatever their content is
     kept = None if call.items is None and messages == items else items
     return ModelCall(endpoint.path, messages, None, known, rest, items=kept)
 
@@ -98,8 +101,8 @@ def _softened(path: str, body: Json) -> tuple[Json, bool]:
     sent = body.get(name)
     if not isinstance(sent, list):
         return soft, False
-    if path == "/v1/chat/completions":
-        sent = [_with_functions(message) for message in sent]
+    if path == _CHAT:
+        sent = [{"role": message["role"], "content": ""} for message in sent]
     elif path == "/v1/messages":
         sent = [_known_blocks(message) for message in sent]
     elif path == "/v1/responses":
@@ -133,10 +136,19 @@ def _known_blocks(message: Json) -> Json:
     if not isinstance(content, list):
         return message
     known = _BLOCKS["assistant" if role == "assistant" else "user"]
-    said = [b for b in content if b.get("type") in known]
+    said = [sound_block(b) for b in content if b.get("type") in known]
     if role != "assistant":
-        said = [_result(b) if b.get("type") in known else _as_text(b) for b in content]
+        said = [_result(sound_block(b)) if b.get("type") in known else _as_text(b) for b in content]
     return message | {"content": said}
+
+
+def sound_block(block: Json) -> Json:
+    """A block of Anthropic's, with a text and an object wherever there is to be one."""
+    sound = dict(block)
+    for name in ("text", "thinking", "name"):
+        if not isinstance(block.get(name, ""), str):
+            sound[name] = "" if block[name] is None else orjson.dumps(block[name]).decode()
+    return sound | ({"input": {}} if not isinstance(block.get("input"), dict | None) else {})
 
 
 def _result(block: Json) -> Json:
