@@ -5,9 +5,9 @@ Only what is new is looked at: the messages that a request adds, and replies. A 
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
@@ -43,13 +43,14 @@ class KeyWatch:
         )
         self._then = then
         self._warned: set[str] = set()
+        self._aside = ThreadPoolExecutor(1, "keys")
 
     def take(self, events: list[Event]) -> None:
         """Look through events as they are recorded."""
         for event in events:
             texts = list(_new_texts(event.record))
             if sum(map(len, texts)) > LARGE:
-                asyncio.get_running_loop().run_in_executor(None, self._look, event.record, texts)
+                self._aside.submit(self._look, event.record, texts)
             elif texts:
                 self._look(event.record, texts)
         if self._then is not None:
