@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import logging
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from rollbook import store
 from rollbook.ingest.key_watch import KeyWatch
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.redact import Redactor, changes_conversation
+from rollbook.ingest.serve import _CleanFormatter
 from rollbook.store import Event
+from rollbook.store.errors import EngineError
 from rollbook.store.event_json import json_bytes
 from rollbook.store.events import TurnCompleted, TurnRequested, token_ids
 from rollbook.store.redaction import PLACEHOLDER
@@ -177,20 +181,34 @@ def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Any) -> None:
     assert turn.requested.wire["digest"] != Arrival.of(CHAT, orjson.dumps(body), 0).digest
 
 
-def test_errors_of_ours_go_through_the_same_place(played: Any) -> None:
+@pytest.mark.parametrize(("kind", "status"), [(EngineError, 502), (RuntimeError, 500)])
+def test_errors_of_ours_go_through_the_same_place(played: Any, kind: type[Exception], status: int) -> None:
     """An engine's error that repeats a secret: not in the log, not in the reply."""
 
     def answer(*_: Any) -> str:
-        raise RuntimeError(f"401 Authorization: Bearer {S[0]} at https://u:{S[1]}@h?sig={S[2]} {key(1)}")
+        raise kind(f"401 Authorization: Bearer {S[0]} at https://u:{S[1]}@h?sig={S[2]} {key(1)}")
 
     proxy = played(answer)
     reply = proxy.ask(f"/t/bad{CHAT}", asked("chat"))
-    assert reply.status >= 500
+    assert reply.status == status
     [turn] = proxy.trajectories()["bad"].turns.values()
-    assert turn.failed.error.startswith("RuntimeError(") or "RuntimeError" in turn.failed.error
+    assert "401 Authorization: Bearer [secret:" in turn.failed.error
     data = everything(proxy.store.path) + reply.data
     for secret in (*S[:3], key(1)):
         assert secret.encode() not in data
+
+
+def test_a_line_of_the_log_holds_none_either(capsys: Any) -> None:
+    """What nobody foresaw is logged with its traceback; the server's log lines are cleaned."""
+    try:
+        raise RuntimeError(f"password={S[0]}")
+    except RuntimeError:
+        record = logging.LogRecord("n", logging.ERROR, "f", 1, "at https://u:%s@h", (S[1],), sys.exc_info())
+    line = _CleanFormatter(logging.Formatter("%(levelname)s %(message)s")).format(record)
+    assert line.startswith("ERROR at https://[secret:")
+    assert "Traceback" in line
+    assert S[0] not in line
+    assert S[1] not in line
 
 
 # Keys that are seen -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,18 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from rollbook import store as rb
 from rollbook.ingest.engines.weights import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
-from rollbook.store.events import CheckpointWritten
+from rollbook.store.events import CheckpointWritten, StepFailed, SyncFailed
+from rollbook.store.redaction import Scrubber
+from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.checkpoint import MANIFEST, OPTIMIZER, read_checkpoint, write_checkpoint
-from rollbook.train.config import OptimizerConfig
+from rollbook.train.config import OptimizerConfig, parse_config
+from rollbook.train.history import fold_history
 from rollbook.train.model_shape import read_shape
+from rollbook.train.publish import Publisher
 from rollbook.train.weight_names import weight_shapes
 
 
@@ -243,3 +249,37 @@ def test_transformers_loads_it(fabric: Any, tmp_path: Path) -> None:
     assert manifest["policy_version"] == 2
     shutil.rmtree(tmp_path / record.path)
     assert read_checkpoint(tmp_path / child.path).weights.keys() == weights.keys()
+
+
+def test_a_checkpoint_has_the_stores_modes(fabric: Any, tmp_path: Path) -> None:
+    """Weights, what goes along, the manifest and every folder are the owner's alone, whatever the umask."""
+    model = fabric.model_folder()
+    log = rb.open(tmp_path / "store", create=True)
+    before = os.umask(0o000)
+    try:
+        record = write_checkpoint(
+            log.path, "r", "actor", 0, read_weights(model), _optimizer(), like=model, phase=None
+        )
+    finally:
+        os.umask(before)
+    folder = log.path / record.path
+    assert {p.name for p in folder.iterdir()} >= {"config.json", MANIFEST, OPTIMIZER}
+    for path in [folder, *folder.iterdir(), folder.parent, folder.parent.parent, folder.parents[2]]:
+        assert oct(path.stat().st_mode & 0o7777) == oct(0o700 if path.is_dir() else 0o600), path
+
+
+def test_what_a_trainer_records_of_errors_holds_no_secret(tmp_path: Path) -> None:
+    """Its steps' and its syncs', by the store's own digests."""
+    log = rb.open(tmp_path / "store", create=True)
+    values = {"model": "m", "steps": 1, "algorithm": {"name": "sft", "batch_size": 1}}
+    config = parse_config(values, "train.toml")
+    with log.writer("train") as writer:
+        publisher = Publisher(config, log, writer, fold_history([], config.run, config.policy))
+        publisher.write(
+            StepFailed(1, 1, "actor", "password=hunter2"),
+            SyncFailed("actor", 1, "s", "http://h", "http://u:hunter2@h said no"),
+        )
+        publisher.close()
+    errors = [event.record.error for event in log.events()]  # type: ignore[union-attr]
+    digest = Scrubber(store_secret(log.path, SECRETS)).digest
+    assert errors == [f"password={digest('hunter2')}", f"http://{digest('u:hunter2')}@h said no"]
