@@ -25,7 +25,7 @@ from rollbook.store.errors import LimitError
 FREE_BYTES = 32 << 10
 """Of each body: the connection has read so much before anybody asks for it."""
 PART_BYTES = 32 << 10
-"""What a turn to read is expected to bring."""
+"""What a turn to read is expected to bring: as much as the connection reads at once."""
 PACE = 8 << 10
 """Bytes a second that a body must come at on average, beyond the time that a sender may be silent."""
 PRESSED_S, PRESSED_PACE = 2.0, 256 << 10
@@ -181,15 +181,12 @@ class BodyRoom:
     # Room -------------------------------------------------------------------------------------
 
     async def _turn(self, upload: _Upload) -> None:
-        """Wait until the upload may go on, and take room for what will come.
+        """Wait until the upload may go on.
 
         Raises:
             LimitError: 503, there was none for a long time.
         """
-        if upload.came < self._free:
-            return
-        if self._may(upload):
-            self._take(upload, PART_BYTES)
+        if upload.came < self._free or self._may(upload, self._taken):
             return
         upload.turn = asyncio.get_running_loop().create_future()
         self._waiting[upload] = None
@@ -205,11 +202,11 @@ class BodyRoom:
             self._waiting.pop(upload, None)
             upload.turn = None
 
-    def _may(self, upload: _Upload) -> bool:
+    def _may(self, upload: _Upload, taken: int) -> bool:
         if upload is self._beyond:
             return True
         theirs = self._held.get(upload.client, 0)
-        return self._taken + PART_BYTES <= self._room and theirs + PART_BYTES <= self._room * SHARE
+        return taken + PART_BYTES <= self._room and theirs + PART_BYTES <= self._room * SHARE
 
     def _take(self, upload: _Upload, size: int) -> None:
         """Take room, or give it back where `size` is negative."""
@@ -234,17 +231,18 @@ class BodyRoom:
 
     def _wake(self) -> None:
         """Let those go on for whom there is room, in the order in which they began to wait."""
+        taken = self._taken
         for upload in [*self._waiting]:
-            if self._beyond is not None and self._taken + PART_BYTES > self._room:
+            if self._beyond is not None and taken + PART_BYTES > self._room:
                 return
             if upload.turn is None or upload.turn.done():
                 continue
-            if not self._may(upload):
+            if not self._may(upload, taken):
                 if self._beyond is not None:
                     continue  # only its own address has taken its share
                 self._count(upload.client, -upload.held)
                 self._beyond = upload
-            self._take(upload, PART_BYTES)
+            taken += PART_BYTES
             upload.turn.set_result(None)
 
     def _press_later(self) -> None:

@@ -7,7 +7,10 @@ connections that do nothing, refuses whoever comes last, and not in an API's for
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import resource
+import sys
+import termios
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -187,7 +190,7 @@ class _Http(HttpToolsProtocol):
         self._framing += size
         if self._framing > HEAD_BYTES + self._body:
             self._too_large("head_too_large", 431, "the body's chunks are tiny, or its trailers large")
-        elif self.cycle.body and not self._refused:
+        elif self.cycle.body and not self.cycle.response_complete:
             self.flow.pause_reading()  # until the application asks for more
 
     # The head ---------------------------------------------------------------------------------
@@ -299,7 +302,7 @@ class _Http(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unsent = self.transport.get_write_buffer_size()
+        self._unsent = _unsent(self.transport)
         self._taking = self.loop.call_later(TAKE_S, self._look_whether_taken)
 
     def resume_writing(self) -> None:
@@ -309,7 +312,7 @@ class _Http(HttpToolsProtocol):
             self._taking = None
 
     def _look_whether_taken(self) -> None:
-        unsent, before = self.transport.get_write_buffer_size(), self._unsent
+        unsent, before = _unsent(self.transport), self._unsent
         if unsent >= before:
             self.places.refused("reply_not_taken")
             self.transport.abort()
@@ -369,6 +372,16 @@ def bounded_http(places: Connections) -> Callable[..., asyncio.BufferedProtocol]
         return BoundedHttp(http)
 
     return make
+
+
+def _unsent(transport: Any) -> int:
+    """Bytes that the client has not taken: of the transport, and of the system, which holds megabytes."""
+    size: int = transport.get_write_buffer_size()
+    try:
+        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return size + int.from_bytes(told, sys.byteorder)
+    except OSError:  # a system that does not tell
+        return size
 
 
 def _network(host: str) -> str:

@@ -485,8 +485,9 @@ def _free_port() -> int:
 class Served:
     """A `rollbook serve` of its own."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, folder: Path, arguments: list[str], descriptors: int | None = None) -> None:
         self.path, self.arguments, self.port = folder, arguments, _free_port()
+        self.descriptors = descriptors
         self.log = folder.with_suffix(".log")
         self.start()
 
@@ -497,7 +498,8 @@ class Served:
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
-        command = [sys.executable, "-m", "rollbook.cli", "serve", "--store", str(self.path)]
+        fewer = ["prlimit", f"--nofile={self.descriptors}"] if self.descriptors else []
+        command = [*fewer, sys.executable, "-m", "rollbook.cli", "serve", "--store", str(self.path)]
         command += ["--port", str(self.port), *self.arguments]
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
@@ -534,8 +536,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     """Starts servers; stops those that still run."""
     made: list[Served] = []
 
-    def make(*arguments: str) -> Served:
-        made.append(Served(tmp_path_factory.mktemp("served") / "store", list(arguments)))
+    def make(*arguments: str, descriptors: int | None = None) -> Served:
+        made.append(Served(tmp_path_factory.mktemp("served") / "store", list(arguments), descriptors))
         return made[-1]
 
     yield make

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,9 +14,10 @@ import orjson
 import pytest
 from streamed import KINDS, PATHS, asked
 
+from rollbook.ingest import body_room
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.options import ProxyOptions
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import LimitError, RequestError
 
 MOST = 4096
 CHAT = PATHS["chat"]
@@ -92,66 +95,209 @@ def test_more_than_max_running_are_sent_away(small: Any) -> None:
 
 
 class Upload:
-    """A request whose body comes when the test says."""
+    """A request whose body comes when the test says, in parts of `PART_BYTES`."""
 
-    def __init__(self, size: int, declared: bool = True) -> None:
+    def __init__(self, size: int, client: str = "a", declared: bool = True) -> None:
         self.headers = {"content-length": str(size)} if declared else {}
-        self.size, self.send = size, asyncio.Event()
-        self.reading = self.done = False
+        self.client = SimpleNamespace(host=client)
+        self.left, self.parts = size, asyncio.Semaphore(0)
+        self.done = self.waited_for = False
 
-    async def stream(self) -> Any:
-        """The body."""
-        self.reading = True
-        await self.send.wait()
-        yield b"x" * self.size
+    def send(self, parts: int = 1000) -> None:
+        """Let so many parts come."""
+        for _ in range(parts):
+            self.parts.release()
+
+    async def receive(self) -> Any:
+        """The next part."""
+        self.waited_for = True
+        await self.parts.acquire()
+        self.waited_for = False
+        if self.left is None:
+            raise TypeError("no number")
+        size = min(self.left, body_room.PART_BYTES)
+        self.left -= size
+        return {"type": "http.request", "body": b"x" * size, "more_body": self.left > 0}
 
     async def run(self, room: BodyRoom, leave: asyncio.Event) -> bytes:
         """Read it, and keep it until `leave`."""
         async with room.body(self) as raw:  # type: ignore[arg-type]
-            await leave.wait()
             self.done = True
+            await leave.wait()
             return raw
+
+
+PART = body_room.PART_BYTES
+SIZE = 10 * PART
+
+
+def _room(bodies: int) -> BodyRoom:
+    """Room for so many bodies of `SIZE`, and for one beyond."""
+    return BodyRoom(ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=(bodies + 1) * SIZE), free=0)
+
+
+async def _settled() -> None:
+    for _ in range(40):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_many_large_bodies_are_taken_in_turn(declared: bool) -> None:
-    """Never more bytes in memory than allowed; everybody gets in."""
-    size, most = 100, 350
-    leave, inside = asyncio.Event(), []
+    """Never more bytes in memory than allowed, though all send at once; everybody gets in."""
 
-    async def scenario() -> list[bytes]:
-        room = BodyRoom(ProxyOptions(max_body_bytes=size, max_bodies_bytes=most))
-        uploads = [Upload(size, declared) for _ in range(20)]
+    async def scenario() -> tuple[int, list[bytes]]:
+        room, leave = _room(3), asyncio.Event()
+        uploads = [Upload(SIZE, f"{i % 4}", declared) for i in range(20)]
         tasks = [asyncio.create_task(u.run(room, leave)) for u in uploads]
         for upload in uploads:
-            upload.send.set()
-        await asyncio.sleep(0.01)
-        inside.append(sum(u.reading for u in uploads))
+            upload.send()
+        await asyncio.sleep(0.05)
+        held = sum(SIZE - u.left for u in uploads)
         leave.set()
-        return await asyncio.gather(*tasks)
+        return held, await asyncio.gather(*tasks)
 
-    bodies = asyncio.run(scenario())
-    assert inside == [3]
-    assert [len(b) for b in bodies] == [size] * 20
+    held, bodies = asyncio.run(scenario())
+    assert 3 * SIZE <= held <= 4 * SIZE
+    assert [len(b) for b in bodies] == [SIZE] * 20
+
+
+def test_what_is_only_declared_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many connections declare the largest body and send nothing: others are read at once."""
+
+    async def scenario() -> bytes:
+        room, leave = _room(2), asyncio.Event()
+        leave.set()
+        idle = [asyncio.create_task(Upload(SIZE).run(room, leave)) for _ in range(50)]
+        await _settled()
+        honest = Upload(SIZE, "b")
+        honest.send()
+        async with asyncio.timeout(1):
+            raw = await honest.run(room, leave)
+        for task in idle:
+            task.cancel()
+        return raw
+
+    assert len(asyncio.run(scenario())) == SIZE
+
+
+def test_room_is_lost_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who fills the room with halves of bodies and stops is turned out with a 408 once others wait for it."""
+    monkeypatch.setattr(body_room, "PRESSED_S", 0.1)
+
+    async def scenario() -> tuple[list[Any], bytes]:
+        room, leave = _room(2), asyncio.Event()
+        leave.set()
+        halves = [Upload(SIZE, f"{i}") for i in range(6)]
+        tasks = [asyncio.create_task(u.run(room, leave)) for u in halves]
+        for half in halves:
+            half.send(5)
+        await _settled()
+        honest = Upload(SIZE, "honest")
+        honest.send()
+        async with asyncio.timeout(5):
+            raw = await honest.run(room, leave)
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True), raw
+
+    ends, raw = asyncio.run(scenario())
+    assert len(raw) == SIZE
+    refused = [e for e in ends if isinstance(e, LimitError)]
+    assert refused
+    assert {(e.status, e.code) for e in refused} == {(408, "body_too_slow")}
+
+
+def test_all_begun_and_none_whole_come_to_their_end() -> None:
+    """Bodies that fill all room together, each with a part of it, are finished one after another."""
+
+    async def scenario() -> list[bytes]:
+        room, leave = _room(2), asyncio.Event()
+        leave.set()
+        uploads = [Upload(SIZE, f"{i}") for i in range(30)]
+        tasks = [asyncio.create_task(u.run(room, leave)) for u in uploads]
+        for _ in range(SIZE // PART):
+            for upload in uploads:
+                upload.send(1)
+            await _settled()
+        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    assert [len(b) for b in asyncio.run(scenario())] == [SIZE] * 30
+
+
+def test_one_address_leaves_room_for_others() -> None:
+    """Bodies of one address that are all being answered leave a quarter of the room."""
+
+    async def scenario() -> bool:
+        room, leave = _room(4), asyncio.Event()
+        greedy = [Upload(SIZE, "greedy") for _ in range(9)]
+        tasks = [asyncio.create_task(u.run(room, leave)) for u in greedy]
+        for upload in greedy:
+            upload.send()
+        await asyncio.sleep(0.05)
+        assert sum(u.done for u in greedy) == 4  # three in the room and one beyond
+        other = Upload(SIZE // 2, "other")
+        other.send()
+        tasks.append(asyncio.create_task(other.run(room, leave)))
+        await asyncio.sleep(0.05)
+        done = other.done
+        leave.set()
+        await asyncio.gather(*tasks)
+        return done
+
+    assert asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("sent", [0, 3])
+def test_a_silent_sender_is_a_408(sent: int) -> None:
+    """Nobody waits for the rest of a body for ever."""
+
+    async def scenario() -> None:
+        options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.1)
+        leave, upload = asyncio.Event(), Upload(SIZE)
+        leave.set()
+        upload.send(sent)
+        await upload.run(BodyRoom(options), leave)
+
+    with pytest.raises(LimitError, match=f"{sent * PART} bytes of the body came in 0 s") as found:
+        asyncio.run(scenario())
+    assert (found.value.status, found.value.code) == (408, "body_too_slow")
+
+
+def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends a little just before the time is over does not go on so for ever."""
+    monkeypatch.setattr(body_room, "PACE", 100 * PART)
+
+    async def scenario() -> float:
+        options = ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=4 * SIZE, body_timeout_s=0.2)
+        leave, upload = asyncio.Event(), Upload(SIZE)
+        task = asyncio.create_task(upload.run(BodyRoom(options), leave))
+        begun = time.monotonic()
+        while not task.done():
+            upload.send(1)
+            await asyncio.sleep(0.1)
+        assert isinstance(task.exception(), LimitError)
+        return time.monotonic() - begun
+
+    assert asyncio.run(scenario()) < 0.8
 
 
 def test_room_comes_back_however_a_body_ends() -> None:
     """Read, refused, cancelled or broken off: what it took is given back."""
 
     async def scenario() -> None:
-        room = BodyRoom(ProxyOptions(max_body_bytes=100, max_bodies_bytes=100))
-        leave = asyncio.Event()
+        room, leave = _room(1), asyncio.Event()
         leave.set()
         for ending in itertools.islice(itertools.cycle(["too large", "cancelled", "fails", "fine"]), 12):
-            upload = Upload(101 if ending == "too large" else 100, declared=ending != "too large")
+            upload = Upload(SIZE + 1 if ending == "too large" else SIZE, declared=ending != "too large")
             task = asyncio.create_task(upload.run(room, leave))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            upload.send(5)
+            await _settled()
             if ending == "cancelled":
                 task.cancel()
             if ending == "fails":
-                upload.size = "no"  # type: ignore[assignment]
-            upload.send.set()
+                upload.left = None  # type: ignore[assignment]
+            upload.send()
             [result] = await asyncio.gather(task, return_exceptions=True)
             kinds = {
                 "too large": RequestError,
@@ -160,6 +306,8 @@ def test_room_comes_back_however_a_body_ends() -> None:
                 "fine": bytes,
             }
             assert isinstance(result, kinds[ending]), ending
+            assert not room._taken
+            assert not room._held
 
     asyncio.run(scenario())
 
@@ -167,14 +315,18 @@ def test_room_comes_back_however_a_body_ends() -> None:
 def test_a_body_larger_than_all_room_is_taken_alone() -> None:
     """Limits that contradict each other lock nobody out."""
 
-    async def scenario() -> int:
-        room = BodyRoom(ProxyOptions(max_body_bytes=100, max_bodies_bytes=10))
-        leave, upload = asyncio.Event(), Upload(100)
+    async def scenario() -> list[int]:
+        room, leave = (
+            BodyRoom(ProxyOptions(max_body_bytes=SIZE, max_bodies_bytes=10), free=0),
+            asyncio.Event(),
+        )
         leave.set()
-        upload.send.set()
-        return len(await upload.run(room, leave))
+        uploads = [Upload(SIZE) for _ in range(3)]
+        for upload in uploads:
+            upload.send()
+        return [len(raw) for raw in await asyncio.gather(*(u.run(room, leave) for u in uploads))]
 
-    assert asyncio.run(scenario()) == 100
+    assert asyncio.run(scenario()) == [SIZE] * 3
 
 
 def test_a_burst_of_large_bodies(played: Any) -> None:
