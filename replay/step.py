@@ -13,6 +13,7 @@ from rollbook import store
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepCommitted
+from rollbook.store.inside import place_inside
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.checkpoint import read_checkpoint
 from rollbook.train.config import OptimizerConfig
@@ -70,15 +71,16 @@ def replay_step(log: Store, step: int, run: str | None = None, policy: str = "ac
     base, between = history.base_for(step, plan.phase)
     threads = int(plan.environment["threads"])
     device = choose_device(str(plan.environment["device"]).split(":")[0])
+    checkpoint = place_inside(log.path, base.path)
     trainable = TrainablePolicy(
-        read_shape(log.path / base.path),
+        read_shape(checkpoint),
         OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer)),
         steps=1,
         device=device,
         seed=plan.seed,
         threads=threads,
     )
-    held = read_checkpoint(log.path / base.path)
+    held = read_checkpoint(checkpoint)
     trainable.load_weights(held.weights)
     trainable.load_optimizer_state(held.optimizer or {} if base.phase == plan.phase else {})
     reran, last = _run_until_different(log, trainable, [*between, target])

@@ -6,6 +6,7 @@
     │   ├── FormatError          written by a newer Rollbook, or not by Rollbook
     │   ├── LaneLockedError      another process writes this lane
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
+    │   ├── OutsideError         a store's folder, or what it names, leads out of it; nothing was opened
     │   ├── WriteFailedError     (also OSError) an append did not become durable
     │   ├── UnstorableError      (also ValueError) an append holds what has no stored form; refused alone
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
@@ -51,6 +52,10 @@ class LaneLockedError(StoreError):
 
 class CorruptionError(StoreError):
     """Bytes that were acknowledged no longer match their checksum. Nothing is dropped silently."""
+
+
+class OutsideError(StoreError):
+    """A store's folder holds a link or a device, or names a file outside of itself. It was not opened."""
 
 
 class WriteFailedError(StoreError, OSError):

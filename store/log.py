@@ -19,6 +19,7 @@ from rollbook.store.consumer import Consumer
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CatalogError, CutError
 from rollbook.store.events import Event, StepPlanned
+from rollbook.store.inside import look_inside
 from rollbook.store.lane.files import take_lock
 from rollbook.store.lane.marks import closed_head
 from rollbook.store.lane.reader import LaneReader
@@ -230,8 +231,11 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
     Raises:
         NotAStoreError: nothing is there (and `create` is false), or something that is not a store.
         FormatError: a newer Rollbook wrote it.
+        OutsideError: the folder holds a link, a device or the like; none of it was opened.
     """
     folder = Path(path).absolute()
     if create and not (folder / MARKER).exists():
         create_marker(folder)
-    return Store(folder, read_marker(folder))
+    store = Store(folder, read_marker(folder))
+    look_inside(folder)
+    return store

@@ -16,6 +16,7 @@ import orjson
 
 from rollbook.store.errors import FormatError, NotAStoreError
 from rollbook.store.ids import new_id, now_us
+from rollbook.store.inside import read_small
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.lane.frame import FORMAT_VERSION
 from rollbook.store.permissions import make_empty, make_folder
@@ -74,7 +75,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not marker.exists():
         raise NotAStoreError(f"{folder} is not a Rollbook store (it holds no {MARKER})")
     try:
-        meta = orjson.loads(marker.read_bytes())
+        meta = orjson.loads(read_small(marker))
         meta = meta | {"format": int(meta["format"]), "id": str(meta["id"])}
     except (ValueError, KeyError, TypeError) as error:
         raise NotAStoreError(f"{marker} is not a Rollbook store's: {error!r}") from error

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rollbook.store.errors import ConfigError
+from rollbook.store.inside import open_plain
 from rollbook.store.settings import read_settings
 
 _ROOTS = ("STORE.json", "store.toml")
@@ -58,20 +59,23 @@ def _read(folder: Path, _mtime_ns: int, _inode: int) -> Modes:
 
 
 def open_file(path: str | Path, flags: int) -> int:
-    """A descriptor, as of `os.open`; where O_CREAT makes the file, it has the store's mode."""
-    flags |= os.O_CLOEXEC
+    """A descriptor, as of `os.open`; where O_CREAT makes the file, it has the store's mode.
+
+    Raises:
+        OutsideError: a link, a pipe or the like is there; nothing was read or written.
+    """
     if not flags & os.O_CREAT:
-        return os.open(path, flags)
+        return open_plain(path, flags)
     if not flags & os.O_EXCL:
         with contextlib.suppress(FileNotFoundError):
-            return os.open(path, flags & ~os.O_CREAT)
+            return open_plain(path, flags & ~os.O_CREAT)
     mode = modes_of(Path(path).parent).file
     try:
-        fd = os.open(path, flags | os.O_EXCL, mode)
+        fd = open_plain(path, flags | os.O_EXCL, mode)
     except FileExistsError:
         if flags & os.O_EXCL:
             raise
-        return os.open(path, flags & ~os.O_CREAT)  # made meanwhile
+        return open_plain(path, flags & ~os.O_CREAT)  # made meanwhile
     try:
         _set(fd, mode)
     except BaseException:
@@ -84,6 +88,18 @@ def make_empty(path: Path) -> Path:
     """The path, at which there is a file with the store's mode now: for libraries that open by name."""
     os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
     return path
+
+
+def replace_small(path: Path, data: bytes) -> None:
+    """Write a small file in the place of whatever has that name, which is not written into."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def make_folder(path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rollbook.store.errors import NotAStoreError
 from rollbook.store.ids import new_id
+from rollbook.store.inside import read_small
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.permissions import open_file
 
@@ -31,7 +32,7 @@ def store_secret(store: Path, purpose: str) -> bytes:
     """
     path = store / SECRET
     try:
-        secret = path.read_bytes()
+        secret = read_small(path)
     except FileNotFoundError:
         secret = _made(path)
     if len(secret) != _BYTES:
@@ -56,4 +57,4 @@ def _made(path: Path) -> bytes:
         os.link(temporary, path)
     temporary.unlink()
     fsync_folder(path.parent)
-    return path.read_bytes()
+    return read_small(path)

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollbook.store.errors import ConfigError
+from rollbook.store.inside import read_small
 
 MIB = 1 << 20
 
@@ -60,6 +61,10 @@ class RemoteSettings(_Section):
     """URL of an S3-compatible service that is not AWS."""
 
 
+class OwnRemoteSettings(RemoteSettings):
+    """What the operator gave on the command line: it needs nobody's leave; see `store.allowed`."""
+
+
 class CatalogSettings(_Section):
     """Where the catalog is."""
 
@@ -93,7 +98,7 @@ def read_settings(store: Path) -> StoreSettings:
     """
     path = store / "store.toml"
     try:
-        values = tomllib.loads(path.read_text()) if path.exists() else {}
+        values = tomllib.loads(read_small(path).decode()) if path.exists() else {}
         settings = StoreSettings.model_validate(values)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error

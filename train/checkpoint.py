@@ -24,6 +24,7 @@ from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import new_id
+from rollbook.store.inside import place_inside, read_small
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.train.model_shape import read_shape
@@ -31,6 +32,8 @@ from rollbook.train.tensor_file import TensorKind, kind_of, write_tensors
 from rollbook.train.weight_names import weight_shapes
 
 MANIFEST = "rollbook.json"
+MANIFEST_BYTES = 64 << 20
+"""It has a line a tensor."""
 OPTIMIZER = "optimizer.safetensors"
 WEIGHTS = "model.safetensors"
 _TENSORS = {"weights": "tensors", "optimizer": "optimizer_tensors"}
@@ -73,7 +76,7 @@ def write_checkpoint(
     name = checkpoint_name(run, policy, version)
     if (store / name).exists():  # an earlier attempt at this version, kept as it is
         name = name.with_name(f"{name.name}-{new_id()[-8:]}")
-    target = store / name
+    target = place_inside(store, str(name))
     building = _begin(target, like)
     saved = _save_weights(weights, building, like)
     saved_optimizer = None if optimizer is None else _save(optimizer, building / OPTIMIZER)
@@ -130,7 +133,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not file.exists():
         raise ModelError(f"{path}: holds no {MANIFEST}, so it is no checkpoint")
     try:
-        manifest = orjson.loads(file.read_bytes())
+        manifest = orjson.loads(read_small(file, MANIFEST_BYTES))
         digests = {what: manifest[f"{what}_digest"] for what in ("weights", "optimizer")}
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error!r}") from error

@@ -13,6 +13,7 @@ from rollbook.ingest.engines.weights import read_weights, widened
 from rollbook.store import Event, Store
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
+from rollbook.store.inside import place_inside
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
@@ -142,7 +143,7 @@ class Publisher:
         syncer, sync = self._connected(), self._config.sync
         assert sync is not None
         if isinstance(self._transport, FromDisk):
-            self._transport.path = (self._log.path / path).absolute()
+            self._transport.path = place_inside(self._log.path, path)
         begun = time.monotonic()
         while True:
             try:

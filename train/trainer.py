@@ -19,6 +19,7 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
+from rollbook.store.inside import place_inside
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition
@@ -64,7 +65,7 @@ class Trainer:
         if not history.checkpoints:
             self._publisher.adopt_model()
         base, between = history.base_for(history.next_step, self._phase)
-        self._like = log.path / base.path
+        self._like = place_inside(log.path, base.path)
         device = choose_device(config.device)
         self.policy = TrainablePolicy(
             read_shape(self._like),
@@ -86,9 +87,9 @@ class Trainer:
             self._publisher.restored(self.version)
 
     def _restore(self, base: CheckpointWritten, steps: list[int]) -> None:
-        held = read_checkpoint(self._log.path / base.path)
+        held = read_checkpoint(self._like)
         if digest_tensors(held.weights) != base.weights_digest:
-            raise ModelError(f"{self._log.path / base.path}: its weights are not those the log names")
+            raise ModelError(f"{self._like}: its weights are not those the log names")
         self.policy.load_weights(held.weights)
         same_phase = base.phase == self._phase and held.optimizer is not None
         self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})

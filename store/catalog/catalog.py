@@ -15,13 +15,15 @@ import orjson
 from sqlalchemy import URL, select
 from sqlalchemy.orm import Session
 
-from rollbook.store.catalog.database import Database, parse_url
+from rollbook.store.catalog.address import DEFAULT, URL_VARIABLE, look_at_files, parse_url, refuse_outside
+from rollbook.store.catalog.database import Database
 from rollbook.store.catalog.notes import NOTED, Rows, note, note_checkpoint
 from rollbook.store.catalog.segments import find_lane, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
 from rollbook.store.errors import CatalogError, NotAStoreError
 from rollbook.store.events import Event
 from rollbook.store.ids import now_us
+from rollbook.store.inside import read_small
 from rollbook.store.lane.recovery import LaneState
 from rollbook.store.sealed.unit import Unit
 from rollbook.store.settings import read_settings
@@ -106,13 +108,21 @@ class Catalog:
 def catalog_url(store: Path) -> URL:
     """Where the catalog of the store in this folder is; a relative SQLite file lies in that folder.
 
+    What the store's own `store.toml` says is a stranger's word: it names a file in the store, or a server
+    that the operator has named too. ROLLBOOK_CATALOG_URL is the operator's own, and may name any.
+
     Raises:
-        ConfigError, CatalogError: the settings cannot be read, or name no URL.
+        ConfigError, CatalogError: the settings cannot be read, or name no URL, or one of neither kind; or
+            the file is a link, a pipe or the like.
     """
-    text = read_settings(store).catalog.url
-    url = URL.create("sqlite", database="catalog.db") if text is None else parse_url(text)
+    given = os.environ.get(URL_VARIABLE)
+    text = given or read_settings(store).catalog.url
+    url = URL.create("sqlite", database=DEFAULT) if text is None else parse_url(text)
+    if not given:
+        refuse_outside(url, store)
     if url.get_backend_name() == "sqlite" and url.database:
         url = url.set(database=str(store.absolute() / url.database))
+        look_at_files(Path(str(url.database)))
     return url
 
 
@@ -124,7 +134,7 @@ def read_identity(store: Path) -> tuple[str, int]:
     """
     marker = store / "STORE.json"
     try:
-        meta = orjson.loads(marker.read_bytes())
+        meta = orjson.loads(read_small(marker))
         return str(meta["id"]), int(meta["format"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotAStoreError(f"{marker} is not a Rollbook store's: {error!r}") from error

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -30,21 +30,6 @@ _BUSY = ("database is locked", "lock timeout")
 _UNREACHABLE = ("unable to open database file", "readonly database", "disk is full", "connection", "resolve")
 
 _Mode = Literal["read", "write", "migrate"]
-
-
-def parse_url(text: str) -> URL:
-    """The URL of a catalog.
-
-    Raises:
-        CatalogError: it is none. The message leaves the text out: it may hold a password.
-    """
-    try:
-        return make_url(text)
-    except (ArgumentError, ValueError):
-        raise CatalogError(
-            "the catalog's URL is not a SQLAlchemy URL such as postgresql+psycopg://user@host/database: mend "
-            "[catalog] url in store.toml, or ROLLBOOK_CATALOG_URL"
-        ) from None
 
 
 def without_secrets(url: URL) -> str:

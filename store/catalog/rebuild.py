@@ -25,6 +25,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import Event
 from rollbook.store.ids import now_us
+from rollbook.store.inside import open_plain, read_small
 from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
 from rollbook.store.lane.frame import ALIGN, first_seq_of
 from rollbook.store.log import Store, open_store
@@ -164,13 +165,13 @@ def _last_opening(folder: Path) -> tuple[int | None, int | None]:
     """When the lane was opened last, and by which process; its lock file was written then."""
     file = folder / "LOCK"
     try:
-        return file.stat().st_mtime_ns // 1000, int(file.read_text())
+        return file.stat().st_mtime_ns // 1000, int(read_small(file))
     except (FileNotFoundError, ValueError):
         return None, None
 
 
 def _first_seq(path: Path) -> int:
-    with path.open("rb") as file:
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
         first = first_seq_of(file.read(ALIGN))
     if first is None:
         raise CorruptionError(f"{path}: begins with no frame; restore the file from a copy")

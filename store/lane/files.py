@@ -13,12 +13,15 @@ from pathlib import Path
 import xxhash
 
 from rollbook.store.cut import LANE_NAME
-from rollbook.store.errors import CorruptionError, CutError, LaneLockedError
-from rollbook.store.permissions import make_empty, open_file
+from rollbook.store.errors import CorruptionError, CutError, LaneLockedError, OutsideError
+from rollbook.store.inside import read_small
+from rollbook.store.permissions import open_file, replace_small
 
 _WATERMARK = struct.Struct("<QQQQ")
 WATERMARK_BYTES = _WATERMARK.size
 _BRIEFLY = " (briefly)"
+_LOCK_BYTES = 32
+"""At most what a lock's file holds: the number of a process, and whether it holds it briefly."""
 BRIEFLY_S = 60.0
 """How long to wait for a process that holds a lock briefly, such as the sealer."""
 
@@ -67,7 +70,7 @@ def read_watermark(folder: Path) -> Watermark:
     path = folder / "WATERMARK"
     for _ in range(20):
         try:
-            data = path.read_bytes()
+            data = read_small(path)
         except FileNotFoundError:
             raise CorruptionError(f"{path}: the watermark is missing") from None
         if not data and _never_written(folder):
@@ -107,13 +110,15 @@ def quarantine(folder: Path, reason: str) -> None:
     """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
     # Whoever calls this raises the damage as an error; that there is no room for a note does not hide it.
     with contextlib.suppress(OSError):
-        make_empty(folder / "QUARANTINED").write_text(reason + "\n")
+        replace_small(folder / "QUARANTINED", f"{reason}\n".encode(errors="backslashreplace"))
 
 
 def quarantined(folder: Path) -> str | None:
     """Why the lane is quarantined, or None."""
-    path = folder / "QUARANTINED"
-    return path.read_text(errors="replace").strip() if path.exists() else None
+    try:
+        return read_small(folder / "QUARANTINED").decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
 
 
 class SpareDescriptor:
@@ -160,9 +165,11 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
 
     Raises:
         LaneLockedError: another process holds it.
+        OutsideError: the file is a link, a pipe or the like, or has more in it than a lock; it is as it was.
     """
     fd = open_file(file, os.O_RDWR | os.O_CREAT)
     try:
+        _refuse_no_lock(file, fd)
         _wait_for(fd, what, remedy, briefly, patience_s)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}{_BRIEFLY if briefly else ''}\n".encode(), 0)
@@ -170,6 +177,14 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
         os.close(fd)
         raise
     return fd
+
+
+def _refuse_no_lock(file: Path, fd: int) -> None:
+    """See that the file is a lock before its content is replaced: by a hard link it may be any other."""
+    if (size := os.fstat(fd).st_size) > _LOCK_BYTES:
+        raise OutsideError(
+            f"{file} has {size:,} bytes, so it is no lock: remove it, nobody needs its content"
+        )
 
 
 def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollbook.store.cut import Cut
 from rollbook.store.errors import StoreError
+from rollbook.store.inside import open_plain
 from rollbook.store.lane.files import WATERMARK_BYTES, read_watermark, segment_numbers, unpack_watermark
 
 PASSES = 10_000
@@ -88,7 +89,7 @@ class _OpenMarks:
 
     def _open(self, lane: str) -> bool:
         try:
-            self._fds[lane] = os.open(f"{self._lanes}/{lane}/WATERMARK", os.O_RDONLY | os.O_CLOEXEC)
+            self._fds[lane] = open_plain(f"{self._lanes}/{lane}/WATERMARK", os.O_RDONLY)
         except NotADirectoryError:
             return False
         except FileNotFoundError:

@@ -6,6 +6,7 @@ removed after sealing, the sealed unit is read instead. Both hand out the same e
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.errors import CorruptionError, CutError, FormatError
+from rollbook.store.inside import open_plain
 from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
 from rollbook.store.lane.frame import ALIGN, BadFrameError, first_seq_of
 from rollbook.store.lane.segment import Segment
@@ -246,7 +248,7 @@ def _first_seq(folder: Path, number: int) -> int:
     Sealed segments are removed, so the ones that are there come after those that went.
     """
     try:
-        with segment_path(folder, number).open("rb") as file:
+        with open(open_plain(segment_path(folder, number), os.O_RDONLY), "rb") as file:
             found = first_seq_of(file.read(ALIGN))
     except FileNotFoundError:
         return _BEFORE_ALL

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.store.errors import CorruptionError
+from rollbook.store.inside import open_plain
 from rollbook.store.lane.files import (
     Watermark,
     fsync_folder,
@@ -222,7 +223,7 @@ def _has_watermark(folder: Path) -> bool:
 
 def _fsync(path: Path, size: int | None = None) -> None:
     """Make the file durable, first cut to `size` if given."""
-    fd = os.open(path, os.O_RDWR)
+    fd = open_plain(path, os.O_RDWR)
     try:
         if size is not None:
             os.ftruncate(fd, size)
@@ -270,7 +271,7 @@ def _frames(path: Path, chain: bytes, stop: int | None) -> Iterator[Frame]:
     size = path.stat().st_size if stop is None else stop
     if size == 0:
         raise BadFrameError(0, "the segment is empty")
-    with path.open("rb") as file:
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
         # Not closed by hand: an exception's traceback may still hold views of it.
         view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[:size]
     try:

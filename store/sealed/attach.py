@@ -33,7 +33,7 @@ from rollbook.store.sealed.unit import (
     with_remote,
     write_manifest,
 )
-from rollbook.store.settings import RemoteSettings
+from rollbook.store.settings import OwnRemoteSettings
 
 AT_ONCE = 16
 """Manifests fetched at the same time."""
@@ -75,7 +75,7 @@ def attach(folder: Path, uri: str, endpoint: str | None = None) -> AttachReport:
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NotAStoreError(f"{folder} exists and is not empty: name an empty or a new folder")
-    uri, settings = uri.rstrip("/"), RemoteSettings(endpoint=endpoint)
+    uri, settings = uri.rstrip("/"), OwnRemoteSettings(endpoint=endpoint)
     with explained(uri, settings):
         system, base = remote_place(uri, settings)
         marker = _marker(system, base, uri)

@@ -24,6 +24,7 @@ import orjson
 
 from rollbook.store.errors import StoreError
 from rollbook.store.ids import new_id
+from rollbook.store.inside import open_plain
 from rollbook.store.permissions import make_folder, open_file
 from rollbook.store.sealed.unit import MANIFEST, Unit, current_units, lane_units_folder
 
@@ -169,7 +170,7 @@ def _there(store: Path, lane: str, name: str) -> bool:
 
 
 def _names_if_held(path: Path) -> set[UnitName]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_plain(path, os.O_RDONLY)
     try:
         if _flock(fd, fcntl.LOCK_EX):
             path.unlink(missing_ok=True)

@@ -49,6 +49,7 @@ class _Locations:
         self.highest: str = self._ids[-1].as_py() if len(self._ids) else ""
 
     def find(self, trajectory_id: str) -> list[Run]:
+        """Where the trajectory's rows are, in the unit's own files."""
         if not self.lowest <= trajectory_id <= self.highest:
             return []
         at = bisect_left(range(len(self._ids)), trajectory_id, key=lambda i: self._ids[i].as_py())

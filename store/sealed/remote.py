@@ -14,22 +14,24 @@ import shutil
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from pyarrow import fs
 
+from rollbook.store.allowed import allows_bucket, allows_host, remedy
 from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, StoreError
+from rollbook.store.inside import read_small
 from rollbook.store.sealed.unit import (
     MANIFEST,
     MARKS,
     TURNS,
+    UNIT_NAME,
     Unit,
     manifest_bytes,
     read_manifest,
     unit_folder,
 )
-from rollbook.store.settings import RemoteSettings, read_settings
+from rollbook.store.settings import OwnRemoteSettings, RemoteSettings, read_settings
 
 UPLOADING = "UPLOADING"
 """File in a unit's folder with the address that its files are on their way to."""
@@ -51,26 +53,47 @@ def remote_place(uri: str, settings: RemoteSettings) -> tuple[fs.FileSystem, str
 
     Raises:
         ConfigError: the address or the endpoint cannot be used.
+        RemoteError: the store names it, and the operator does not.
     """
     parts = urlsplit(uri)
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise ConfigError(f"remote address {shown!r}: use s3://bucket/prefix without '?', '#' or credentials")
-    return _s3(settings.endpoint, os.getpid()), f"{parts.netloc}{parts.path}".rstrip("/")
+    options = _service(settings.endpoint)
+    if not isinstance(settings, OwnRemoteSettings):
+        _refuse_others(parts.netloc, settings.endpoint)
+    return _s3(options, os.getpid()), f"{parts.netloc}{parts.path}".rstrip("/")
+
+
+def _refuse_others(bucket: str, endpoint: str | None) -> None:
+    """See that the operator named the bucket and the service: credentials of this process go there."""
+    service = urlsplit(endpoint or "")
+    missing = [] if allows_bucket(bucket) else [f"s3://{bucket}"]
+    if service.hostname is not None and not allows_host(service.hostname, service.port):
+        missing.append(service.netloc.rpartition("@")[2])
+    if missing:
+        raise RemoteError(
+            f"the store's own files say that sealed files are at {' of '.join(missing)}, and your credentials "
+            f"would go there: {remedy(*missing)}"
+        )
 
 
 @lru_cache(maxsize=8)
-def _s3(endpoint: str | None, _process: int) -> fs.S3FileSystem:
+def _s3(service: tuple[str, str] | None, _process: int) -> fs.S3FileSystem:
     # Made once a process (its threads do not survive a fork): it keeps its connections.
-    options: dict[str, Any] = {}
-    if endpoint:
-        parts = urlsplit(endpoint)
-        if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
-            raise ConfigError(
-                "[remote] endpoint: use https://host:port; credentials come from the environment"
-            )
-        options = {"endpoint_override": parts.netloc, "scheme": parts.scheme}
-    return fs.S3FileSystem(**options)
+    if service is None:
+        return fs.S3FileSystem()
+    return fs.S3FileSystem(scheme=service[0], endpoint_override=service[1])
+
+
+def _service(endpoint: str | None) -> tuple[str, str] | None:
+    """Scheme and host of an endpoint; None for AWS."""
+    if not endpoint:
+        return None
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
+        raise ConfigError("[remote] endpoint: use https://host:port; credentials come from the environment")
+    return parts.scheme, parts.netloc
 
 
 # Errors ---------------------------------------------------------------------------------------------
@@ -114,8 +137,14 @@ def remote_addresses(folder: Path) -> set[str]:
     with contextlib.suppress(CorruptionError):  # a folder whose making was cut short
         found |= {uri for uri in [read_manifest(folder).remote] if uri is not None}
     with contextlib.suppress(FileNotFoundError):
-        found.add((folder / UPLOADING).read_text())
-    return found
+        found.add(read_small(folder / UPLOADING).decode(errors="replace"))
+    return {address for address in found if _of_unit(address, folder)}
+
+
+def _of_unit(address: str, folder: Path) -> bool:
+    """Whether an address has the form of a unit's of the folder's lane: whatever else is there is not ours."""
+    *_, sealed, lane, name = ("", "", "", *address.split("/"))
+    return (sealed, lane) == ("sealed", folder.parent.name) and UNIT_NAME.fullmatch(name) is not None
 
 
 def discard(store: Path, folder: Path) -> None:

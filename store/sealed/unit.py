@@ -20,14 +20,21 @@ from typing import TypeVar
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from rollbook.store.cut import LANE_NAME
 from rollbook.store.errors import CorruptionError, FormatError
+from rollbook.store.inside import read_small
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.lane.frame import FORMAT_VERSION
 from rollbook.store.permissions import make_empty
 
 MANIFEST = "UNIT.json"
 TURNS, MARKS = "turns.parquet", "marks.parquet"
+MANIFEST_BYTES = 32 << 20
+"""A manifest names each segment and each erased trajectory; it is never larger."""
 UNIT_NAME = re.compile(r"\d{8}-\d{8}\.\d+")
+MOST = 1 << 48
+"""No count of events or bytes of a lane comes near it."""
+_CHAIN = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T")
 
 
@@ -175,7 +182,7 @@ def read_manifest(folder: Path) -> Unit:
 
 @lru_cache(maxsize=65_536)
 def _read(path: Path, _mtime_ns: int, _inode: int) -> Unit:
-    return parse_manifest(path.read_bytes(), path)
+    return parse_manifest(read_small(path, MANIFEST_BYTES), path)
 
 
 def parse_manifest(data: bytes, path: object) -> Unit:
@@ -185,17 +192,41 @@ def parse_manifest(data: bytes, path: object) -> Unit:
         CorruptionError: they are damaged.
         FormatError: a newer Rollbook wrote them.
     """
-    with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError):
+    with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError, IndexError):
         version = orjson.loads(data)["format"]
         if version > FORMAT_VERSION:
             raise FormatError(f"{path} is in format {version}: update rollbook to read it")
     try:
         unit = _ADAPTER.validate_json(data)
-    except ValidationError as error:
+    except (ValidationError, RecursionError) as error:
         raise CorruptionError(f"{path}: the manifest of a sealed unit is damaged: {error}") from error
     if not unit.segments:
         raise CorruptionError(f"{path}: the manifest names no segment")
+    if wrong := _impossible(unit):
+        raise CorruptionError(f"{path}: no manifest of a sealed unit has {wrong}: restore it from a copy")
     return unit
+
+
+def _impossible(unit: Unit) -> str | None:
+    """What in a manifest no unit can have: a path comes of its names, and memory of its numbers."""
+    if not LANE_NAME.fullmatch(unit.lane):
+        return f"the lane {unit.lane!r}"
+    for file in unit.files:
+        if file.name not in (TURNS, MARKS):
+            return f"a file {file.name!r}"
+        if not (0 <= file.rows <= MOST and 0 <= file.bytes <= MOST):
+            return f"{file.rows} rows and {file.bytes} bytes in {file.name}"
+    for segment in unit.segments:
+        numbers = (segment.first_seq, segment.events, segment.bytes)
+        if not (0 < segment.number < 10**8 and all(0 <= n <= MOST for n in numbers)):
+            return f"a segment {segment.number} with first event, events and bytes of {numbers}"
+    if not all(_CHAIN.fullmatch(chain) for chain in (unit.chain_before, *(s.chain for s in unit.segments))):
+        return "a chain value of this form"
+    if not 0 < unit.generation <= MOST:
+        return f"the generation {unit.generation}"
+    if unit.remote is not None and not unit.remote.endswith(f"/sealed/{unit.lane}/{unit.name}"):
+        return f"the address {unit.remote!r}"
+    return None
 
 
 def all_units(store: Path, lane: str) -> list[Unit]:

@@ -17,6 +17,7 @@ from typing import Any
 from pyarrow import fs
 
 from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, StoreError
+from rollbook.store.inside import read_small
 from rollbook.store.lane.files import fsync_folder
 from rollbook.store.log import Store
 from rollbook.store.marker import MARKER
@@ -172,7 +173,7 @@ def _note(folder: Path, address: str) -> None:
 
 def _put_marker(log: Store, system: fs.FileSystem, base: str) -> None:
     """Store what says whose folder it is, unless it is there."""
-    ours = (log.path / MARKER).read_bytes()
+    ours = read_small(log.path / MARKER)
     try:
         with system.open_input_stream(f"{base}/{MARKER}") as stream:
             if stream.read() == ours:

@@ -14,6 +14,8 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret-9f3a"}
 ENVIRONMENT = {**KEYS, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+ALLOWED = "127.0.0.1,s3://rollouts,s3://no-such-bucket"
+"""What the tests' stores may lead to."""
 
 
 def set_credentials(patch: pytest.MonkeyPatch) -> None:
@@ -22,6 +24,7 @@ def set_credentials(patch: pytest.MonkeyPatch) -> None:
         patch.delenv(name, raising=False)
     for name, value in ENVIRONMENT.items():
         patch.setenv(name, value)
+    patch.setenv("ROLLBOOK_ALLOW", ALLOWED)
 
 
 class _Quiet(WSGIRequestHandler):

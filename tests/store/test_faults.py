@@ -713,7 +713,7 @@ def test_damage_is_told_though_it_cannot_be_noted(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("rollbook.store.lane.files.make_empty", full)
+    monkeypatch.setattr("rollbook.store.lane.files.replace_small", full)
     with pytest.raises(CorruptionError, match="damaged at offset"):
         recover_lane(store.path, "a")
     quarantine(torn, "what was found")

@@ -96,7 +96,9 @@ def postgres() -> Iterator[Server]:
             process = subprocess.Popen(serve, **_account(), cwd=folder, stdout=log, stderr=log)
         server = Server(folder)
         _await(server, process)
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ROLLBOOK_ALLOW", str(folder))  # the tests' stores may lead to it
+            yield server
     finally:
         if process is not None:
             _stop(process)

@@ -154,8 +154,9 @@ def test_rows_come_in_the_order_of_their_keys(store: Store) -> None:
     assert [r["path"] for r in catalog.rows()["checkpoints"]] == ["B", "Z", "_", "a", "é"]
 
 
-def test_another_stores_catalog_is_refused(store: Store, tmp_path: Path) -> None:
+def test_another_stores_catalog_is_refused(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
     """Two stores cannot share a database: each would forget the other's lanes."""
+    monkeypatch.setenv("ROLLBOOK_ALLOW", str(store.path), prepend=",")
     store.catalog().close()
     other = rb.open(tmp_path / "other", create=True)
     url = catalog_url(store.path).render_as_string(hide_password=False)
