@@ -28,6 +28,7 @@ from rollbook.store import Store
 from rollbook.store.sealed.compact import compact, remove_superseded
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.unit import TURNS, current_units
+from rollbook.store.sql.sandbox import Connection
 
 BY_VERSION_AND_DAY = """
 SELECT max_version, date_trunc('day', opened) AS day, avg(reward)
@@ -121,7 +122,7 @@ def _whole_trajectories() -> str:
     return "SELECT trajectory_id FROM trajectories WHERE turns = 10 ORDER BY hash(trajectory_id) LIMIT 200"
 
 
-def _bare(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
+def _bare(connection: Connection) -> duckdb.DuckDBPyConnection:
     """A DuckDB database in memory with one table a question, of just the columns it needs."""
     bare = duckdb.connect(":memory:")
     for name, query in (
@@ -133,7 +134,7 @@ def _bare(connection: duckdb.DuckDBPyConnection) -> duckdb.DuckDBPyConnection:
     return bare
 
 
-def _answers(ours: duckdb.DuckDBPyConnection, bare: duckdb.DuckDBPyConnection) -> dict[str, int]:
+def _answers(ours: Connection, bare: duckdb.DuckDBPyConnection) -> dict[str, int]:
     """How much each question finds; both sides must find the same."""
     by_day = ours.execute(BY_VERSION_AND_DAY).fetchall()
     theirs = bare.execute(BY_VERSION_AND_DAY).fetchall()
@@ -149,15 +150,15 @@ def _answers(ours: duckdb.DuckDBPyConnection, bare: duckdb.DuckDBPyConnection) -
 
 
 def _sides(
-    log: Store, ours: duckdb.DuckDBPyConnection, bare: duckdb.DuckDBPyConnection, ids: Sequence[str]
+    log: Store, ours: Connection, bare: duckdb.DuckDBPyConnection, ids: Sequence[str]
 ) -> dict[str, Side]:
     files = [str(path) for path in sorted(log.path.glob(f"sealed/{LANE}/[0-9]*/{TURNS}"))]
     plain = duckdb.connect(":memory:")
 
-    def asked(connection: duckdb.DuckDBPyConnection, query: str) -> Side:
+    def asked(connection: Connection | duckdb.DuckDBPyConnection, query: str) -> Side:
         return lambda _: lambda: connection.execute(query).fetchall()
 
-    def of_one(connection: duckdb.DuckDBPyConnection, source: str) -> Side:
+    def of_one(connection: Connection | duckdb.DuckDBPyConnection, source: str) -> Side:
         def side(number: int) -> Callable[[], object]:
             chosen = [ids[number % len(ids)]]
             return lambda: connection.execute(

@@ -13,6 +13,7 @@
     │   ├── CatalogError         the catalog's database; the log itself is well
     │   ├── RemoteError          object storage is not reached, or refuses; the log itself is well
     │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
+    ├── QueryError               (also ValueError) DuckDB refused a query, or it would leave the store
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
     ├── RequestError             what a client sent; carries the HTTP status it is answered with
     │   └── LimitError           it is more than is allowed, or comes too slowly; counted in /metrics
@@ -80,6 +81,10 @@ class RemoteError(StoreError):
 
 class UpkeepError(StoreError, ValueError):
     """What retention or erasure was told to keep, retire or erase cannot be read, or is not in the store."""
+
+
+class QueryError(RollbookError, ValueError):
+    """DuckDB refused a query, or it asks for more than the store's own files."""
 
 
 class InterchangeError(RollbookError, ValueError):

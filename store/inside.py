@@ -4,13 +4,14 @@ A store holds folders and plain files. A link in it could name any file of whoev
 off or written over; a pipe or a device in the place of a file would be waited for without end. So:
 
 - `look_inside` looks at every name in the folder when a store is opened, before anything else is read, and
-  refuses the store if one of them is something else. A link to a folder that `ROLLBOOK_ALLOW` names is let be.
-- What is opened by us (`open_plain`, `read_small`) is opened without following a link in its last place, never
-  waits, and is refused if it is no plain file or larger than its like ever is.
+  refuses the store if one of them is something else. A link into a folder that `ROLLBOOK_ALLOW` names may
+  stay.
+- What is opened by us (`open_plain`, `read_small`) is opened without following a link in its last place,
+  never waits, and is refused if it is no plain file or larger than its like ever is.
 - A path that the log or a manifest names is taken as below the store's folder, or refused (`place_inside`).
 
-What remains: Arrow, DuckDB and SQLite open files by their path. Whoever can write into the folder *while* it is
-read could put a link there after it was looked at; a store's folder is for its owner to write (mode 0700).
+What remains: Arrow, DuckDB and SQLite open files by their path. Whoever can write into the folder *while* it
+is read could put a link there after it was looked at; a store's folder is for its owner to write.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollbook.store.allowed import allows_folder, remedy
 from rollbook.store.errors import OutsideError
 
 OURS = ("lanes", "sealed", "derived", "leases", "claims", "checkpoints")
-"""Folders of a store that are looked through. Of whatever else lies beside them only the names are looked at."""
+"""Folders of a store that are looked through. What else lies beside them is looked at, but not into."""
 SMALL = 1 << 20
 """Bytes beyond which a small file (a marker, settings, a note) is none of ours."""
 _KINDS = {

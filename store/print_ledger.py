@@ -18,6 +18,7 @@ from rollbook.store.log import open_store
 from rollbook.store.sql.balance import RunLedger, read_ledger
 from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.sandbox import explained
 from rollbook.store.two_samples import Comparison
 
 SIGNIFICANT = 0.05
@@ -36,7 +37,7 @@ def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_jso
     try:
         ledgers = read_ledger(connection)
     except duckdb.Error as error:
-        raise outage(error) or error from error
+        raise outage(error) or explained(error) from error
     finally:
         connection.close()
     if run is not None and run not in {ledger.run for ledger in ledgers}:

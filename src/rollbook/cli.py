@@ -77,14 +77,17 @@ def sql(
     format: Annotated[Format, typer.Option(help="How to print the rows.")] = Format.table,
     as_of: AsOf = "head",
     run: RunOfStep = None,
+    allow_files: Annotated[
+        bool, typer.Option("--allow-files", help="Let the query open and write other files, and extensions.")
+    ] = False,
 ) -> None:
-    """Query the live log with SQL (DuckDB).
+    """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, policies, steps, samples, drops.
     """
     from rollbook.store.sql.print_rows import run_query
 
-    run_query(store, query, format.value, as_of, run)
+    run_query(store, query, format.value, as_of, run, allow_files)
 
 
 @app.command()

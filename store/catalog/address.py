@@ -17,7 +17,7 @@ DEFAULT = "catalog.db"
 """The SQLite file of a store that names no other."""
 _DRIVERS = ("sqlite", "sqlite+pysqlite")
 _HARMLESS = {"host", "port", "sslmode", "connect_timeout", "application_name", "target_session_attrs"}
-"""Of what may follow a `?` in a PostgreSQL URL, what names neither a file here nor a server besides `host`."""
+"""Of what may follow a `?` in a PostgreSQL URL, what names no file here, and no server besides `host`."""
 
 
 def parse_url(text: str) -> URL:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
-
 from rollbook.store.cut import Cut, format_cut
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import SPLITS
 from rollbook.store.log import Store
 from rollbook.store.sql.query import connect
+from rollbook.store.sql.sandbox import Connection
 from rollbook.store.trajectory import Trajectory, TrajectoryFold
 
 NOT_FOLDED = "sample.dropped"
@@ -48,7 +47,7 @@ class Selection:
         given = {"run": self.run, "split": self.split}
         return {name: value for name, value in given.items() if value is not None}
 
-    def connect(self) -> duckdb.DuckDBPyConnection:
+    def connect(self) -> Connection:
         """SQL at the cut."""
         return connect(self.store.path, as_of=format_cut(self.cut))
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +19,7 @@ from rollbook.store.interchange.paths import span_rows
 from rollbook.store.interchange.rows import RowWriter
 from rollbook.store.interchange.selection import Selection, trajectories
 from rollbook.store.schema import SPAN
+from rollbook.store.sql.sandbox import Connection
 from rollbook.store.trajectory import Trajectory, Turn
 
 BATCH_ROWS = 2048
@@ -89,9 +89,7 @@ def export_tables(selection: Selection, folder: Path, advance: Callable[[int], A
     return counts
 
 
-def _write_view(
-    connection: duckdb.DuckDBPyConnection, view: str, where: str, parameters: dict[str, str], path: Path
-) -> int:
+def _write_view(connection: Connection, view: str, where: str, parameters: dict[str, str], path: Path) -> int:
     used = {name: value for name, value in parameters.items() if f"${name}" in where}
     relation = connection.sql(f'SELECT * FROM "{view}" WHERE {where}', params=used)
     rows = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -18,6 +17,7 @@ from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
+from rollbook.store.spill import private_database
 
 SCALARS, TRAJECTORIES, REWARDS = "scalars.parquet", "trajectories.parquet", "rewards.parquet"
 OUTLIERS, LOCATIONS = "outliers.parquet", "locations.arrow"
@@ -69,7 +69,7 @@ def _queries() -> dict[str, str]:
 
 
 def _copy(tables: dict[str, pa.Table], query: str, path: Path) -> None:
-    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
+    with private_database() as connection:
         connection.register("turns", tables[TURNS])
         connection.register("marks", tables[MARKS])
         connection.execute(

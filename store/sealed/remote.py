@@ -73,8 +73,8 @@ def _refuse_others(bucket: str, endpoint: str | None) -> None:
         missing.append(service.netloc.rpartition("@")[2])
     if missing:
         raise RemoteError(
-            f"the store's own files say that sealed files are at {' of '.join(missing)}, and your credentials "
-            f"would go there: {remedy(*missing)}"
+            f"the store's own files say that sealed files are at {' of '.join(missing)}, and your "
+            f"credentials would go there: {remedy(*missing)}"
         )
 
 
@@ -142,7 +142,7 @@ def remote_addresses(folder: Path) -> set[str]:
 
 
 def _of_unit(address: str, folder: Path) -> bool:
-    """Whether an address has the form of a unit's of the folder's lane: whatever else is there is not ours."""
+    """Whether an address has the form of a unit's of the folder's lane: what else is there is not ours."""
     *_, sealed, lane, name = ("", "", "", *address.split("/"))
     return (sealed, lane) == ("sealed", folder.parent.name) and UNIT_NAME.fullmatch(name) is not None
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -38,6 +37,7 @@ from rollbook.store.sealed.unit import (
     write_manifest,
 )
 from rollbook.store.settings import SealSettings
+from rollbook.store.spill import private_database
 
 UNIT_WAL_BYTES = 64 << 20
 """Small segments next to each other are sealed together up to about this many bytes of WAL."""
@@ -155,7 +155,7 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
 def _count_several(parts: dict[str, pa.Table]) -> int:
     if TURNS not in parts:
         return 0
-    with duckdb.connect(":memory:", config={"threads": 1}) as connection:
+    with private_database() as connection:
         connection.register("turns", parts[TURNS])
         [row] = connection.execute(projections.several("turns")).fetchall()
     return int(row[0])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import duckdb
 import numpy as np
 
 from rollbook.store.ledger import TERMS
 from rollbook.store.sealed.projections import ONE_VERSION
 from rollbook.store.sql.ledger_view import SHARES
+from rollbook.store.sql.sandbox import Connection
 from rollbook.store.two_samples import Comparison, compare
 
 
@@ -110,7 +110,7 @@ _ENDED = """
 """A trajectory counts as trained if any token of it was. Late rewards do not make it last longer."""
 
 
-def read_ledger(connection: duckdb.DuckDBPyConnection) -> list[RunLedger]:
+def read_ledger(connection: Connection) -> list[RunLedger]:
     """The ledger of every run, by name, over a connection of `store.sql.query`."""
     connection.execute(f"CREATE OR REPLACE TEMP TABLE ledger_share AS {SHARES}")
     amounts: dict[str, list[Amount]] = {}
@@ -130,7 +130,7 @@ def read_ledger(connection: duckdb.DuckDBPyConnection) -> list[RunLedger]:
     ]
 
 
-def _versions(connection: duckdb.DuckDBPyConnection) -> dict[str, list[VersionAmounts]]:
+def _versions(connection: Connection) -> dict[str, list[VersionAmounts]]:
     """Run -> its versions, in order, tokens without one last."""
     found: dict[tuple[str, str | None, int | None], dict[str | None, int]] = {}
     for run, policy, version, term, tokens in connection.execute(_VERSIONS).fetchall():
@@ -142,7 +142,7 @@ def _versions(connection: duckdb.DuckDBPyConnection) -> dict[str, list[VersionAm
     return versions
 
 
-def _comparisons(connection: duckdb.DuckDBPyConnection) -> dict[str, tuple[Comparison, Comparison]]:
+def _comparisons(connection: Connection) -> dict[str, tuple[Comparison, Comparison]]:
     """Run -> dropped against trained trajectories: their tokens and their seconds."""
     columns = connection.execute(_ENDED).fetchnumpy()
     runs, trained = np.asarray(columns["run"]), np.asarray(columns["trained"], np.bool_)

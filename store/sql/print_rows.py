@@ -15,25 +15,24 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.store.cut import format_cut
-from rollbook.store.errors import RollbookError
+from rollbook.store.errors import QueryError
 from rollbook.store.log import open_store
 from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect
+from rollbook.store.sql.sandbox import explained
 
 CELL_WIDTH = 60
 
 
-class QueryError(RollbookError, ValueError):
-    """DuckDB refused a query."""
-
-
-def run_query(store: Path, query: str, format_: str, as_of: str, run: str | None) -> None:
+def run_query(
+    store: Path, query: str, format_: str, as_of: str, run: str | None, allow_files: bool = False
+) -> None:
     """Run one query and print its rows.
 
     Raises:
         QueryError: the SQL is wrong; the message is DuckDB's.
     """
-    connection = connect(store, as_of=as_of, run=run)
+    connection = connect(store, as_of=as_of, run=run, allow_files=allow_files)
     try:
         if not duckdb.extract_statements(query):
             raise QueryError("the query is empty: write e.g. select * from trajectories")
@@ -41,7 +40,7 @@ def run_query(store: Path, query: str, format_: str, as_of: str, run: str | None
         names = [column[0] for column in result.description or ()]
         rows = result.fetchall()
     except duckdb.Error as error:
-        raise outage(error) or QueryError(f"{error}") from error
+        raise outage(error) or explained(error) from error
     if format_ == "json":
         _print_json(names, rows)
     elif format_ == "csv":

@@ -10,42 +10,55 @@ from duckdb.sqltypes import VARCHAR
 
 from rollbook.store.log import Store, open_store
 from rollbook.store.sealed.leases import lease_units
+from rollbook.store.spill import Spill
 from rollbook.store.sql.object_storage import outage, read_object_storage
 from rollbook.store.sql.relations import LIVE, definitions, snapshot
+from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
 from rollbook.store.sql.views import VIEWS
 
 
 def connect(
-    path: str | os.PathLike[str], *, as_of: str = "head", run: str | None = None
-) -> duckdb.DuckDBPyConnection:
+    path: str | os.PathLike[str], *, as_of: str = "head", run: str | None = None, allow_files: bool = False
+) -> Connection:
     """A DuckDB connection with the views of `store.sql.views` over the store at a cut.
 
     It sees what was durable when it was opened, and keeps seeing that; connect again for more. The
     store is only read: any process may do this while others write. Close the connection when done: it
     keeps the sealed files that it reads from being replaced.
 
+    Args:
+        allow_files: let queries open other files, write files and load extensions. Without it they are in a
+            sandbox (`store.sql.sandbox`): they read the store, and reach nothing else.
+
     Raises:
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
     """
     store = open_store(path)
-    return connect_at(store, as_of, run)
+    return connect_at(store, as_of, run, allow_files=allow_files)
 
 
-def connect_at(store: Store, as_of: str = "head", run: str | None = None) -> duckdb.DuckDBPyConnection:
+def connect_at(
+    store: Store, as_of: str = "head", run: str | None = None, *, allow_files: bool = False
+) -> Connection:
     """`connect` for a store that is open."""
     cut = store.cut(as_of, run)
     units, lease = lease_units(store.path, cut)
     of = snapshot(store.path, cut, units)
     live = store.table(cut, of.sealed_to())
-    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
+    spill = Spill()
+    closed = {"python_enable_replacements": False} if allow_files else closed_config()
+    connection = duckdb.connect(":memory:", config=closed | spill.config)
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
     connection.register(LIVE, live)
     if of.is_remote():
         read_object_storage(connection, store.settings().remote)
-    # The connection holds the function, which holds the lease: compaction removes none of its files.
-    connection.create_function("rollbook_lease", lambda: repr(lease), [], VARCHAR)
+    # The connection holds the function, which holds the lease, so that compaction removes none of its files;
+    # and the folder it may spill into.
+    connection.create_function("rollbook_lease", lambda: repr((lease, spill)), [], VARCHAR)
     try:
+        if not allow_files:
+            close_doors(connection, folders_of(of.folders()))
         for name, query in definitions(replace(of, live=live.num_rows > 0)):
             connection.execute(f"CREATE VIEW {name} AS {query}")
         for view in VIEWS:
@@ -53,5 +66,5 @@ def connect_at(store: Store, as_of: str = "head", run: str | None = None) -> duc
     except duckdb.Error as error:  # DuckDB has read the files' footers by now
         if (away := outage(error)) is not None:
             raise away from error
-        raise
-    return connection
+        raise explained(error) from error
+    return Connection(connection, allow_files=allow_files)

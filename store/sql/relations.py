@@ -66,6 +66,12 @@ class Snapshot:
         ends = {unit.lane: unit.next_seq for unit in self.whole}
         return ends | {unit.lane: end for unit, end in self.parts}
 
+    def folders(self) -> list[str]:
+        """Where the relations' files are: here, and the lanes' folders in object storage."""
+        units = (*self.whole, *(unit for unit, _ in self.parts))
+        away = {unit.remote.rsplit("/", 1)[0] for unit in units if unit.remote is not None}
+        return [str(self.store / "sealed"), str(self.store / "derived"), *away]
+
     def is_remote(self) -> bool:
         """Whether some of their files are in object storage."""
         units = (*self.whole, *(unit for unit, _ in self.parts))

@@ -1,0 +1,154 @@
+"""A DuckDB connection that reads the store's sealed files, and reaches nothing else here or on the net.
+
+DuckDB's own switches do most of it: no external access but to the folders given, no extension, no secret, no
+variable of the Python around it, and no switch may be thrown again. What they leave is that a folder that may
+be read may be written, too. So a query is refused before DuckDB sees it if it has one of the words that write
+files (`COPY`, `EXPORT`, `ATTACH`) anywhere but in a text or a quoted name; DuckDB takes `COPY` inside of a
+`WITH` and behind `EXPLAIN` as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, Self
+
+import duckdb
+
+from rollbook.store.errors import QueryError
+
+WORDS = ("copy", "export", "attach")
+"""Words of SQL that make DuckDB write a file, or open one for writing."""
+_WORD = re.compile(rf"(?<![a-z_])(?:{'|'.join(WORDS)})(?![a-z0-9_])".encode(), re.IGNORECASE)
+_CONFIG = {
+    "python_enable_replacements": False,
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "allow_community_extensions": False,
+    "allow_persistent_secrets": False,
+}
+_MAY_CHANGE = ("threads", "timezone", "calendar", "default_order", "default_null_order", "explain_output")
+"""Switches that change no more than how a query runs, or how its rows come out."""
+_REMEDY = "add --allow-files to the command, or allow_files=True to connect()"
+
+
+def closed_config() -> dict[str, Any]:
+    """How a sandboxed connection is opened; `close_doors` then locks it."""
+    return dict(_CONFIG)
+
+
+def close_doors(connection: duckdb.DuckDBPyConnection, folders: Iterable[str]) -> None:
+    """From here on the connection opens only what is in these folders (they end with a slash), for good."""
+    listed = ", ".join("'" + folder.replace("'", "''") + "'" for folder in sorted(set(folders)))
+    changeable = ", ".join(f"'{name}'" for name in _MAY_CHANGE)
+    connection.execute(
+        f"SET allowed_directories = [{listed}]; SET allowed_configs = [{changeable}]; "
+        "SET enable_external_access = false; SET lock_configuration = true"
+    )
+
+
+def refuse_writing(query: str) -> None:
+    """See that a query has no statement that writes a file.
+
+    Raises:
+        QueryError: it has one.
+    """
+    text = query.encode()
+    found = list(_WORD.finditer(text))
+    tokens = duckdb.tokenize(query) if found else []
+    for match in found:
+        begin, kind = max(((at, kind) for at, kind in tokens if at <= match.start()), default=(0, None))
+        # Not in a comment: the tokenizer and the parser need not agree on where a line of it ends.
+        if kind != duckdb.token_type.string_const and text[begin : begin + 1] != b'"':
+            raise QueryError(
+                f"{match[0].decode().upper()} writes or opens files, and this connection only reads the "
+                f"store: leave it out (as a name, put it in double quotes), or {_REMEDY}"
+            )
+
+
+class Connection:
+    """A DuckDB connection over the log. All that DuckDB's has, and queries that write files are refused.
+
+    It is used like DuckDB's own: `execute(...).fetchall()`, `sql(...).df()`, `with`, `close`. `raw` is
+    DuckDB's, for a library that asks for it; its queries are not looked through, so sealed files can be
+    overwritten with it.
+    """
+
+    def __init__(self, raw: duckdb.DuckDBPyConnection, *, allow_files: bool = False) -> None:
+        self.raw = raw
+        self._allow_files = allow_files
+
+    def _look_through(self, query: Any) -> None:
+        if not self._allow_files:
+            refuse_writing(query if isinstance(query, str) else str(query.query))
+
+    def execute(self, query: Any, parameters: Any = None) -> Self:
+        """Run statements; the last one's rows are fetched with `fetchall` and the like.
+
+        Raises:
+            QueryError: one would write a file.
+            duckdb.Error: as DuckDB's own.
+        """
+        self._look_through(query)
+        self.raw.execute(query, parameters)
+        return self
+
+    def executemany(self, query: Any, parameters: Any = None) -> Self:
+        """Run a statement for each of several rows of parameters.
+
+        Raises:
+            QueryError, duckdb.Error: as `execute`.
+        """
+        self._look_through(query)
+        self.raw.executemany(query, parameters)
+        return self
+
+    def sql(self, query: Any, **options: Any) -> Any:
+        """A query as DuckDB's relation, which runs when its rows are asked for.
+
+        Raises:
+            QueryError, duckdb.Error: as `execute`.
+        """
+        self._look_through(query)
+        return self.raw.sql(query, **options)
+
+    query = from_query = sql
+
+    def cursor(self) -> Connection:
+        """Another connection to the same views, for another thread."""
+        return Connection(self.raw.cursor(), allow_files=self._allow_files)
+
+    duplicate = cursor
+
+    def close(self) -> None:
+        """Give the sealed files back."""
+        self.raw.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def explained(error: duckdb.Error) -> QueryError:
+    """What to say of a query that DuckDB refused: its own words, and what opens a door that is closed."""
+    text = str(error).strip()
+    if isinstance(error, duckdb.PermissionException):
+        return QueryError(f"{text}: only the store's own files are open to a query; {_REMEDY}")
+    if "configuration has been locked" in text:
+        return QueryError(f"{text}: {_REMEDY}")
+    return QueryError(text)
+
+
+def folders_of(paths: Iterable[str]) -> set[str]:
+    """The folders, as they are named and without links, each with a slash at its end."""
+    return {f"{path.rstrip('/')}/" for given in paths for path in (given, _real(given))}
+
+
+def _real(path: str) -> str:
+    return path if "://" in path else os.path.realpath(path)
