@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollbook import store
@@ -19,6 +18,7 @@ from rollbook.demo.processes import Agent, DemoError, Process, Server, rollbook_
 from rollbook.demo.report import REWARD_BY_VERSION, plot, reward_by_version
 from rollbook.demo.task import Problem, calculate, problems
 from rollbook.store.errors import ConfigError
+from rollbook.store.terminal import Console
 
 RUN = "demo"
 TEACHER_CONVERSATIONS, OFFLINE_STEPS = 1600, 450
@@ -260,14 +260,13 @@ def run_demo(path: Path, seed: int, replace: bool) -> int:
 
 def _conclude(demo: Demo, same: dict[int, bool], seconds: float) -> int:
     """Print the result; the exit code."""
-    from rich.markup import escape
     from rich.table import Table
 
     rows = reward_by_version(demo.path)
     picture = demo.folder / "reward.png"
     plot(rows, picture)
     say = demo.console.print
-    say(f'\n[bold]rollbook sql[/] "{escape(REWARD_BY_VERSION)}" --store {demo.path.name}\n')
+    demo.console.tell("\n", ("rollbook sql", "bold"), f' "{REWARD_BY_VERSION}" --store {demo.path.name}\n')
     table = Table("version", "split", "rollouts", "reward", box=None)
     for row in rows:
         table.add_row(str(row.version), row.split, str(row.rollouts), f"{row.reward:.3f}")
@@ -277,7 +276,8 @@ def _conclude(demo: Demo, same: dict[int, bool], seconds: float) -> int:
     learned = gain >= MIN_GAIN
     say(f"\nheld-out reward {held_out[0]:.3f} -> {held_out[-1]:.3f} ({gain:+.3f}, wanted +{MIN_GAIN})")
     for step, equal in same.items():
-        say(f"replay of step {step}: {'[green]bit for bit[/]' if equal else '[red]differs[/]'}")
+        outcome = ("bit for bit", "green") if equal else ("differs", "red")
+        demo.console.tell(f"replay of step {step}: ", outcome)
     say(f"plot: {picture}    took {seconds:.0f} s")
     name = demo.path.name
     say("\nTry next:")

@@ -14,9 +14,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-
 import rollbook
+from rollbook.store.terminal import Console
 
 RESTARTS = 5
 PAUSE_S = 1.0
@@ -83,7 +82,7 @@ class SealerChild:
             self.process.wait()
 
     def _say(self, words: str) -> None:
-        self._console.print(words, markup=False, soft_wrap=True, style="yellow")
+        self._console.print(words, soft_wrap=True, style="yellow")
 
 
 @contextlib.contextmanager

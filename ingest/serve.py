@@ -13,7 +13,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from rich.console import Console
 
 from rollbook import store
 from rollbook.ingest.connections import Connections, bounded_http, connections_for, raise_descriptors
@@ -31,6 +30,7 @@ from rollbook.ingest.web_pages import is_loopback
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
 from rollbook.store.redaction import shown
+from rollbook.store.terminal import Console
 
 
 def serve(options: ServeOptions) -> None:
@@ -52,7 +52,7 @@ def _serve_upstream(options: ServeOptions) -> None:
     with _recorder(options) as recorder:
         recorder.append(RunOpened("serve", options.as_json())).result()
         console = _announce(options, listener.getsockname()[1], recorder)
-        console.print(f"passing on to [bold]{upstream.url}[/], token ids kept where it tells them")
+        console.tell("passing on to ", (upstream.url, "bold"), ", token ids kept where it tells them")
         app = build_upstream_app(recorder, upstream, options.proxy, options.policy)
         _run(options, recorder, app, listener, SERVER_OPTIONS)
 
@@ -73,7 +73,7 @@ def _serve_tokens(options: ServeOptions) -> None:
         console = _announce(options, listener.getsockname()[1], recorder)
         console.print(f"replies are read as {family.name}")
         if bridges.refused:
-            console.print(f"[yellow]turns are never extended, each is a root: {bridges.refused}[/]")
+            console.tell((f"turns are never extended, each is a root: {bridges.refused}", "yellow"))
         _run(options, recorder, build_app(taker, options.proxy, model.resolve().name), listener)
 
 
@@ -100,6 +100,7 @@ def _run(
         ws="none",
         log_level="warning",
         access_log=False,
+        log_config=None,  # the command's own handler: a line a record
         timeout_keep_alive=75,
         backlog=4096,
         **forwarding(options.forwarded_from),
@@ -157,8 +158,9 @@ def _listen(host: str, port: int) -> socket.socket:
 def _announce(options: ServeOptions, port: int, recorder: Recorder) -> Console:
     console = Console(stderr=True)
     base = f"http://{options.host}:{port}"
-    console.print(f"recording run [bold]{options.run}[/] into {recorder.store.path} (lane {options.lane})")
-    console.print(f"point an agent here: base_url = [bold]{base}/t/ANY-ID/v1[/]")
+    into = f" into {recorder.store.path} (lane {options.lane})"
+    console.tell("recording run ", (options.run, "bold"), into)
+    console.tell("point an agent here: base_url = ", (f"{base}/t/ANY-ID/v1", "bold"))
     for lane, count in recorder.adopted.items():
         console.print(f"adopted {count} open trajectories of lane {lane}, whose process is gone")
     truncated = recorder.writer.recovered.truncated_bytes
@@ -167,5 +169,5 @@ def _announce(options: ServeOptions, port: int, recorder: Recorder) -> Console:
     loopback = is_loopback(options.host) or options.host == "localhost"
     if not loopback and not options.proxy.keys.configured:
         text = "listening beyond this host, and everybody may come in: set --keys or --api-key"
-        console.print(f"[yellow]{text}[/]")
+        console.tell((text, "yellow"))
     return console

@@ -6,14 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import orjson
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rollbook import store
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepCommitted
 from rollbook.store.inside import place_inside
+from rollbook.store.terminal import Console, print_json
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.checkpoint import read_checkpoint
 from rollbook.train.config import OptimizerConfig
@@ -137,7 +138,7 @@ def replay_command(step: int, path: Path, run: str | None, policy: str, as_json:
     result = replay_step(store.open(path), step, run, policy)
     if as_json:
         values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
-        print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+        print_json(values)
     else:
         _print(result)
     return 0 if result.bit_for_bit else 1
@@ -151,7 +152,7 @@ def _print(result: StepReplay) -> None:
         table.add_column(name)
     for stage, (recorded, found) in result.stages.items():
         same = recorded == found
-        mark = "[green]equal[/]" if same else "[red]differs[/]"
+        mark = Text("equal", "green") if same else Text("differs", "red")
         table.add_row(stage, (recorded or "")[:16], (found or "")[:16], mark)
     console.print(
         f"run {result.run}, step {shown}: replayed from the checkpoint of version "
@@ -159,11 +160,10 @@ def _print(result: StepReplay) -> None:
     )
     console.print(table)
     for line in result.environment:
-        console.print(f"[yellow]environment[/] {line}")
+        console.tell(("environment", "yellow"), f" {line}")
     if result.bit_for_bit:
-        console.print(f"step {result.step}: [bold green]bit for bit[/]")
+        console.tell(f"step {result.step}: ", ("bit for bit", "bold green"))
     else:
-        console.print(
-            f"step {result.step}: [bold red]differs[/], first at step {result.differs_at_step} in "
-            f"stage [bold]{result.differs_in}[/]"
-        )
+        where = f", first at step {result.differs_at_step} in stage "
+        told = (result.differs_in or "", "bold")
+        console.tell(f"step {result.step}: ", ("differs", "bold red"), where, told)

@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.text import Text
 
 from rollbook.store.errors import ConfigError
@@ -26,6 +25,7 @@ from rollbook.store.log import open_store
 from rollbook.store.print_turns import KINDS, TurnLines
 from rollbook.store.show.terminal_text import clock, one_line, short_id, visible
 from rollbook.store.tail import Filter
+from rollbook.store.terminal import Console, json_for_terminal
 
 POLL_EVENTS = 256
 WORDS = 60
@@ -102,14 +102,14 @@ def _pump(tail: AnyTail, show: Any, follow: bool) -> None:
 
 
 def _print_json(event: Event) -> None:
-    sys.stdout.write(json_bytes(event).decode() + "\n")
+    sys.stdout.write(json_for_terminal(json_bytes(event)) + "\n")
 
 
 class _Lines:
     """Prints events for people; colours only where they are seen."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(soft_wrap=True)
 
     def __call__(self, event: Event) -> None:
         time, place, kind, trajectory, summary = map(visible, line_of(event))

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import orjson
-from rich.console import Console
 from rich.table import Table
 
 from rollbook.store.cut import format_cut
@@ -19,6 +17,7 @@ from rollbook.store.sql.balance import RunLedger, read_ledger
 from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import explained
+from rollbook.store.terminal import Console, print_json
 from rollbook.store.two_samples import Comparison
 
 SIGNIFICANT = 0.05
@@ -45,7 +44,7 @@ def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_jso
         raise CutError(f"run {run!r} has no completed turn at {as_of!r}; runs that have: {known}")
     ledgers = [ledger for ledger in ledgers if run in (None, ledger.run)]
     if as_json:
-        print(orjson.dumps(_as_json(cut, ledgers), option=orjson.OPT_INDENT_2).decode())
+        print_json(_as_json(cut, ledgers))
     else:
         _print(Console(), cut, ledgers, by_version)
     return 0 if all(ledger.balances for ledger in ledgers) else 1
@@ -87,7 +86,7 @@ def _share(tokens: int, of: int) -> float:
 
 def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: bool) -> None:
     def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False, highlight=False)
+        console.print(text, soft_wrap=True)
 
     if not ledgers:
         say(f"no completed turn at {cut}")

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from rich.console import Console
 from rich.text import Text
 
 from rollbook.store.events import (
@@ -27,6 +26,7 @@ from rollbook.store.events import (
 from rollbook.store.show.messages import beginning
 from rollbook.store.show.reading import mean_and_lowest
 from rollbook.store.show.terminal_text import clock, duration, one_line, short_id, visible
+from rollbook.store.terminal import Console
 
 KINDS = frozenset(
     record.KIND
@@ -230,7 +230,7 @@ class TurnLines:
     """Prints traffic; colours only where they are seen."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+        self._console = Console(soft_wrap=True)
         self._traffic = Traffic(self._console.width if self._console.is_terminal else None)
 
     def __call__(self, event: Event) -> None:

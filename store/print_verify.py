@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-import orjson
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rollbook.store.log import open_store
 from rollbook.store.sql.incomplete import Incomplete, incomplete_turns
+from rollbook.store.terminal import Console, print_json
 from rollbook.store.verify import LaneVerified, lane_bytes, verify_store
 
 MOST_NAMED = 1000
@@ -45,7 +45,7 @@ def run_verify(path: Path, as_json: bool) -> int:
     if as_json:
         told = {"lanes": [lane.as_json() for lane in found]}
         told["incomplete"] = [turn.as_json() for turn in incomplete]
-        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        print_json(told)
     else:
         _print(found)
         _print_incomplete(incomplete)
@@ -61,14 +61,13 @@ def _print(found: list[LaneVerified]) -> None:
     table.add_column("whole")
     for lane in found:
         counts = (lane.events, lane.units, lane.wal_files)
-        whole = "yes" if lane.fault is None else "[red]no[/]"
+        whole = Text("yes") if lane.fault is None else Text("no", "red")
         table.add_row(lane.lane, *(f"{count:,}" for count in counts), f"{lane.bytes / _MIB:,.1f}", whole)
     console.print(table)
     for lane in found:
         if lane.fault is not None:
             console.print(
                 f"lane {lane.lane}: {lane.fault}: restore the file from a copy, and verify again",
-                markup=False,
                 soft_wrap=True,
                 style="red",
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollbook import store
@@ -12,6 +11,7 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
+from rollbook.store.terminal import Console
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
 from rollbook.train.history import History, family_of, fold_history
@@ -86,16 +86,14 @@ def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) 
 def _announce(console: Console, trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> None:
     if trainer.done:
         console.print(f"going on after {trainer.done} of {config.steps} steps")
-    console.print(
-        f"training run [bold]{config.run}[/] with {config.algorithm.name} from the "
-        f"{'tail of the log' if source == 'tail' else f'log at {format_cut(cut)}'}, "
-        f"from version {trainer.version}"
-    )
+    log = "tail of the log" if source == "tail" else f"log at {format_cut(cut)}"
+    how = f" with {config.algorithm.name} from the {log}, from version {trainer.version}"
+    console.tell("training run ", (config.run, "bold"), how)
 
 
 def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Source) -> None:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

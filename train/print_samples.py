@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import orjson
-from rich.console import Console
 from rich.table import Table
 
 from rollbook import store
 from rollbook.store.errors import CutError
+from rollbook.store.terminal import Console, print_json
 from rollbook.store.trajectory import fold
 from rollbook.train.samples import Sample, all_samples
 
@@ -30,7 +29,7 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
     samples = all_samples(trajectories)
     if as_json:
-        print(orjson.dumps([s.as_json() for s in samples], option=orjson.OPT_INDENT_2).decode())
+        print_json([s.as_json() for s in samples])
         return
     _print_table(samples)
 

@@ -32,6 +32,7 @@ from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnR
 from rollbook.store.ids import new_id
 from rollbook.store.redaction import shown
 from rollbook.store.siblings import as_sibling
+from rollbook.store.terminal import say
 
 CONTEXT = "upstream"
 MOST_REPLY_BYTES = 64 * 2**20
@@ -187,10 +188,9 @@ class PassageRecorder:
         """Count what passes unrecorded; say so the first time, and where it is no fault of the store."""
         if not self.unrecorded or why:
             why = why or f"the store fails: {self.recorder.writer.failure}"
-            print(
+            say(
                 f"rollbook: traffic passes and is NOT recorded, see rollbook_unrecorded_total: {shown(why)}",
-                file=sys.stderr,
-                flush=True,
+                sys.stderr,
             )
         self.unrecorded += turns
         self.metrics.unrecorded.inc(turns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from rollbook import __version__
 from rollbook.cli_bench import bench, demo
+from rollbook.cli_errors import EPILOG, run
 from rollbook.cli_keys import keys_app
 from rollbook.cli_options import AsJson, AsOf, Run, RunOfStep, StoreOption
 from rollbook.cli_serve import serve
@@ -22,8 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="The ledger of agent rollouts: record agent traffic, query it with SQL, train on it, "
     "replay any step bit for bit.",
-    epilog="Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); "
-    "2 bad input, with the remedy in the message.",
+    epilog=EPILOG,
 )
 replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 app.add_typer(replay_app, name="replay")
@@ -264,20 +263,8 @@ app.command()(demo)
 
 
 def main() -> None:
-    """Entry point: errors that Rollbook foresaw are one line on stderr and exit code 2."""
-    try:
-        app()
-    except BrokenPipeError:
-        sys.exit(0)
-    except Exception as error:
-        # Imported only now, so that --help stays quick.
-        from rollbook.store.errors import RollbookError
-        from rollbook.store.redaction import shown
-
-        if not isinstance(error, RollbookError):
-            raise
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        sys.exit(2)
+    """Entry point: see `cli_errors` for what is said of errors, and the exit codes."""
+    run(app)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sqlalchemy import URL, delete, func, select
 from sqlalchemy.orm import Session
@@ -30,6 +28,7 @@ from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbe
 from rollbook.store.lane.frame import ALIGN, first_seq_of
 from rollbook.store.log import Store, open_store
 from rollbook.store.sealed.unit import Unit, current_units
+from rollbook.store.terminal import Console, print_json, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +195,9 @@ def run_rebuild(path: Path, as_json: bool) -> None:
             "rows": done.rows,
             "seconds": round(seconds, 3),
         }
-        print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+        print_json(values)
         return
     if done.moved is not None:
-        print(f"the catalog was broken; what was there is now {done.moved}")
-    print(f"{done.catalog}: made anew from {done.events} events in {seconds:.1f} s")
-    print(", ".join(f"{name} {count}" for name, count in done.rows.items()))
+        say(f"the catalog was broken; what was there is now {done.moved}")
+    say(f"{done.catalog}: made anew from {done.events} events in {seconds:.1f} s")
+    say(", ".join(f"{name} {count}" for name, count in done.rows.items()))

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from rollbook.store.cut import format_cut
 from rollbook.store.interchange.destination import destination
 from rollbook.store.interchange.hub import export_dataset
@@ -16,6 +14,7 @@ from rollbook.store.interchange.progress import progress
 from rollbook.store.interchange.selection import Selection, count_events, select
 from rollbook.store.interchange.tables import export_tables
 from rollbook.store.log import open_store
+from rollbook.store.terminal import print_json, say
 
 Exporter = Callable[[Selection, Path, Callable[[int], Any]], dict[str, int]]
 
@@ -60,7 +59,7 @@ def run_export(
     """Export, and say what was written."""
     done = export_store(store, out, format_, as_of=as_of, run=run, split=split)
     if as_json:
-        print(orjson.dumps(done, option=orjson.OPT_INDENT_2).decode())
+        print_json(done)
         return
     rows = ", ".join(f"{count} {name}" for name, count in done["rows"].items())
-    print(f"wrote {out}: {rows}, as of {done['cut']}")
+    say(f"wrote {out}: {rows}, as of {done['cut']}")

@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import SPLITS, Event, Json, RunOpened
 from rollbook.store.interchange.chat_file import ChatFile, Entry
@@ -23,6 +21,7 @@ from rollbook.store.interchange.progress import progress
 from rollbook.store.interchange.records import records_of
 from rollbook.store.log import Store, open_store
 from rollbook.store.sql.query import connect
+from rollbook.store.terminal import print_json, say
 
 IN_FLIGHT = 64
 """Trajectories that may wait for the disk at one time."""
@@ -129,7 +128,7 @@ def run_import(file: Path, store: Path, run: str, lane: str, split: str, as_json
     """Import, and say what was added."""
     done = import_chats(file, store, run, lane=lane, split=split)
     if as_json:
-        print(orjson.dumps(done, option=orjson.OPT_INDENT_2).decode())
+        print_json(done)
         return
     there = f"; {done['already_there']} were there already" if done["already_there"] else ""
-    print(f"imported {done['added']} trajectories ({done['turns']} turns) into run {run} of {store}{there}")
+    say(f"imported {done['added']} trajectories ({done['turns']} turns) into run {run} of {store}{there}")

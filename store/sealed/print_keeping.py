@@ -7,14 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
-from rich.console import Console
 from rich.text import Text
 
 from rollbook.store.log import open_store
 from rollbook.store.sealed.erase import EraseReport, erase_trajectory
 from rollbook.store.sealed.retain import RetainReport, retain
 from rollbook.store.sealed.retire import parse_steps, retire_steps
+from rollbook.store.terminal import Console, print_json
 
 MIB = 1 << 20
 
@@ -34,7 +33,7 @@ def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
         head.append(f"  {events} events, {size:.1f} MiB, newest {newest} UTC: {going}", style="not bold")
         console.print(head, soft_wrap=True)
         for reason in unit.why_kept:
-            console.print(f"  {reason}", style="dim", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"  {reason}", style="dim", soft_wrap=True)
     console.print(_sum_up(report))
 
 
@@ -62,7 +61,7 @@ def run_retire(
         return
     of = f"of policy {policy} in run {run}"
     earlier = f"; {report.before} were retired before" if report.before else ""
-    Console().print(f"retired {len(report.steps)} steps {of}{earlier}", markup=False)
+    Console().print(f"retired {len(report.steps)} steps {of}{earlier}")
 
 
 def run_erase(
@@ -74,7 +73,7 @@ def run_erase(
         _print_json(asdict(report))
         return
     for line in _told(report):
-        Console().print(line, markup=False, soft_wrap=True)
+        Console().print(line, soft_wrap=True)
 
 
 def _told(report: EraseReport) -> list[str]:
@@ -94,4 +93,4 @@ def _told(report: EraseReport) -> list[str]:
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+    print_json(values)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rollbook.store.log import open_store
 from rollbook.store.sealed.attach import attach
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.sealed.upload import remote_folder, upload_units
+from rollbook.store.terminal import Console, print_json, say
 
 _MIB = 1 << 20
 
@@ -33,10 +32,10 @@ def run_upload(path: Path, as_json: bool) -> None:
     if as_json:
         _print_json({"address": address} | report.as_json())
         return
-    print(f"{address}: {len(report.units)} units more, {report.bytes / _MIB:.1f} MiB, read back and compared")
-    print(f"{report.freed / _MIB:.1f} MiB of local files removed")
+    say(f"{address}: {len(report.units)} units more, {report.bytes / _MIB:.1f} MiB, read back and compared")
+    say(f"{report.freed / _MIB:.1f} MiB of local files removed")
     for name in report.kept:
-        print(f"{name}: a reader still has its local files; a later upload removes them")
+        say(f"{name}: a reader still has its local files; a later upload removes them")
 
 
 def run_attach(path: Path, uri: str, endpoint: str | None, as_json: bool) -> None:
@@ -49,12 +48,12 @@ def run_attach(path: Path, uri: str, endpoint: str | None, as_json: bool) -> Non
     if as_json:
         _print_json(report.as_json())
         return
-    print(f"{path} reads {uri}: {report.units} units, {report.bytes / _MIB:.1f} MiB, which stay there")
+    say(f"{path} reads {uri}: {report.units} units, {report.bytes / _MIB:.1f} MiB, which stay there")
     for lane, events in report.lanes.items():
-        print(f"lane {lane}: {events} events, to the end of its last uploaded unit")
+        say(f"lane {lane}: {events} events, to the end of its last uploaded unit")
     for address in report.unfinished:
-        print(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")
+        say(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    print(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())
+    print_json(values)

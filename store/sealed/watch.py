@@ -13,14 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import orjson
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollbook.store.errors import LaneLockedError, RollbookError
 from rollbook.store.log import Store, open_store
 from rollbook.store.sealed.sealer import Sealer, SealReport
+from rollbook.store.terminal import Console, print_json
 
 NICE = 10
 PATIENCE_S = 60.0
@@ -83,7 +82,7 @@ def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -
             troubles = [str(error)]
         for trouble in troubles:
             if trouble not in said:
-                Console(stderr=True).print(f"sealer: {trouble}", markup=False, soft_wrap=True)
+                Console(stderr=True).print(f"sealer: {trouble}", soft_wrap=True)
         said = set(troubles)
         stop.wait(poll_s)
 
@@ -110,7 +109,7 @@ def _progress() -> Iterator[Callable[[str, str], None]]:
 
 def _print(report: SealReport, as_json: bool) -> None:
     if as_json:
-        print(orjson.dumps(report.as_json()).decode(), flush=True)
+        print_json(report.as_json(), indent=False)
         return
     console = Console()
     names = ("lane", "sealed", "merged", "removed", "WAL files removed", "log MiB", "Parquet MiB")
@@ -124,4 +123,4 @@ def _print(report: SealReport, as_json: bool) -> None:
     console.print(table)
     console.print(f"{report.seconds:.1f} s")
     for name, damage in report.damage.items():
-        console.print(f"lane {name} was not finished: {damage}", markup=False, soft_wrap=True, style="red")
+        console.print(f"lane {name} was not finished: {damage}", soft_wrap=True, style="red")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import orjson
-from rich.console import Console
-
 from rollbook.store.cut import Cut, holds
 from rollbook.store.log import Store, open_store
 from rollbook.store.show.draw import View, draw
@@ -16,6 +13,7 @@ from rollbook.store.show.finding import NotFoundError, find_trajectory
 from rollbook.store.show.reading import facts_of
 from rollbook.store.show.terminal_text import short_id, visible
 from rollbook.store.show.token_text import TokenText
+from rollbook.store.terminal import Console, print_json
 from rollbook.store.trajectory_reader import TrajectoryReader
 
 
@@ -47,14 +45,14 @@ def run_show(
     chosen = None if turn is None else find_turn(facts, turn)
     if as_json:
         shown = facts if chosen is None else replace(facts, turns=(chosen,))
-        print(orjson.dumps(shown.as_json(tokens=with_tokens), option=orjson.OPT_INDENT_2).decode())
+        print_json(shown.as_json(tokens=with_tokens))
         return
     words = None
     if with_tokens:
         words = TokenText(None) if model is None else TokenText.load(model)
     only = None if chosen is None else frozenset({chosen.turn_id})
     view = View(full or chosen is not None, words, only)
-    Console(highlight=False, emoji=False, markup=False).print(draw(facts, view))
+    Console().print(draw(facts, view))
 
 
 def read_facts(log: Store, cut: Cut, trajectory_id: str) -> TrajectoryFacts:

@@ -10,16 +10,17 @@ from typing import Any
 
 import duckdb
 import orjson
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import QueryError
 from rollbook.store.log import open_store
+from rollbook.store.show.terminal_text import visible
 from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect
 from rollbook.store.sql.sandbox import explained
+from rollbook.store.terminal import Console, print_json
 
 CELL_WIDTH = 60
 
@@ -45,14 +46,16 @@ def run_query(
         _print_json(names, rows)
     elif format_ == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(names)
+        writer.writerow(map(_plain, names))
         writer.writerows([_plain(value) for value in row] for row in rows)
     else:
         _print_table(names, rows)
 
 
 def _plain(value: Any) -> Any:
-    return _dumps(value) if isinstance(value, (list, dict)) else value
+    """A value as CSV has it: exact, but on a terminal with no character that would drive it."""
+    plain = _dumps(value) if isinstance(value, (list, dict)) else value
+    return visible(plain, lines=True) if isinstance(plain, str) and sys.stdout.isatty() else plain
 
 
 def _dumps(value: Any) -> str:
@@ -61,7 +64,7 @@ def _dumps(value: Any) -> str:
 
 def _print_json(names: list[str], rows: list[tuple[Any, ...]]) -> None:
     objects = [dict(zip(names, row, strict=True)) for row in rows]
-    print(orjson.dumps(objects, default=str, option=orjson.OPT_INDENT_2).decode())
+    print_json(objects)
 
 
 def _print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
@@ -77,14 +80,14 @@ def _print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
         console.print(table)
     else:
         _print_expanded(console, names, rows)
-    Console(stderr=True).print(f"[dim]{len(rows)} rows[/]")
+    Console(stderr=True).tell((f"{len(rows)} rows", "dim"))
 
 
 def _print_expanded(console: Console, names: list[str], rows: list[tuple[Any, ...]]) -> None:
     """A line per value: for rows that are wider than the terminal."""
     width = max(len(name) for name in names)
     for number, row in enumerate(rows, 1):
-        console.print(f"[dim]-- row {number} --[/]")
+        console.tell((f"-- row {number} --", "dim"))
         for name, value in zip(names, row, strict=True):
             line = Text(f"{name:<{width}}  ", style="bold").append(_cell(value), style="not bold")
             console.print(line, overflow="fold", soft_wrap=True)
@@ -95,7 +98,8 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = _dumps(value) if isinstance(value, (list, dict)) else str(value)
+    whole = _dumps(value) if isinstance(value, (list, dict)) else str(value)
+    text = visible(whole[: CELL_WIDTH + 1], lines=True)
     return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
 
 
@@ -107,15 +111,14 @@ def print_info(store: Path, as_json: bool) -> None:
         tables = catalog.rows()
         info["catalog"] = catalog.name
     if as_json:
-        print(orjson.dumps(info | tables, option=orjson.OPT_INDENT_2).decode())
+        print_json(info | tables)
         return
     console = Console()
     console.print(
         f"store    {info['id']} at {info['path']}\nhead     {info['head']}\ncatalog  {info['catalog']}",
         soft_wrap=True,
-        markup=False,
     )
     for name, rows in tables.items():
         if rows and name != "store_meta":
-            console.print(f"\n[bold]{name}[/]")
+            console.tell("\n", (name, "bold"))
             _print_table(list(rows[0]), [tuple(row.values()) for row in rows])
