@@ -43,18 +43,19 @@ class SealerChild:
     def _start(self) -> subprocess.Popen[bytes]:
         # The package this process runs, wherever it was imported from.
         path = [str(Path(rollbook.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "rollbook.cli", "store", "seal", "--watch", "--json"]
+        command = [sys.executable, "-m", "rollbook", "store", "seal", "--watch", "--json"]
         return subprocess.Popen(
             [*command, "--store", str(self._store), "--parent", str(os.getpid())],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            process_group=0,  # a terminal's interrupt is for the proxy, which then ends this one
         )
 
     def _watch(self) -> None:
         for restart in range(RESTARTS + 1):
             status = self.process.wait()
-            # 0: somebody asked it to end, such as a terminal that interrupts the whole group.
+            # 0: somebody asked it to end.
             if status == 0 or self._ending.is_set():
                 return
             if restart == RESTARTS:

@@ -20,7 +20,7 @@ from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CatalogError, CutError
 from rollbook.store.events import Event, StepPlanned
 from rollbook.store.inside import look_inside
-from rollbook.store.lane.files import take_lock
+from rollbook.store.lane.files import folders_of_lanes, take_lock
 from rollbook.store.lane.marks import closed_head
 from rollbook.store.lane.reader import LaneReader
 from rollbook.store.lane.writer import LaneWriter
@@ -48,9 +48,17 @@ class Store:
 
     def lanes(self) -> list[str]:
         """Names of the lanes that have been opened for writing, sorted."""
-        # A lane that lost its watermark is listed by its segments, so that reading it is refused.
-        files = [*self.path.glob("lanes/*/WATERMARK"), *self.path.glob("lanes/*/*.wal")]
-        return sorted({file.parent.name for file in files})
+        # A lane that lost its watermark is listed by its segments, so that reading it is refused; and one
+        # whose folder may not be read is an error, and no lane that is not there.
+        folder, found = self.path / "lanes", []
+        for lane in folders_of_lanes(self.path):
+            try:
+                names = os.listdir(folder / lane)
+            except NotADirectoryError:
+                continue
+            if any(name == "WATERMARK" or name.endswith(".wal") for name in names):
+                found.append(lane)
+        return sorted(found)
 
     def head(self) -> dict[str, int]:
         """The cut that holds everything durable at one instant, so that it is closed.

@@ -7,6 +7,7 @@ exact values: such a character is written there as JSON's own escape.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import sys
@@ -42,6 +43,10 @@ class Console(_RichConsole):
                 yield segment
             else:
                 yield Segment(visible(segment.text, lines=True), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads the output: the command ends as it does when it prints without this."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
 
     def tell(self, *parts: str | tuple[str, str]) -> None:
         """Print a line of texts, each with the style beside it, if it has one; it is not broken."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollbook.store.errors import RemoteError, StoreError
+from rollbook.store.errors import CorruptionError, RemoteError, StoreError
 from rollbook.store.lane.files import Watermark, lane_folder, quarantine, read_watermark, segment_path
 from rollbook.store.lane.frame import EMPTY_CHAIN
 from rollbook.store.lane.recovery import verify_segment
@@ -119,7 +119,7 @@ def verify_store(
         result = verify_lane(log.path, lane, lambda count, lane=lane: on_bytes(lane, count))  # type: ignore[misc]
         folder = lane_folder(log.path, lane)
         # Whoever may only read the store still gets the report.
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             if result.fault is None:
                 (folder / "QUARANTINED").unlink(missing_ok=True)
             else:
@@ -131,7 +131,10 @@ def verify_store(
 def lane_bytes(store: Path, lane: str) -> int:
     """About how many bytes verifying the lane reads."""
     wal = sum(path.stat().st_size for path in lane_folder(store, lane).glob("*.wal") if path.exists())
-    return wal + sum(unit.bytes for unit in current_units(store, lane) if unit.dropped_us is None)
+    try:
+        return wal + sum(unit.bytes for unit in current_units(store, lane) if unit.dropped_us is None)
+    except CorruptionError:
+        return wal  # verifying the lane says what is damaged
 
 
 # A lane, unit by unit and then segment by segment ---------------------------------------------------

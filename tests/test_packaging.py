@@ -53,4 +53,4 @@ def test_versions_agree(root: Path) -> None:
 
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["version"] == rollbook.__version__
-    assert project["scripts"] == {"rollbook": "rollbook.cli:main"}
+    assert project["scripts"] == {"rollbook": "rollbook.__main__:main"}

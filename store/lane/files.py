@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import struct
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rollbook.store.permissions import open_file, replace_small
 
 _WATERMARK = struct.Struct("<QQQQ")
 WATERMARK_BYTES = _WATERMARK.size
+_SEGMENT = re.compile(r"[0-9]{8}\.wal")
 _BRIEFLY = " (briefly)"
 _LOCK_BYTES = 32
 """At most what a lock's file holds: the number of a process, and whether it holds it briefly."""
@@ -57,8 +59,31 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    """Numbers of the segments present, rising."""
-    return sorted(int(path.stem) for path in folder.glob(f"{'[0-9]' * 8}.wal"))
+    """Numbers of the segments present, rising; none where there is no such folder.
+
+    Raises:
+        OSError: the folder cannot be read, so what it holds is not known.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[:8]) for name in names if _SEGMENT.fullmatch(name))
+
+
+def folders_of_lanes(store: Path) -> list[str]:
+    """Names of what is in the folder of lanes.
+
+    Raises:
+        CorruptionError: a store without it.
+        OSError: it cannot be read, so the lanes are not known.
+    """
+    try:
+        return os.listdir(store / "lanes")
+    except FileNotFoundError:
+        raise CorruptionError(
+            f"{store / 'lanes'} is missing, where the events of every lane are: restore it from a copy"
+        ) from None
 
 
 def read_watermark(folder: Path) -> Watermark:

@@ -16,7 +16,13 @@ from pathlib import Path
 from rollbook.store.cut import Cut
 from rollbook.store.errors import StoreError
 from rollbook.store.inside import open_plain
-from rollbook.store.lane.files import WATERMARK_BYTES, read_watermark, segment_numbers, unpack_watermark
+from rollbook.store.lane.files import (
+    WATERMARK_BYTES,
+    folders_of_lanes,
+    read_watermark,
+    segment_numbers,
+    unpack_watermark,
+)
 
 PASSES = 10_000
 """A pass takes about 2 us a lane, so this gives up after well over a second of changes in every pass."""
@@ -77,7 +83,7 @@ class _OpenMarks:
     def read(self) -> dict[str, int]:
         """One pass over all of them. Lanes that were made since the last pass count."""
         counts: dict[str, int] = {}
-        for lane in os.listdir(self._lanes):
+        for lane in folders_of_lanes(self._lanes.parent):
             if lane not in self._fds and not self._open(lane):
                 continue
             mark = unpack_watermark(os.pread(self._fds[lane], WATERMARK_BYTES + 1, 0))

@@ -18,6 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import orjson
@@ -31,7 +32,8 @@ from rollbook.store.sealed.unit import MANIFEST, Unit, current_units, lane_units
 PATIENCE_S = 10.0
 """How long to wait for others to take leases, or to remove units."""
 _SUFFIX = ".lease"
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Errors with which a store can still be read: it is another's, a backup, or its disk is full."""
 
 UnitName = tuple[str, str]
 """(lane, name of the unit)"""
@@ -64,7 +66,7 @@ class Lease:
 def take_lease(store: Path, units: Mapping[str, Collection[str]]) -> Lease:
     """Keep units of each lane, by name, from being removed.
 
-    Where this process may not write into the store, nothing is kept: the lease is an empty one.
+    Where this process cannot write into the store, nothing is kept: the lease is an empty one.
 
     Raises:
         StoreError: another process has been removing units for `PATIENCE_S` seconds.
@@ -76,10 +78,16 @@ def take_lease(store: Path, units: Mapping[str, Collection[str]]) -> Lease:
             missing = {(lane, name) for lane, name in named if not _there(store, lane, name)}
             return Lease(path, fd, frozenset(missing))
     except OSError as error:
-        if error.errno not in _READ_ONLY:
+        if error.errno not in _NO_WRITING:
             raise
-        logger.warning("%s: no lease on sealed files, they may be replaced while read: %s", store, error)
+        if error.errno != errno.EROFS:  # nobody replaces files where nobody can write
+            _warn(str(store), error.strerror)
         return Lease(None, -1, frozenset())
+
+
+@lru_cache(maxsize=64)  # once a process and store
+def _warn(store: str, why: str | None) -> None:
+    logger.warning("%s: no lease on sealed files (%s): they may be replaced while they are read", store, why)
 
 
 def lease_units(store: Path, lanes: Iterable[str]) -> tuple[dict[str, list[Unit]], Lease]:

@@ -198,8 +198,9 @@ def parse_manifest(data: bytes, path: object) -> Unit:
             raise FormatError(f"{path} is in format {version}: update rollbook to read it")
     try:
         unit = _ADAPTER.validate_json(data)
-    except (ValidationError, RecursionError) as error:
-        raise CorruptionError(f"{path}: the manifest of a sealed unit is damaged: {error}") from error
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()[:3])
+        raise CorruptionError(f"{path}: the manifest of a sealed unit is damaged: {wrong}") from error
     if not unit.segments:
         raise CorruptionError(f"{path}: the manifest names no segment")
     if wrong := _impossible(unit):

@@ -12,9 +12,10 @@ import duckdb
 import orjson
 from rich.table import Table
 from rich.text import Text
+from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.store.cut import format_cut
-from rollbook.store.errors import QueryError
+from rollbook.store.errors import CatalogError, QueryError
 from rollbook.store.log import open_store
 from rollbook.store.show.terminal_text import visible
 from rollbook.store.sql.object_storage import outage
@@ -107,9 +108,13 @@ def print_info(store: Path, as_json: bool) -> None:
     """Print what the lanes' own files say, and what the catalog does."""
     log = open_store(store)
     info: dict[str, Any] = {"path": str(log.path), "id": log.store_id, "head": format_cut(log.head())}
-    with contextlib.closing(log.catalog()) as catalog:
-        tables = catalog.rows()
-        info["catalog"] = catalog.name
+    tables: dict[str, list[dict[str, Any]]] = {}
+    try:
+        with contextlib.closing(log.catalog()) as catalog:
+            tables = catalog.rows()
+            info["catalog"] = catalog.name
+    except (CatalogError, SQLAlchemyError) as error:  # a backup, a full disk: the lanes' files say the most
+        info["catalog"] = f"not read: {error}"
     if as_json:
         print_json(info | tables)
         return

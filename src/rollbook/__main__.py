@@ -1,0 +1,18 @@
+"""`rollbook`, and `python -m rollbook`: the command line, which is also interrupted well while it is loaded."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from rollbook.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()
