@@ -229,14 +229,19 @@ def decode(batch: pa.RecordBatch, lane: str, body: Body = no_body) -> Iterator[E
     """
     # `time` is read as integers below: a Python datetime cannot hold all that the column can.
     plain = [name for name in LOG_SCHEMA.names if name not in ARRAYS and name != "time"]
-    columns = {name: batch.column(name).to_pylist() for name in plain}
-    columns |= {name: _numpy_lists(batch.column(name)) for name in ARRAYS}
-    times = batch.column("time").cast(pa.int64()).to_pylist()
+    try:
+        columns = {name: batch.column(name).to_pylist() for name in plain}
+        columns |= {name: _numpy_lists(batch.column(name)) for name in ARRAYS}
+        times = batch.column("time").cast(pa.int64()).to_pylist()
+    except (ValueError, pa.ArrowException) as error:
+        raise CorruptionError(
+            f"events of lane {lane!r} are whole, but not in its columns: {error}"
+        ) from error
     for i in range(batch.num_rows):
         event_id = columns["event_id"][i]
         try:
             record = _record(columns, i, body)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptionError(
                 f"event {event_id} of lane {lane!r} is whole, but no {columns['kind'][i]!r}: {error!r}"
             ) from error

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError, RemoteError, StoreError
 from rollbook.store.lane.files import Watermark, lane_folder, quarantine, read_watermark, segment_path
@@ -29,7 +28,7 @@ from rollbook.store.lane.frame import EMPTY_CHAIN
 from rollbook.store.lane.recovery import verify_segment
 from rollbook.store.log import Store
 from rollbook.store.sealed.leases import take_lease
-from rollbook.store.sealed.parquet import TABLE_SCHEMA, damaged
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged
 from rollbook.store.sealed.remote import is_outage, place
 from rollbook.store.sealed.unit import SealedFile, SealedSegment, Unit, current_units, unit_folder
 
@@ -241,7 +240,7 @@ def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.in
             )
         seqs = [np.empty(0, np.int64)]
         with system.open_input_file(path) as source:
-            parquet = pq.ParquetFile(source, page_checksum_verification=True)
+            parquet = checked_parquet(source)
             for group in range(parquet.num_row_groups):
                 table = parquet.read_row_group(group).select(TABLE_SCHEMA.names)
                 if set(table.column("lane").unique().to_pylist()) != {unit.lane}:

@@ -1,4 +1,4 @@
-"""`rollbook`, and `python -m rollbook`: the command line, which is also interrupted well while it is loaded."""
+"""`rollbook` and `python -m rollbook`: the command line, which may be interrupted while it is loaded."""
 
 from __future__ import annotations
 

@@ -176,9 +176,22 @@ def _engine(url: URL) -> Engine:
     return engine
 
 
+def refuse_strange(connection: sqlite3.Connection) -> None:
+    """See that a SQLite file has no views or triggers, which may look like our tables.
+
+    Raises:
+        sqlite3.DatabaseError: it has some.
+    """
+    connection.execute("pragma trusted_schema = off")
+    strange = "select name from sqlite_master where type in ('view', 'trigger') or sql like 'create virtual%'"
+    if (found := connection.execute(strange).fetchone()) is not None:
+        raise sqlite3.DatabaseError(f"{found[0]!r} in it is none of its tables")
+
+
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     # Transactions begin where SQLAlchemy says so, not where the driver sees a first INSERT.
     connection.isolation_level = None
+    refuse_strange(connection)
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

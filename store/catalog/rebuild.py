@@ -15,7 +15,7 @@ from sqlalchemy import URL, delete, func, select
 from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.catalog import catalog_url, note_store, read_identity
-from rollbook.store.catalog.database import PATIENCE_S, Database
+from rollbook.store.catalog.database import PATIENCE_S, Database, refuse_strange
 from rollbook.store.catalog.notes import NOTED, Rows, note
 from rollbook.store.catalog.segments import find_lane, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, StoreMeta
@@ -104,6 +104,7 @@ def _is_sound(path: Path) -> bool:
     """Whether SQLite finds every page of the file in order."""
     connection = sqlite3.connect(path, timeout=PATIENCE_S)
     try:
+        refuse_strange(connection)
         return connection.execute("pragma quick_check").fetchall() == [("ok",)]
     except sqlite3.OperationalError as error:
         # Busy, or not to be opened: no sign of damage, and whoever opens it next says so.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import crc32c
+import numpy as np
 import xxhash
 
 FORMAT_VERSION = 1
@@ -21,6 +22,8 @@ MAGIC = b"RBLF"
 ALIGN = 64
 HEADER_FRAME, BATCH_FRAME, ROW_FRAME = 0, 1, 2
 EMPTY_CHAIN = bytes(16)
+_LOOK, _PATIENCE = 1 << 26, 1 << 30
+"""Bytes that are searched at once, and bytes of seeming frames that are checked of any file."""
 
 # magic, format, kind, payload length, crc32c, first seq, events, reserved, chain, reserved
 _HEADER = struct.Struct("<4sHHIIQII16s16x")
@@ -144,11 +147,27 @@ def scan(buffer: memoryview, start: int, end: int, previous: bytes | None = None
 
 
 def valid_frame_after(buffer: memoryview, offset: int) -> int | None:
-    """Offset of the first whole, valid frame beyond `offset`, if any (frames are 64-byte aligned)."""
-    for candidate in range(padded(offset + 1), len(buffer) - ALIGN + 1, ALIGN):
-        if buffer[candidate : candidate + 4] == MAGIC:
-            try:
-                return read_frame(buffer, candidate).offset
-            except BadFrameError:
-                continue
+    """Offset of the first whole, valid frame beyond `offset`, if any (frames are 64-byte aligned).
+
+    Of a file with more that looks like frames than can be checked, the first that was not is taken for one.
+    """
+    looked_at = 0
+    for candidate in _magics(buffer, padded(offset + 1)):
+        try:
+            size = skip_frame(buffer, candidate).payload.nbytes
+            if looked_at > _PATIENCE + 4 * len(buffer):
+                return candidate
+            looked_at += size
+            return read_frame(buffer, candidate).offset
+        except BadFrameError:
+            continue
     return None
+
+
+def _magics(buffer: memoryview, start: int) -> Iterator[int]:
+    """Where, at multiples of 64 from `start`, a frame's first bytes are."""
+    first = np.frombuffer(MAGIC, np.uint32)[0]
+    last = len(buffer) - len(buffer) % ALIGN
+    for begin in range(start, last, _LOOK):
+        part = np.frombuffer(buffer[begin : min(begin + _LOOK, last)], np.uint32)[:: ALIGN // 4]
+        yield from (begin + ALIGN * np.flatnonzero(part == first)).tolist()

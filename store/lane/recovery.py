@@ -48,6 +48,8 @@ from rollbook.store.lane.frame import (
 from rollbook.store.sealed.unit import current_units
 
 _CHUNK = 1 << 20
+MOST_BYTES = 1 << 36
+"""Of a segment's file; a larger one is mostly a hole, and would be searched for hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,8 @@ def _frames(path: Path, chain: bytes, stop: int | None) -> Iterator[Frame]:
     size = path.stat().st_size if stop is None else stop
     if size == 0:
         raise BadFrameError(0, "the segment is empty")
+    if size > MOST_BYTES:
+        raise BadFrameError(0, f"it has {size:,} bytes, which no segment has")
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         # Not closed by hand: an exception's traceback may still hold views of it.
         view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[:size]
@@ -309,4 +313,8 @@ def _without_room(path: Path, start: int) -> int:
     """Size of the file without the zeros it ends with: room that the writer made for frames to come."""
     with path.open("rb") as file:
         file.seek(start)
-        return start + len(file.read().rstrip(bytes(1)))
+        end = start
+        while part := file.read(1 << 24):
+            if kept := part.rstrip(bytes(1)):
+                end = file.tell() - len(part) + len(kept)
+        return end

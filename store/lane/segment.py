@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from rollbook.store.codec import conform, to_batch
 from rollbook.store.errors import CorruptionError
+from rollbook.store.inside import refuse_no_plain
+from rollbook.store.lane.arrow_bytes import read_batch, read_schema
 from rollbook.store.lane.frame import (
     BATCH_FRAME,
     ROW_FRAME,
@@ -35,6 +36,7 @@ class Segment:
         self._view = memoryview(b"")
 
     def _map(self, stop: int | None) -> memoryview:
+        refuse_no_plain(self.path)
         with pa.memory_map(str(self.path)) as file:
             return memoryview(file.read_buffer(file.size() if stop is None else stop))
 
@@ -47,7 +49,7 @@ class Segment:
         self._view = self._map(stop)
         if self._schema is None:
             header = read_frame(self._view, 0)
-            self._schema = _arrow(pa.ipc.read_schema, pa.py_buffer(header.payload))
+            self._schema = read_schema(header.payload)
             conform(pa.RecordBatch.from_pylist([], schema=self._schema))  # refuses other columns
             self.offset = _skip_to(self._view, header.end, start_seq)
         yield from self._batches(self._view, self.offset)
@@ -65,8 +67,8 @@ class Segment:
                 yield _rows_batch(waiting)
                 waiting, rows = [], 0
             if frame.kind == BATCH_FRAME:
-                payload = pa.py_buffer(frame.payload)
-                batch = conform(_arrow(pa.ipc.read_record_batch, payload, self._schema))
+                assert self._schema is not None
+                batch = conform(read_batch(frame.payload, self._schema))
                 yield batch, frame.first_seq, frame.end
             elif frame.kind != ROW_FRAME:
                 raise BadFrameError(frame.offset, f"a frame of kind {frame.kind} in the middle of a segment")
@@ -111,11 +113,3 @@ def _skip_to(buffer: memoryview, offset: int, seq: int) -> int:
             break
         offset = frame.end
     return offset
-
-
-def _arrow(read: Callable[..., Any], *args: Any) -> Any:
-    """What pyarrow reads; some of what is no Arrow message it calls an OSError."""
-    try:
-        return read(*args)
-    except OSError as error:
-        raise pa.ArrowInvalid(str(error)) from error

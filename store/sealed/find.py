@@ -15,7 +15,7 @@ from rollbook.store.erased import TEXT_KINDS
 from rollbook.store.errors import UpkeepError
 from rollbook.store.lane.recovery import unsealed_start
 from rollbook.store.log import Store
-from rollbook.store.sealed.parquet import damaged
+from rollbook.store.sealed.parquet import checked_parquet, damaged
 from rollbook.store.sealed.remote import place
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units
 
@@ -42,13 +42,11 @@ def rows_where(
         return pa.table({column: [] for column in columns})
     system, folder = place(store, unit)
     try:
-        return pq.read_table(
-            f"{folder}/{name}",
-            columns=list(columns),
-            filters=condition,
-            filesystem=system,
-            page_checksum_verification=True,
-        )
+        with system.open_input_file(f"{folder}/{name}") as source:
+            checked_parquet(source)
+            return pq.read_table(
+                source, columns=list(columns), filters=condition, page_checksum_verification=True
+            )
     except (pa.ArrowException, OSError) as error:
         raise damaged(store, unit, name, error) from error
 

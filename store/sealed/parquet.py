@@ -33,6 +33,8 @@ FAT_KINDS = (TurnRequested.KIND, TurnCompleted.KIND)
 MARKS_ROW_GROUP = 512
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
 """A batch that is read back holds so many rows, or about so many bytes of JSON."""
+MOST_ROWS, MOST_BYTES = 1 << 20, 8 << 30
+"""Of one row group, its values in memory."""
 _FEW_VALUES = ["lane", "kind", "schema_version", "run", "policy", "policy_version", "step"]
 _ORDER = [("trajectory_id", "ascending", "at_start"), ("seq", "ascending")]
 _SPLIT_BYTES = {"logprobs.list.element": "BYTE_STREAM_SPLIT"}
@@ -92,10 +94,31 @@ def read_file(store: Path, unit: Unit, name: str, columns: Sequence[str] | None 
     try:
         system, folder = place(store, unit)
         with system.open_input_file(f"{folder}/{name}") as source:
-            table = pq.read_table(source, columns=columns, page_checksum_verification=True)
+            table = checked_parquet(source).read(columns=columns)
         return table.select(schema.names).cast(schema)
     except (pa.ArrowException, OSError) as error:
         raise damaged(store, unit, name, error) from error
+
+
+def checked_parquet(source: Any) -> pq.ParquetFile:
+    """A sealed or derived file as Parquet, pages checked, whose row groups are of a size that ours can have.
+
+    A few bytes of Parquet can stand for any number of values; so what a row group says of itself is looked at
+    before it is read.
+
+    Raises:
+        pa.ArrowException: it is no Parquet, or a row group is larger.
+    """
+    file = pq.ParquetFile(source, page_checksum_verification=True)
+    for group in range(file.num_row_groups):
+        told = file.metadata.row_group(group)
+        columns = [told.column(i) for i in range(told.num_columns)]
+        size = sum(max(c.total_uncompressed_size, 4 * c.num_values) for c in columns)
+        if told.num_rows > MOST_ROWS or size > MOST_BYTES:
+            raise pa.ArrowInvalid(
+                f"row group {group} has {told.num_rows:,} rows in {size:,} bytes, which none of ours has"
+            )
+    return file
 
 
 def damaged(store: Path, unit: Unit, name: str, error: object) -> StoreError:

@@ -13,13 +13,13 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError
-from rollbook.store.sealed.derived import LOCATIONS
-from rollbook.store.sealed.parquet import TABLE_SCHEMA, damaged, read_file
+from rollbook.store.lane.arrow_bytes import read_file as read_arrow_file
+from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged, read_file
 from rollbook.store.sealed.remote import place
-from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
+from rollbook.store.sealed.unit import MARKS, MOST, TURNS, Unit, derived_folder
 from rollbook.store.upkeep_events import BodyStored
 
 KEPT_OPEN = 256
@@ -43,7 +43,13 @@ class _Locations:
 
     def __init__(self, path: str) -> None:
         with pa.memory_map(path) as source:
-            table = pa.ipc.open_file(source).read_all()
+            table = read_arrow_file(source.read_buffer(), LOCATION_SCHEMA)
+        numbers = (table.column(name) for name in ("first_row", "rows"))
+        within = all(
+            pc.all(pc.and_(pc.less_equal(0, n), pc.less(n, MOST))).as_py() is not False for n in numbers
+        )
+        if not within or not set(table.column("file").unique().to_pylist()) <= {TURNS, MARKS}:
+            raise pa.ArrowInvalid(f"{path}: rows that no unit has")
         self._ids, self._files, self._first, self._rows = (c.combine_chunks() for c in table.columns)
         self.lowest: str = self._ids[0].as_py() if len(self._ids) else "~"
         self.highest: str = self._ids[-1].as_py() if len(self._ids) else ""
@@ -76,7 +82,7 @@ class _OpenFile:
     def __init__(self, store: Path, unit: Unit, name: str) -> None:
         system, folder = place(store, unit)
         source = system.open_input_file(f"{folder}/{name}")
-        self._file = pq.ParquetFile(source, page_checksum_verification=True)
+        self._file = checked_parquet(source)
         footer = self._file.metadata
         self._ends = np.cumsum([footer.row_group(i).num_rows for i in range(footer.num_row_groups)])
         self._columns = None if name == TURNS else _SMALL
