@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from rollbook.ingest.keys import checked_name, checked_role, digest_of, parsed, read_keys
 from rollbook.store.errors import ConfigError
+from rollbook.store.terminal import Console, json_for_terminal
 
 MADE = "rollbook-"
 """What made keys begin with, so that a scanner for leaked secrets knows them."""
@@ -94,7 +94,7 @@ def print_keys(file: Path, as_json: bool) -> None:
     now = datetime.now(UTC)
     if as_json:
         rows = [{"name": k.name, "role": k.role.value, "expires": k.expires} for k in keys]
-        sys.stdout.write(orjson.dumps(rows, option=orjson.OPT_UTC_Z).decode() + "\n")
+        sys.stdout.write(json_for_terminal(orjson.dumps(rows, option=orjson.OPT_UTC_Z)) + "\n")
         return
     table = Table(box=None, pad_edge=False)
     for column in ("name", "role", "expires"):
@@ -102,4 +102,4 @@ def print_keys(file: Path, as_json: bool) -> None:
     for key in keys:
         until = "" if key.expires is None else f"{key.expires:%Y-%m-%d %H:%M} UTC"
         table.add_row(key.name, key.role.value, f"{until}, expired" if key.expired(now) else until)
-    Console(highlight=False).print(table)
+    Console().print(table)

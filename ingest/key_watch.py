@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 from rollbook.store import Event
 from rollbook.store.events import Record, TurnCompleted, TurnRequested
 from rollbook.store.redaction import conversation, find_keys
+from rollbook.store.terminal import say
 
 LARGE = 1 << 20
 """Characters that are looked through in a thread: a megabyte takes 2 ms."""
@@ -65,11 +66,10 @@ class KeyWatch:
                 self._warn(found.format, record)
 
     def _warn(self, format_: str, record: Record) -> None:
-        print(
+        say(
             f"rollbook: a conversation holds a key (format {format_}, turn {getattr(record, 'turn_id', '')}) "
             "and is recorded as it came: `rollbook store secrets` finds keys, --redact known takes them out",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
 
 

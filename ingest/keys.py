@@ -28,6 +28,7 @@ from typing import Any
 from rollbook.ingest.access import Role
 from rollbook.ingest.identity import KEY_PREFIX
 from rollbook.store.errors import ConfigError
+from rollbook.store.terminal import say
 
 VARIABLE = "ROLLBOOK_API_KEYS"
 LOOK_S = 1.0
@@ -313,4 +314,4 @@ class Keys:
 
 
 def _say(text: str) -> None:
-    print(f"rollbook: {text}", file=sys.stderr, flush=True)
+    say(f"rollbook: {text}", sys.stderr)

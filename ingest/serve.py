@@ -29,8 +29,7 @@ from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
 from rollbook.ingest.web_pages import is_loopback
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
-from rollbook.store.redaction import shown
-from rollbook.store.terminal import Console
+from rollbook.store.terminal import Console, LogFormatter
 
 
 def serve(options: ServeOptions) -> None:
@@ -126,21 +125,10 @@ def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
     return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
 
 
-class _CleanFormatter(logging.Formatter):
-    """A log line, or a traceback, without the secrets that an error's message may repeat."""
-
-    def __init__(self, inner: logging.Formatter | None) -> None:
-        super().__init__()
-        self._inner = inner or logging.Formatter()
-
-    def format(self, record: logging.LogRecord) -> str:
-        return shown(self._inner.format(record))
-
-
 def _clean_logs() -> None:
-    for handler in (*logging.getLogger("uvicorn").handlers, logging.lastResort):
-        if handler is not None:
-            handler.setFormatter(_CleanFormatter(handler.formatter))
+    """A log line is one line, without the secrets that an error's message may repeat."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogFormatter())
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,8 +6,6 @@ import secrets
 import shlex
 from pathlib import Path
 
-import orjson
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +15,7 @@ from rollbook.store.log import open_store
 from rollbook.store.redaction import Scrubber
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.store.show.terminal_text import visible
+from rollbook.store.terminal import Console, print_json
 
 SHOWN = 200
 """Places that are printed; --json has all."""
@@ -34,7 +33,7 @@ def run_secrets(path: Path, as_of: str, run: str | None, as_json: bool) -> int:
     with progress("looking for secrets", sum(cut.values())) as advance:
         found = find_secrets(log, cut, Scrubber(_key(log.path)), advance)
     if as_json:
-        print(orjson.dumps(found.as_json(), option=orjson.OPT_INDENT_2).decode())
+        print_json(found.as_json())
     else:
         _print(Console(), path, found)
     return 1 if found.formats else 0
@@ -69,6 +68,6 @@ def _print(console: Console, path: Path, found: Secrets) -> None:
         console.print(f"{NAMED}: told by the name of its field, or by its place in an address")
     for trajectory in found.trajectories[:20]:
         command = ["rollbook", "store", "erase", "--store", str(path), "--trajectory", trajectory]
-        console.print(f"  {shlex.join(command)} --reason 'a leaked key'", markup=False, soft_wrap=True)
+        console.print(f"  {shlex.join(command)} --reason 'a leaked key'", soft_wrap=True)
     if len(found.trajectories) > 20:
         console.print(f"  and {len(found.trajectories) - 20:,} trajectories more, which --json lists")

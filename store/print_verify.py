@@ -76,6 +76,6 @@ def _print(found: list[LaneVerified]) -> None:
 def _print_incomplete(turns: list[Incomplete]) -> None:
     console = Console()
     for turn in turns[:MOST_NAMED]:
-        console.print(str(turn), markup=False, soft_wrap=True, style="red")
+        console.print(str(turn), soft_wrap=True, style="red")
     if len(turns) > MOST_NAMED:
-        console.print(f"and more than {MOST_NAMED} others", markup=False, style="red")
+        console.print(f"and more than {MOST_NAMED} others", style="red")

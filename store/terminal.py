@@ -20,6 +20,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from rollbook.store.redaction import shown
 from rollbook.store.show.terminal_text import visible
 
 _NOT_ASCII_CONTROLS = re.compile(
@@ -78,7 +79,7 @@ def print_json(value: Any, *, indent: bool = True) -> None:
 
 
 class LogFormatter(logging.Formatter):
-    """Log records for people: one line each, escaped, an exception by its name and text alone."""
+    """Log records for people: escaped, without secrets, an exception by its name and text alone."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
@@ -86,4 +87,4 @@ class LogFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
             text = f"{text.rstrip()}: {type(error).__name__}: {error}"
-        return visible(text.strip(), lines=True)
+        return visible(shown(text.strip()), lines=True)

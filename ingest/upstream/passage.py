@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ from rollbook.ingest.upstream.target import end_to_end
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
-from rollbook.store.redaction import shown
 
 ERROR_LENGTH = 2000
 """Of an upstream's error, so many characters are recorded."""
@@ -132,7 +130,7 @@ class Passage(Response):
         if isinstance(error, LimitError):
             self._passages.metrics.refused(error.code)
         elif not isinstance(error, RequestError):
-            print(shown(traceback.format_exc()), file=sys.stderr)
+            logging.getLogger(__name__).exception("rollbook: a reply cannot be read")
         self._passages.lost(len(passing.requested), f"a reply cannot be read: {error!r}")
         why = error.message if isinstance(error, RequestError) else type(error).__name__
         self._passages.failed(passing, f"the reply cannot be read: {why}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-import traceback
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -219,7 +218,7 @@ class UpstreamRoutes:
         except RequestError:
             raise
         except Exception as error:
-            print(shown(traceback.format_exc()), file=sys.stderr)
+            logging.getLogger(__name__).exception("rollbook: a request cannot be recorded")
             self.passages.unrecordable(1, f"a request cannot be recorded: {error!r}")
         if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)

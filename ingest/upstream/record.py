@@ -5,9 +5,9 @@ Recording must not get in the way: what cannot be recorded is passed on and coun
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -279,7 +279,7 @@ class PassageRecorder:
         except Exception as error:
             passing.answered.clear()
             self.lost(len(passing.requested), f"a reply has no stored form: {error!r}")
-            print(shown(traceback.format_exc()), file=sys.stderr)
+            logging.getLogger(__name__).exception("rollbook: a reply cannot be recorded")
             self._append(passing, *_failed(passing, f"the reply cannot be recorded: {error!r}"))
             return
         self._append(passing, *records)

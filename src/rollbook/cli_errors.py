@@ -155,7 +155,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
+    from rollbook.store.redaction import shown
+
+    return shown("".join(traceback.format_exception(error)).rstrip())
 
 
 _file: list[str] = []
@@ -189,10 +191,11 @@ def _told_of_thread(args: Any) -> None:
 
 
 def _say(text: str) -> None:
+    from rollbook.store.redaction import shown
     from rollbook.store.show.terminal_text import visible
 
     with contextlib.suppress(OSError, ValueError):
-        print(visible(text, lines=True), file=sys.stderr, flush=True)
+        print(visible(shown(text), lines=True), file=sys.stderr, flush=True)
 
 
 # Output ---------------------------------------------------------------------------------------------
