@@ -65,6 +65,12 @@ class Metrics:
             ["method"],
             registry=self.registry,
         )
+        self.store_failures = Counter(
+            "rollbook_store_failures",
+            "Spells in which the lane took no events, such as a full disk; it goes on by itself.",
+            registry=self.registry,
+        )
+        self._spells = 0
         self.engine_s = Histogram(
             "rollbook_engine_seconds",
             "Time of a turn in the engine.",
@@ -105,6 +111,8 @@ class Metrics:
         alive = recorder.open_trajectories()
         self.open.set(len(alive))
         self.running.set(sum(live.running for live in alive))
+        self.store_failures.inc(recorder.writer.spells - self._spells)
+        self._spells = recorder.writer.spells
         if version is not None:
             self.version.set(version)
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

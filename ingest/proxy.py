@@ -52,7 +52,10 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     recorder.on_events = KeyWatch(metrics.registry, gate.take).take
     recorder.on_lost = metrics.lost_events.inc
     deaf: list[str] = []
-    """Why the log is followed no more: then nobody would hear of a sync, or of room for trajectories."""
+    """Why the log is not followed: then nobody hears of a sync, or of room for trajectories."""
+
+    def hearing(trouble: str | None) -> None:
+        deaf[:] = [] if trouble is None else [trouble]
 
     async def activated(version: int, digest: str, path: Path) -> None:
         policy = getattr(engine, "policy", "actor")
@@ -65,7 +68,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(activated)
-        follower = _follow(recorder, engine, gate, deaf.append)
+        follower = _follow(recorder, engine, gate, hearing)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
         yield
@@ -96,7 +99,7 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
 
 
 def _follow(
-    recorder: Recorder, engine: Engine, gate: AdmissionGate, failed: Callable[[str], None]
+    recorder: Recorder, engine: Engine, gate: AdmissionGate, failed: Callable[[str | None], None]
 ) -> Follower:
     """Hear what the trainer and other proxies write, from where the recorder has read."""
     syncs = engine.heard if isinstance(engine, Fleet) else lambda record: None
@@ -121,7 +124,8 @@ def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str], keys: Keys)
 
     @app.get("/healthz")
     async def healthz(request: Request, response: Response) -> Json:
-        failure = recorder.writer.failure or engine.failure() or next(iter(deaf), None)
+        writer = recorder.writer
+        failure = writer.failure or writer.waiting or engine.failure() or next(iter(deaf), None)
         response.status_code = 503 if failure else 200
         if not sees_details(caller_of(request)):
             return {"status": "failing" if failure else "ok"}

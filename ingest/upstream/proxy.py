@@ -323,7 +323,7 @@ def _session() -> aiohttp.ClientSession:
 def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metrics: Metrics) -> None:
     @app.get("/healthz")
     async def healthz(request: Request, response: Response) -> dict[str, Any]:
-        failure = recorder.writer.failure
+        failure = recorder.writer.failure or recorder.writer.waiting
         response.status_code = 503 if failure else 200
         if not sees_details(caller_of(request)):
             return {"status": "failing" if failure else "ok"}

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -161,7 +162,7 @@ class Sealer:
             # Not tried again at each pass: `rollbook store verify`, or a writer, takes the note away.
             quarantine(folder, str(error))
             tally.damage = str(error)
-        except (StoreError, OSError, pa.ArrowException) as error:
+        except (StoreError, OSError, pa.ArrowException, duckdb.Error) as error:
             tally.damage = f"{lane}: {error}"
         return LaneSealed(
             lane,
@@ -224,8 +225,8 @@ class Sealer:
                 build_derived(self._store.path, unit)
             except CorruptionError:
                 raise
-            except RemoteError as error:
-                logger.warning("deriving from units of lane %s waits for object storage: %s", lane, error)
+            except (RemoteError, OSError, duckdb.IOException) as error:
+                logger.warning("deriving from units of lane %s waits for its storage: %s", lane, error)
                 self._derived.discard((lane, unit.name))
                 return
             except Exception as error:  # it only makes questions faster, whatever is wrong with it

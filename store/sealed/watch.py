@@ -78,8 +78,8 @@ def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -
                 _print(report, as_json)
         except LaneLockedError:
             pass  # another process seals, or erases; look again
-        except RollbookError as error:
-            troubles = [str(error)]
+        except (RollbookError, OSError) as error:
+            troubles = [str(error)]  # such as a full disk: nothing is sealed meanwhile, and then it goes on
         for trouble in troubles:
             if trouble not in said:
                 Console(stderr=True).print(f"sealer: {trouble}", soft_wrap=True)

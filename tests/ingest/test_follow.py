@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,13 +349,11 @@ def test_it_rests_while_nothing_comes(tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert 1 <= polls.count(log.path) <= 10, "the proxies of other tests follow their own stores"
 
 
-@pytest.mark.parametrize("error", [CorruptionError("a lane is damaged"), OSError("no such device")])
-def test_it_says_why_it_can_follow_no_more(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_it_says_why_it_can_follow_no_more(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and it ends."""
     log = store.open(tmp_path / "store", create=True)
-    said: list[str] = []
+    said: list[str | None] = []
+    error = CorruptionError("a lane is damaged")
 
     def broken(*_: Any) -> None:
         raise error
@@ -369,3 +368,38 @@ def test_it_says_why_it_can_follow_no_more(
 
     asyncio.run(scenario())
     assert said == [f"the log cannot be followed: {error}"]
+
+
+def test_what_cannot_be_read_for_a_while_is_followed_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Want of descriptors makes nobody deaf for good: it says so, goes on, and nothing is left out."""
+    monkeypatch.setattr("rollbook.ingest.follow.AGAIN_S", 0.01)
+    log = store.open(tmp_path / "store", create=True)
+    said: list[str | None] = []
+    heard: list[Event] = []
+    real, left = Tail.poll, [3]
+
+    def scarce(tail: Tail, limit: int | None = None) -> list[Event]:
+        if heard and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(tail, limit)
+
+    monkeypatch.setattr(Tail, "poll", scarce)
+
+    async def scenario() -> None:
+        follower = Follower(log, {}, Filter(), heard.extend, said.append)
+        follower.start()
+        with log.writer("other") as writer:
+            for i in range(2):
+                writer.append([Event(TrajectoryFinished(f"t{i}", "completed", None), RUN)]).result(10)
+                await until(lambda i=i: len(heard) == i + 1)
+        await follower.stop()
+
+    asyncio.run(scenario())
+    assert [event.seq for event in heard] == [0, 1]
+    assert [*map(str, said)] == [
+        *3 * ["the log cannot be followed now: [Errno 24] Too many open files"],
+        "None",
+    ]

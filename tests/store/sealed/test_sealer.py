@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import orjson
 import pytest
 from typer.testing import CliRunner
 
 from rollbook.cli import app
-from rollbook.store import Store
+from rollbook.store import Store, log
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.lane.files import BRIEFLY_S, Watermark, quarantined, read_watermark, take_lock
 from rollbook.store.lane.frame import scan
+from rollbook.store.sealed import seal, watch
 from rollbook.store.sealed.sealer import CLAIM, Sealer
 from rollbook.store.sealed.unit import current_units, unit_folder
 from rollbook.store.settings import AppendSettings
@@ -289,3 +293,33 @@ def test_the_child_is_started_again_when_it_dies(store: Store, notes: Any, start
     out, err = parent.communicate("\n", timeout=60)
     assert out == "ended 0\n"
     assert err == "the sealer ended (exit code -9); starting it again, 1 of 5\n"
+
+
+@pytest.mark.parametrize("refused", ["lock", "query"])
+def test_a_watching_sealer_outlives_a_full_disk(
+    tidy: Store, notes: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, refused: str
+) -> None:
+    """It says what is wrong once, and seals when there is room again."""
+    with tidy.writer("a") as writer:
+        writer.append(notes(20)).result(30)
+    passes = []
+    stop = threading.Event()
+    real = {"lock": log.take_lock, "query": seal._count_several}[refused]
+
+    def full(*args: Any, **options: Any) -> Any:
+        passes.append(1)
+        if len(passes) < 3:
+            wrong = {"lock": OSError(errno.ENOSPC, "No space"), "query": duckdb.IOException("No space")}
+            raise wrong[refused]
+        stop.set()
+        return real(*args, **options)
+
+    if refused == "lock":
+        monkeypatch.setattr(log, "take_lock", full)
+    else:
+        monkeypatch.setattr(seal, "_count_several", full)
+    monkeypatch.setattr(threading.Event, "wait", lambda *_: None)
+    watch._watch(tidy, Sealer(tidy), stop, as_json=True)
+    assert len(passes) >= 3
+    assert capsys.readouterr().err.count("No space") == 1
+    assert [unit.next_seq for unit in current_units(tidy.path, "a")] == [20]
