@@ -18,7 +18,7 @@ from rollbook.store.catalog import Catalog
 from rollbook.store.consumer import Consumer
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CatalogError, CutError
-from rollbook.store.events import Event, StepPlanned
+from rollbook.store.events import Event, StepPlanned, TrajectoryOpened
 from rollbook.store.inside import look_inside
 from rollbook.store.lane.files import folders_of_lanes, take_lock
 from rollbook.store.lane.marks import closed_head
@@ -159,6 +159,22 @@ class Store:
             CorruptionError: a file that may hold it is damaged.
         """
         return self.trajectories(cut, [trajectory_id]).get(trajectory_id)
+
+    def opening(self, run: str, name: str) -> tuple[TrajectoryOpened, str] | None:
+        """The opening of the run's trajectory of that client's name, and its lane; None where there is none.
+
+        Reads what is small of each unit, and nothing twice of what is not sealed.
+
+        Raises:
+            CorruptionError: a file that may hold it is damaged.
+        """
+        trajectory_id = self._points.opened(self.lanes(), run, name)
+        if trajectory_id is None:
+            return None
+        for event in self._points.events(self.lanes(), [trajectory_id]):
+            if isinstance(event.record, TrajectoryOpened):
+                return event.record, event.lane
+        return None
 
     def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
         """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, copying nothing."""

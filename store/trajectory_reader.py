@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from rollbook.store import codec
 from rollbook.store.errors import CorruptionError
-from rollbook.store.events import Event
+from rollbook.store.events import Event, TrajectoryOpened
 from rollbook.store.lane.reader import LaneReader
-from rollbook.store.sealed.point_read import trajectory_rows, unit_body
+from rollbook.store.sealed.point_read import opened_in, trajectory_rows, unit_body
 from rollbook.store.sealed.unit import Unit, while_replaced
 from rollbook.store.upkeep_events import BodyStored
 
@@ -31,6 +31,8 @@ class _LiveLane:
         self._batches: list[pa.RecordBatch] = []
         self._rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._bodies: dict[str, tuple[int, int]] = {}
+        self.opened: dict[tuple[str, str], str] = {}
+        """(run, client's name) -> trajectory."""
 
     def refresh(self) -> None:
         """Take in what became durable since."""
@@ -43,6 +45,9 @@ class _LiveLane:
             for row, kind in enumerate(batch.column("kind").to_pylist()):
                 if kind == BodyStored.KIND:
                     self._bodies[self._extra(number, row)["digest"]] = (number, row)
+                elif kind == TrajectoryOpened.KIND:
+                    name = (batch.column("run")[row].as_py(), self._extra(number, row)["name"])
+                    self.opened[name] = batch.column("trajectory_id")[row].as_py()
 
     def events(self, trajectory_id: str) -> list[Event]:
         """The trajectory's events among them."""
@@ -81,6 +86,23 @@ class TrajectoryReader:
         """
         with self._lock:
             return self._events(lanes, ids)
+
+    def opened(self, lanes: Sequence[str], run: str, name: str) -> str | None:
+        """Id of the run's trajectory of that client's name, or None. Threads may share it.
+
+        Raises:
+            CorruptionError: a file that may hold its opening is damaged.
+        """
+
+        def of_lane(lane: str, units: Sequence[Unit]) -> str | None:
+            live = self._live_lane(lane, units[-1].next_seq if units else 0)
+            found = live.opened.get((run, name))
+            sealed = (opened_in(self._store, unit, run, name) for unit in reversed(units))
+            return found or next(filter(None, sealed), None)
+
+        with self._lock:
+            found = (while_replaced(self._store, lane, partial(of_lane, lane)) for lane in lanes)
+            return next(filter(None, found), None)
 
     def _events(self, lanes: Sequence[str], ids: Collection[str]) -> list[Event]:
         found: list[Event] = []

@@ -110,3 +110,22 @@ def test_a_cut_beyond_the_store_is_refused(scattered: Store) -> None:
     """A cut that the store does not hold raises CutError, as everywhere."""
     with pytest.raises(CutError, match="holds 99 events"):
         scattered.trajectory("t1", {"serve": 99})
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_an_opening_is_found_by_its_name(scattered: Store, state: str) -> None:
+    """In whatever state its lane is, also when it was opened after the store was asked; and no other."""
+    names = {"alpha": "t1", "beta": "t2", "long": "t9"}
+    openings = [e for e in scattered.events() if isinstance(e.record, kinds.TrajectoryOpened)]
+    assert {e.record.name: e.record.trajectory_id for e in openings} == names
+    assert scattered.opening("demo", "new") is None
+    for act in STATES[state]:
+        act(scattered)
+    for event in openings:
+        assert scattered.opening(event.run, event.record.name) == (event.record, event.lane)
+    for run, name in (("demo", "t1"), ("demo", "alph"), ("other", "alpha"), ("demo", "")):
+        assert scattered.opening(run, name) is None
+    with scattered.writer("late") as writer:
+        opened = kinds.TrajectoryOpened("t10", "new")
+        writer.append([Event(opened, "demo")]).result(30)
+        assert scattered.opening("demo", "new") == (opened, "late")
