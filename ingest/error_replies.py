@@ -16,10 +16,12 @@ from rollbook.store.errors import (
     EngineError,
     LimitError,
     RequestError,
+    ShortageError,
     UnstorableError,
     WriteFailedError,
 )
 from rollbook.store.events import Json
+from rollbook.store.lane.flusher import SHORT
 from rollbook.store.redaction import shown
 
 Form = Callable[[str], Callable[[int, str, str], Json]]
@@ -44,6 +46,12 @@ def told(error: Exception) -> tuple[int, str, str]:
             return error.status, error.code, error.message
         case WriteFailedError():
             return 503, "store_failed", shown(str(error))
+        case OSError() if _is_short(error):
+            return (
+                503,
+                "short",
+                "there is too little left to answer this now, descriptors or memory: try again",
+            )
         case UnstorableError():
             return 400, "not_recordable", f"the request cannot be recorded, so it is not answered: {error}"
         case EngineError():
@@ -54,6 +62,11 @@ def told(error: Exception) -> tuple[int, str, str]:
             return error.status_code, "not_served", f"{error.detail}: the README lists the routes"
         case _:
             return 500, "internal_error", f"{type(error).__name__} in the proxy; its log says more"
+
+
+def _is_short(error: OSError) -> bool:
+    """Whether it is for want of descriptors or memory, which come back."""
+    return isinstance(error, ShortageError) or error.errno in SHORT
 
 
 def error_reply(form: Form, path: str, error: Exception) -> Response:
@@ -80,6 +93,12 @@ def add_error_replies(app: FastAPI, form: Form, refused: Callable[[str], None]) 
             refused(error.code)
         return error_reply(form, request.url.path, error)
 
+    async def short(request: Request, error: Exception) -> Response:
+        if isinstance(error, OSError) and not _is_short(error):
+            raise error
+        return await reply(request, error)
+
+    app.add_exception_handler(OSError, short)
     ours = (RequestError, EngineError, WriteFailedError, UnstorableError)
     for kind in (*ours, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, reply)

@@ -8,6 +8,7 @@
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
     │   ├── OutsideError         a store's folder, or what it names, leads out of it; nothing was opened
     │   ├── WriteFailedError     (also OSError) an append did not become durable
+    │   ├── ShortageError        (also OSError) descriptors or memory ran out for a while
     │   ├── UnstorableError      (also ValueError) an append holds what has no stored form; refused alone
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
@@ -61,6 +62,10 @@ class OutsideError(StoreError):
 
 class WriteFailedError(StoreError, OSError):
     """An append did not become durable; the lane takes no further appends."""
+
+
+class ShortageError(StoreError, OSError):
+    """Nothing is wrong with a file: there was no descriptor or no memory to read it with."""
 
 
 class UnstorableError(StoreError, ValueError):

@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollbook.store.codec import conform
-from rollbook.store.errors import CorruptionError, StoreError
+from rollbook.store.errors import CorruptionError, ShortageError, StoreError
 from rollbook.store.events import TurnCompleted, TurnRequested
+from rollbook.store.lane.flusher import SHORT
 from rollbook.store.permissions import make_empty
 from rollbook.store.schema import LOG_SCHEMA
 from rollbook.store.sealed.remote import is_outage, place, refused
@@ -122,10 +123,15 @@ def checked_parquet(source: Any) -> pq.ParquetFile:
 
 
 def damaged(store: Path, unit: Unit, name: str, error: object) -> StoreError:
-    """The error for a file of a unit that cannot be read: RemoteError if only object storage failed."""
+    """The error for a file of a unit that cannot be read: RemoteError if only object storage failed.
+
+    ShortageError if there was nothing to read it with.
+    """
     if unit.remote is not None and is_outage(error):
         return refused(f"{unit.remote}/{name}", read_settings(store).remote, error)
     where = unit.remote or store / "sealed" / unit.lane / unit.name
+    if isinstance(error, OSError) and error.errno in SHORT:
+        return ShortageError(f"{where}/{name} cannot be read now: {error}; try again")
     return CorruptionError(f"{where}/{name}: a sealed file of lane {unit.lane!r} cannot be read: {error}")
 
 
