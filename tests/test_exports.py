@@ -46,6 +46,6 @@ def test_errors_are_one_tree_and_survive_pickling() -> None:
     assert len(kinds) > 12
     for kind in kinds:
         assert issubclass(kind, errors.RollbookError)
-        error = kind(409, "code", "text") if kind is errors.RequestError else kind("text")
+        error = kind(409, "code", "text") if issubclass(kind, errors.RequestError) else kind("text")
         back = pickle.loads(pickle.dumps(error))
         assert (type(back), str(back), vars(back)) == (kind, "text", vars(error))
