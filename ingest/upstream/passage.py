@@ -14,8 +14,9 @@ from rollbook.ingest.json_bounds import check_weight
 from rollbook.ingest.large_work import LARGE_BYTES, aside
 from rollbook.ingest.redact import Redactor, changes_conversation
 from rollbook.ingest.upstream.credentials import given_cookies
+from rollbook.ingest.upstream.passing import Passing
 from rollbook.ingest.upstream.prompts import MOST_CHOICES
-from rollbook.ingest.upstream.record import PassageRecorder, Passing
+from rollbook.ingest.upstream.record import PassageRecorder
 from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
 from rollbook.ingest.upstream.reply_copy import ReplyCopy
 from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of

@@ -45,8 +45,9 @@ from rollbook.ingest.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.credentials import sent_credentials
 from rollbook.ingest.upstream.passage import Passage
+from rollbook.ingest.upstream.passing import Passing
 from rollbook.ingest.upstream.paths import Paths, meant, paths_of, response_named
-from rollbook.ingest.upstream.record import PassageRecorder, Passing
+from rollbook.ingest.upstream.record import PassageRecorder
 from rollbook.ingest.upstream.references import References, named_ids
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.ingest.upstream.request import read_call

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rollbook.ingest.access import Caller, Role
 from rollbook.ingest.answered import AnsweredTurn
@@ -20,10 +19,19 @@ from rollbook.ingest.recorder import Recorder, all_durable, any_lost
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.requests import check_recordable
 from rollbook.ingest.tokens.normal_form import chain_all
-from rollbook.ingest.tokens.tree import TreeTurn, grown
+from rollbook.ingest.tokens.tree import TreeTurn
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.upstream.completed import completed_turn
-from rollbook.ingest.upstream.prompts import AskedPrompts, asked_prompts, prompt_ids
+from rollbook.ingest.upstream.passing import (
+    CONTEXT,
+    Passing,
+    Placed,
+    grown_turn,
+    of_choice,
+    sent_items,
+    which_prompt,
+)
+from rollbook.ingest.upstream.prompts import asked_prompts, prompt_ids
 from rollbook.ingest.upstream.references import named_ids
 from rollbook.ingest.upstream.reply import UpstreamReply
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
@@ -34,68 +42,10 @@ from rollbook.store.redaction import shown
 from rollbook.store.siblings import as_sibling
 from rollbook.store.terminal import say
 
-CONTEXT = "upstream"
 MOST_REPLY_BYTES = 64 * 2**20
 RESPONSES_KEPT = 65536
 """Ids of responses and of their items of which it is known whose they are."""
 UNRESOLVED = "unresolved_reference"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """A prompt of a request among the turns of its trajectory.
-
-    Attributes:
-        requested: the first of its completions.
-        echoed: the turn whose reply it shows.
-    """
-
-    messages: list[Json]
-    hashes: list[bytes]
-    parent: TreeTurn | None
-    requested: TurnRequested
-    echoed: TreeTurn | None
-
-
-@dataclass(slots=True, eq=False)
-class Passing:
-    """A request on its way: its turns, one for each completion that was asked for.
-
-    Attributes:
-        asked: its prompts, which are `placed` one by one.
-        redacted: something was taken out of it, so its tokens are not to be kept.
-        rests_on: the appends of its trajectory's opening and of the request itself.
-        written: the append of how it came out.
-        answered: turns that came back.
-        settled: whether it was recorded how the request came out.
-    """
-
-    live: LiveTrajectory
-    call: ModelCall
-    asked: AskedPrompts
-    placed: list[Placed]
-    requested: list[TurnRequested]
-    redacted: bool = False
-    begun_s: float = field(default_factory=time.perf_counter)
-    rests_on: list[Future[int] | None] = field(default_factory=list)
-    written: Future[int] | None = None
-    answered: list[AnsweredTurn] = field(default_factory=list)
-    settled: bool = False
-
-    def begin(self) -> None:
-        """It is passed on."""
-        self.live.running += 1
-        self.live.active_s = time.monotonic()
-
-    def replying(self) -> None:
-        """The reply begins. From here on a finish waits for its end: a client may be quicker than we are."""
-        self.live.running -= 1
-        self.live.sending += 1
-
-    def left(self) -> None:
-        """Nothing more will come of a reply that began."""
-        self.live.active_s = time.monotonic()
-        self.live.sent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +159,11 @@ class PassageRecorder:
         wire |= {"unresolved": list(call.unresolved)} if call.unresolved else {}
         request_id = new_id()
         placed = [
-            self._placed(live, call, messages, request_id, wire | _which(asked, prompt))
+            self._placed(live, call, messages, request_id, wire | which_prompt(asked, prompt))
             for prompt, messages in enumerate(asked.prompts)
         ]
         passing = Passing(live, call, asked, placed, [], redacted)
-        passing.requested = [_of_choice(passing, choice) for choice in range(asked.choices)]
+        passing.requested = [of_choice(passing, choice) for choice in range(asked.choices)]
         first = passing.requested[0]
         check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
         siblings = (as_sibling(turn, first) for turn in passing.requested[1:])
@@ -250,7 +200,7 @@ class PassageRecorder:
             sampling={},
             honoured={},
             context_key=CONTEXT,
-            wire=wire | _items(live, base, call),
+            wire=wire | sent_items(live, base, call),
         )
         return Placed(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
 
@@ -302,7 +252,7 @@ class PassageRecorder:
             reply = reply.without_tokens()
         took = {"engine_us": int((time.perf_counter() - passing.begun_s) * 1e6)}
         unasked = [c.index for c in reply.choices if c.index >= len(passing.requested)]
-        siblings = [_of_choice(passing, index) for index in unasked]
+        siblings = [of_choice(passing, index) for index in unasked]
         choices = {choice.index: choice for choice in reply.choices}
         prompts = prompt_ids(passing.asked, reply)
         records: list[Record] = [as_sibling(turn, passing.requested[0]) for turn in siblings]
@@ -325,7 +275,7 @@ class PassageRecorder:
             )
             check_recordable([completed.reply, completed.upstream])
             records.append(completed)
-            made.append((requested, completed, _grown(passing, requested, completed)))
+            made.append((requested, completed, grown_turn(passing, requested, completed)))
         passing.requested += siblings
         for requested, completed, turn in made:
             passing.answered.append(AnsweredTurn(requested, completed))
@@ -360,58 +310,5 @@ class PassageRecorder:
             self.metrics.answered(turn, delivered=delivered)
 
 
-def _which(asked: AskedPrompts, prompt: int) -> Json:
-    """Of several prompts of a request, which one a turn answers."""
-    return {"prompt": prompt} if len(asked.prompts) > 1 else {}
-
-
-def _of_choice(passing: Passing, choice: int) -> TurnRequested:
-    """The request for one completion. Its messages are those of the first one of its prompt, said once."""
-    prompt, each = passing.asked.of(choice), passing.asked.each
-    placed = passing.placed[prompt or 0]
-    first = placed.requested
-    if prompt is None:  # nobody asked for it, so nobody knows what it answers
-        wire = {k: v for k, v in first.wire.items() if k != "prompt"} | {"choice": choice}
-        return replace(first, turn_id=new_id(), base_turn_id=None, shared_messages=0, messages=[], wire=wire)
-    if choice == prompt * each:
-        return replace(first, wire=first.wire | ({"choice": choice} if choice else {}))
-    wire = first.wire | {"choice": choice}
-    if "items" in wire:
-        wire |= {"shared_items": wire["shared_items"] + len(wire["items"]), "items": []}
-    return replace(
-        first,
-        turn_id=new_id(),
-        base_turn_id=first.turn_id,
-        shared_messages=len(placed.messages),
-        messages=[],
-        wire=wire,
-    )
-
-
-def _items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> Json:
-    """The messages as sent, where that is another form than chat's: those that the base has not."""
-    if call.items is None:
-        return {}
-    earlier = live.items.get(base.turn_id, []) if base else []
-    shared = 0
-    for one, other in zip(earlier, call.items, strict=False):
-        if one != other:
-            break
-        shared += 1
-    return {"shared_items": shared, "items": call.items[shared:]}
-
-
 def _failed(passing: Passing, error: str) -> list[Record]:
     return [TurnFailed(r.trajectory_id, r.turn_id, error) for r in passing.requested]
-
-
-def _grown(passing: Passing, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:
-    """The turn in the tree. One that could not be indexed now could not be after a restart either."""
-    chain_all([completed.reply])
-    parts = (completed.prompt_ids, completed.completion_ids)
-    prompt = passing.asked.of(requested.wire.get("choice", 0))
-    if prompt is None:
-        return grown(requested.turn_id, CONTEXT, [], chain_all([]), completed.reply, None, parts)
-    placed = passing.placed[prompt]
-    asked = (placed.messages, placed.hashes, completed.reply, placed.parent)
-    return grown(requested.turn_id, CONTEXT, *asked, parts)

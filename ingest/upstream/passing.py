@@ -1,0 +1,128 @@
+"""A request on its way to an upstream: its prompts, its turns, and what the log says of each. Pure."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from rollbook.ingest.answered import AnsweredTurn
+from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.tokens.normal_form import chain_all
+from rollbook.ingest.tokens.tree import TreeTurn, grown
+from rollbook.ingest.upstream.prompts import AskedPrompts
+from rollbook.store.events import Json, TurnCompleted, TurnRequested
+from rollbook.store.ids import new_id
+
+CONTEXT = "upstream"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A prompt of a request among the turns of its trajectory.
+
+    Attributes:
+        requested: the first of its completions.
+        echoed: the turn whose reply it shows.
+    """
+
+    messages: list[Json]
+    hashes: list[bytes]
+    parent: TreeTurn | None
+    requested: TurnRequested
+    echoed: TreeTurn | None
+
+
+@dataclass(slots=True, eq=False)
+class Passing:
+    """A request on its way: its turns, one for each completion that was asked for.
+
+    Attributes:
+        asked: its prompts, which are `placed` one by one.
+        redacted: something was taken out of it, so its tokens are not to be kept.
+        rests_on: the appends of its trajectory's opening and of the request itself.
+        written: the append of how it came out.
+        answered: turns that came back.
+        settled: whether it was recorded how the request came out.
+    """
+
+    live: LiveTrajectory
+    call: ModelCall
+    asked: AskedPrompts
+    placed: list[Placed]
+    requested: list[TurnRequested]
+    redacted: bool = False
+    begun_s: float = field(default_factory=time.perf_counter)
+    rests_on: list[Future[int] | None] = field(default_factory=list)
+    written: Future[int] | None = None
+    answered: list[AnsweredTurn] = field(default_factory=list)
+    settled: bool = False
+
+    def begin(self) -> None:
+        """It is passed on."""
+        self.live.running += 1
+        self.live.active_s = time.monotonic()
+
+    def replying(self) -> None:
+        """The reply begins. From here on a finish waits for its end: a client may be quicker than we are."""
+        self.live.running -= 1
+        self.live.sending += 1
+
+    def left(self) -> None:
+        """Nothing more will come of a reply that began."""
+        self.live.active_s = time.monotonic()
+        self.live.sent()
+
+
+def which_prompt(asked: AskedPrompts, prompt: int) -> Json:
+    """Of several prompts of a request, which one a turn answers."""
+    return {"prompt": prompt} if len(asked.prompts) > 1 else {}
+
+
+def of_choice(passing: Passing, choice: int) -> TurnRequested:
+    """The request for one completion. Its messages are those of the first one of its prompt, said once."""
+    prompt, each = passing.asked.of(choice), passing.asked.each
+    placed = passing.placed[prompt or 0]
+    first = placed.requested
+    if prompt is None:  # nobody asked for it, so nobody knows what it answers
+        wire = {k: v for k, v in first.wire.items() if k != "prompt"} | {"choice": choice}
+        return replace(first, turn_id=new_id(), base_turn_id=None, shared_messages=0, messages=[], wire=wire)
+    if choice == prompt * each:
+        return replace(first, wire=first.wire | ({"choice": choice} if choice else {}))
+    wire = first.wire | {"choice": choice}
+    if "items" in wire:
+        wire |= {"shared_items": wire["shared_items"] + len(wire["items"]), "items": []}
+    return replace(
+        first,
+        turn_id=new_id(),
+        base_turn_id=first.turn_id,
+        shared_messages=len(placed.messages),
+        messages=[],
+        wire=wire,
+    )
+
+
+def sent_items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> Json:
+    """The messages as sent, where that is another form than chat's: those that the base has not."""
+    if call.items is None:
+        return {}
+    earlier = live.items.get(base.turn_id, []) if base else []
+    shared = 0
+    for one, other in zip(earlier, call.items, strict=False):
+        if one != other:
+            break
+        shared += 1
+    return {"shared_items": shared, "items": call.items[shared:]}
+
+
+def grown_turn(passing: Passing, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:
+    """The turn in the tree. One that could not be indexed now could not be after a restart either."""
+    chain_all([completed.reply])
+    parts = (completed.prompt_ids, completed.completion_ids)
+    prompt = passing.asked.of(requested.wire.get("choice", 0))
+    if prompt is None:
+        return grown(requested.turn_id, CONTEXT, [], chain_all([]), completed.reply, None, parts)
+    placed = passing.placed[prompt]
+    asked = (placed.messages, placed.hashes, completed.reply, placed.parent)
+    return grown(requested.turn_id, CONTEXT, *asked, parts)
