@@ -29,7 +29,7 @@ class BenchError(RollbookError):
     """A process of a benchmark failed; the message ends with its last lines."""
 
 
-KEY_VARIABLES = ("ROLLBOOK_API_KEYS", "ROLLBOOK_ENGINE_KEY")
+KEY_VARIABLES = ("ROLLBOOK_API_KEYS", "ROLLBOOK_ENGINE_KEY", "ROLLBOOK_ENGINE_ADMIN_KEY")
 
 
 def some_cores(count: int) -> str:

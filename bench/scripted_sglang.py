@@ -48,7 +48,7 @@ class ScriptedSGLang:
         self.paused: str | None = None
         self.running: dict[str, Job] = {}
         self.seen: deque[Message] = deque(maxlen=self.options.log)
-        self._made = 0
+        self._made, self._started = 0, time.perf_counter()
         file = self.options.tokenizer
         tokenizer = None if file is None else Tokenizer.from_file(str(file))
         self._decode = None if tokenizer is None else (lambda ids: tokenizer.decode(list(ids)))
@@ -271,7 +271,8 @@ class ScriptedSGLang:
 
     def _server_info(self, body: Message) -> tuple[int, Any]:
         found = {"model_path": self.options.model_path, "dp_size": 1, "tp_size": 1, "version": VERSION}
-        found["device"] = "cpu"
+        found |= {"device": "cpu", "dtype": self.options.weights or "auto"}
+        found |= {"startup_time": {"scheduler_e2e": self._started}, "random_seed": 0}
         return 200, found | {
             "incremental_streaming_output": self.options.incremental,
             "weight_version": self.options.weight_version,

@@ -113,7 +113,7 @@ class _Trainer:
             transport.path = self._folder / "store" / path
         else:
             digest = self._policy.weights_digest()
-        release = Release("actor", self._version, digest, path, self._policy.shape.head_dim)
+        release = Release("actor", self._version, digest, path, self._policy.shape.head_dim, "bench")
         syncer.sync(release, self._policy.stream_weights)
         self._served = self._version
         if counted:

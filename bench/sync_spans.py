@@ -25,13 +25,16 @@ from rollbook.bench.scripted_job import Job, Options
 from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
 from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.store.events import token_ids
+from rollbook.ingest.engines.sglang_http import SglangServer
+from rollbook.store.errors import EngineError
+from rollbook.store.events import PolicyActivated, token_ids
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Manner, Release, Syncer
 from rollbook.train.sync.transports import FromTensors
 
 PAUSES = ("in_place", "retract", "abort")
 LENGTH, TOKEN_S = 120, 0.003
+RUN = "bench"
 SHAPES = {"model.embed_tokens.weight": (64, 16), "model.layers.0.mlp.down_proj.weight": (16, 32)} | {
     f"model.layers.0.self_attn.{part}_proj.weight": (16, 16) for part in "qkvo"
 }
@@ -86,11 +89,12 @@ def label_tokens(folder: Path, updates: int, clients: int, on_update: Callable[[
         url = stack.enter_context(serving(witness))
         done = threading.Event()
         made: list[Generation] = []
-        asking = threading.Thread(target=lambda: made.extend(asyncio.run(_ask(url, clients, done))))
+        names = Names()
+        asking = threading.Thread(target=lambda: made.extend(asyncio.run(_ask(url, clients, done, names))))
         asking.start()
         true = {0: witness.holds()}
         try:
-            for version in _synced(url, updates, stack):
+            for version in _synced(url, updates, stack, names):
                 true[version] = witness.holds()
                 on_update()
         finally:
@@ -99,24 +103,50 @@ def label_tokens(folder: Path, updates: int, clients: int, on_update: Callable[[
     return _compared(made, witness.held, true, updates)
 
 
-def _synced(url: str, updates: int, stack: ExitStack) -> Iterator[int]:
+def _synced(url: str, updates: int, stack: ExitStack, names: Names) -> Iterator[int]:
     """Sync versions from 1 on; each once it is verified and served."""
     syncers = []
     for pause in PAUSES:
-        syncers.append(Syncer([EngineControl(url, 30.0)], FromTensors(BUCKET), _unwritten, Manner(pause)))
+        syncers.append(Syncer([EngineControl(url, 30.0)], FromTensors(BUCKET), names.write, Manner(pause)))
         stack.callback(syncers[-1].close)
     for version in range(1, updates + 1):
-        release = Release("actor", version, str(version), "", 8)
+        release = Release("actor", version, str(version), "", 8, RUN)
         syncers[version % len(PAUSES)].sync(release, lambda: _weights(version))  # noqa: B023
         yield version
 
 
-def _unwritten(*_: object) -> None:
-    """No log: what an engine's client hears is what would be recorded."""
+class Names:
+    """What the syncs call the weights: the log's part, without a log."""
+
+    changes = 0
+
+    def __init__(self) -> None:
+        self._versions = {"0": 0}  # which the server was started with
+
+    def write(self, *records: object) -> None:
+        """Take what a sync says."""
+        for record in records:
+            if isinstance(record, PolicyActivated):
+                self._versions[record.weight_name] = record.policy_version
+
+    def version_of(self, name: str) -> int | None:
+        """The version of a name."""
+        return self._versions.get(name)
+
+    def gave(self, name: str) -> bool:
+        """No: nothing is named here."""
+        return False
+
+    async def hear(self) -> None:
+        """Nothing comes later."""
+
+    async def identify(self, server: SglangServer) -> int:
+        """No: only syncs say which version there is."""
+        raise EngineError(f"{server.url} has not been synced yet")
 
 
-async def _ask(url: str, clients: int, done: threading.Event) -> list[Generation]:
-    engine, made = SglangEngine(url), []
+async def _ask(url: str, clients: int, done: threading.Event, names: Names) -> list[Generation]:
+    engine, made = SglangEngine(url, names), []
 
     async def activated(*_: Any) -> None:
         return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +16,8 @@ from rollbook.ingest.admission.outstanding import KINDS
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
+from rollbook.ingest.engines.identify import Identity
+from rollbook.ingest.engines.weight_log import WeightLog
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
 from rollbook.ingest.follow import Follower
@@ -34,7 +37,6 @@ from rollbook.store.events import (
     EngineControlled,
     Event,
     Json,
-    PolicyActivated,
     SyncFailed,
     SyncFinished,
     SyncStarted,
@@ -42,7 +44,23 @@ from rollbook.store.events import (
 from rollbook.store.tail import Filter
 
 
-def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name: str = "rollbook") -> FastAPI:
+def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> Identity:
+    """What binds the weights that engines hold to versions, in the recorder's log.
+
+    Args:
+        model: the directory that the run starts from, or a checkpoint, to compare engines with.
+    """
+    run = recorder.known_run
+    log = WeightLog(recorder.store, recorder.run, policy, run.weights, run.cut)
+    return Identity(log, recorder.write, model)
+
+
+def build_app(
+    taker: TurnTaker,
+    options: ProxyOptions | None = None,
+    model_name: str = "rollbook",
+    identity: Identity | None = None,
+) -> FastAPI:
     """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
     recorder, engine = taker.recorder, taker.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
@@ -51,23 +69,16 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     metrics, room = Metrics(), BodyRoom(options)
     recorder.on_events = KeyWatch(metrics.registry, gate.take).take
     recorder.on_lost = metrics.lost_events.inc
+    identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     deaf: list[str] = []
     """Why the log is not followed: then nobody hears of a sync, or of room for trajectories."""
 
     def hearing(trouble: str | None) -> None:
         deaf[:] = [] if trouble is None else [trouble]
 
-    async def activated(version: int, digest: str, path: Path) -> None:
-        policy = getattr(engine, "policy", "actor")
-        await recorder.write(PolicyActivated(policy, version, engine.name, digest, str(path)))
-
-    async def controlled(request: Request, action: str, asked: Json, error: str | None) -> None:
-        by = caller_of(request).name
-        await recorder.write(EngineControlled(engine.name, action, asked, error, by))
-
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await engine.start(activated)
+        await engine.start(partial(identity.activated, engine.name))
         follower = _follow(recorder, engine, gate, hearing)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
@@ -92,10 +103,20 @@ def build_app(taker: TurnTaker, options: ProxyOptions | None = None, model_name:
     _add_metrics(app, taker, metrics, gate)
     control = engine.control()
     if control is not None:
-        app.state.controlled = controlled
+        app.state.controlled = _controlled(recorder, engine)
         app.include_router(control, prefix="/engine")
     add_guards(app, guard, options.own, metrics.failed)
     return app
+
+
+def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
+    """What writes down who did what to the engine in this process."""
+
+    async def controlled(request: Request, action: str, asked: Json, error: str | None) -> None:
+        by = caller_of(request).name
+        await recorder.write(EngineControlled(engine.name, action, asked, error, by))
+
+    return controlled
 
 
 def _follow(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from rollbook.ingest.admission.outstanding import Outstanding
+from rollbook.ingest.engines import weight_log
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.reply import STOP_STRING
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
@@ -35,6 +36,7 @@ class RunReader:
     Attributes:
         outstanding: those that wait to be trained on.
         syncs: what became of engines' weights.
+        weights: all that says which weights are which version.
         cut: how far it has read.
     """
 
@@ -42,6 +44,7 @@ class RunReader:
         self.opened: dict[str, tuple[TrajectoryOpened, str]] = {}
         self.outstanding = Outstanding(run)
         self.syncs: list[SyncStarted | SyncFinished | SyncFailed] = []
+        self.weights: list[Event] = []
         self._store, self._run = store, run
         self._finished: set[str] = set()
         self.cut: dict[str, int] = {}
@@ -60,6 +63,8 @@ class RunReader:
             record = event.record
             if event.run != self._run:
                 continue
+            if event.kind in weight_log.KINDS:
+                self.weights.append(event)
             if isinstance(record, _OF_TRAINERS):
                 trainers[event.lane].append(_slim(event))
                 continue

@@ -16,8 +16,9 @@ from fastapi import FastAPI
 
 from rollbook import store
 from rollbook.ingest.connections import Connections, bounded_http, connections_for, raise_descriptors
+from rollbook.ingest.first_look import look_first
 from rollbook.ingest.memory import give_back
-from rollbook.ingest.proxy import build_app
+from rollbook.ingest.proxy import build_app, identity_of
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.sealer_child import sealer_beside
@@ -61,9 +62,12 @@ def _serve_tokens(options: ServeOptions) -> None:
     model = model_of(options)
     tokenizer = load_chat_tokenizer(model)
     family = choose_family(options.reply_format, model, tokenizer.template_source)
-    engine = make_engine(options, tokenizer)
+    made = make_engine(options, tokenizer)
     listener = _listen(options.host, options.port)
     with _recorder(options) as recorder:
+        identity = identity_of(recorder, options.policy, model)
+        engine = made(identity)
+        notes = look_first(engine, identity, model)
         bridges = Bridges.tested(tokenizer, options.tree)
         taker = TurnTaker(recorder, engine, bridges, family, options.hold_s)
         config = options.as_json() | {"reply_format": family.name, "refused": bridges.refused}
@@ -73,7 +77,10 @@ def _serve_tokens(options: ServeOptions) -> None:
         console.print(f"replies are read as {family.name}")
         if bridges.refused:
             console.tell((f"turns are never extended, each is a root: {bridges.refused}", "yellow"))
-        _run(options, recorder, build_app(taker, options.proxy, model.resolve().name), listener)
+        for note in notes:
+            console.tell((note, "yellow"))
+        app = build_app(taker, options.proxy, model.resolve().name, identity)
+        _run(options, recorder, app, listener)
 
 
 @contextlib.contextmanager
@@ -116,8 +123,11 @@ def _run(
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; what stands around it here is to end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
-        server.run(sockets=[listener])
+    try:
+        with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
+            server.run(sockets=[listener])
+    finally:
+        gc.unfreeze()  # what is frozen is not collected at the end either: DuckDB's module says so at length
 
 
 def forwarding(addresses: Sequence[str]) -> dict[str, Any]:

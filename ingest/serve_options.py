@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Engine
-from rollbook.ingest.engines.fleet import OWN, Fleet
+from rollbook.ingest.engines.fleet import Fleet
+from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.engines.sglang import SglangEngine
 from rollbook.ingest.engines.sglang_parts import routing_of
 from rollbook.ingest.engines.sglang_wire import Routing
+from rollbook.ingest.engines.weight_log import OWN
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
@@ -22,7 +24,7 @@ from rollbook.ingest.upstream.proxy import Upstream
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import Json
 
-KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY"
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY", "ROLLBOOK_ENGINE_ADMIN_KEY"
 ENGINES = ("embedded", "sglang", "upstream", "scripted")
 
 
@@ -34,6 +36,7 @@ class ServeOptions:
         reply_format: a family of `ingest.replies`, or auto: by the chat template.
         engine_ask: fields that an upstream is asked for beyond what agents send.
         engine_urls: one for an upstream, one or several for SGLang.
+        engine_admin_key: of SGLang's control routes, where they have one of their own.
         images: the engine's model takes them.
         routed_experts: have the engine tell, and keep, which experts each token went to.
         hold_s: how long a request waits while weights are being replaced.
@@ -55,6 +58,7 @@ class ServeOptions:
     seal: bool = True
     engine_urls: tuple[EngineAddress, ...] = ()
     engine_key: str | None = field(default=None, repr=False)
+    engine_admin_key: str | None = field(default=None, repr=False)
     engine_ask: Json | None = None
     images: bool = False
     routed_experts: bool = False
@@ -80,6 +84,7 @@ class ServeOptions:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
         shown |= {
             "engine_key": bool(self.engine_key),
+            "engine_admin_key": bool(self.engine_admin_key),
             "proxy": self.proxy.as_json(),
             "tree": asdict(self.tree),
         }
@@ -87,8 +92,12 @@ class ServeOptions:
         return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
 
 
-def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
-    """The engine the options name.
+MakeEngine = Callable[[Identity], Engine]
+"""Makes the engine, given what knows which weights are which version."""
+
+
+def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> MakeEngine:
+    """What makes the engine the options name; what takes long or may fail is done before it returns.
 
     Raises:
         EngineError, ModelError, ConfigError: it cannot be made; the message says why.
@@ -97,7 +106,8 @@ def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
         case "scripted":
             if options.script is None:
                 raise ConfigError("--engine scripted needs --script file.py:function or file.jsonl")
-            return ScriptedEngine(tokenizer, load_script(options.script))
+            scripted = ScriptedEngine(tokenizer, load_script(options.script))
+            return lambda identity: scripted
         case "sglang":
             return _sglang(options)
         case "embedded":
@@ -107,24 +117,29 @@ def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> Engine:
     raise ConfigError(f"--engine {options.engine!r}: use one of {', '.join(ENGINES)}")
 
 
-def _sglang(options: ServeOptions) -> Engine:
+def _sglang(options: ServeOptions) -> MakeEngine:
     if not options.engine_urls:
         raise ConfigError("--engine sglang needs --engine-url, such as http://127.0.0.1:30000")
     if len({address.url for address in options.engine_urls}) < len(options.engine_urls):
         raise ConfigError("--engine-url names a server twice: name each once")
-    return Fleet(
-        {
+    routing = _routing(options) if options.routed_experts else None
+
+    def made(identity: Identity) -> Engine:
+        engines = {
             address.url: SglangEngine(
                 address,
+                identity,
                 policy=options.policy,
-                run=options.run,
                 takes_images=options.images,
                 key=options.engine_key,
-                routed_experts=_routing(options) if options.routed_experts else None,
+                admin_key=options.engine_admin_key,
+                routed_experts=routing,
             )
             for address in options.engine_urls
         }
-    )
+        return Fleet(engines, options.hold_s)
+
+    return made
 
 
 def _routing(options: ServeOptions) -> Routing:
@@ -140,7 +155,7 @@ def _routing(options: ServeOptions) -> Routing:
     return found
 
 
-def _embedded(options: ServeOptions) -> Engine:
+def _embedded(options: ServeOptions) -> MakeEngine:
     try:
         from rollbook.ingest.engines.embedded import EmbeddedEngine
     except ImportError as error:
@@ -150,7 +165,8 @@ def _embedded(options: ServeOptions) -> Engine:
     engine = EmbeddedEngine(
         model_of(options), policy=options.policy, device=options.device, threads=options.threads
     )
-    return Fleet({OWN: engine})
+    fleet = Fleet({OWN: engine})
+    return lambda identity: fleet
 
 
 def model_of(options: ServeOptions) -> Path:
@@ -166,16 +182,22 @@ def model_of(options: ServeOptions) -> Path:
     return options.model
 
 
-def engine_key_of(given: str | None, environment: MutableMapping[str, str]) -> str | None:
-    """The engine's key, if there is one; our children's environment does not hold it.
+def engine_key_of(
+    given: str | None, environment: MutableMapping[str, str], *, admin: bool = False
+) -> str | None:
+    """An engine's key, if there is one; our children's environment does not hold it.
+
+    Args:
+        admin: that of its control routes, which may have one of their own.
 
     Raises:
         ConfigError: it is empty: then requests would pass with their agents' own keys, wherever they go.
     """
-    empty = given is None and environment.get(KEY_VARIABLE, "unset").strip() == ""
+    option, variable = ("--engine-admin-key", ADMIN_KEY_VARIABLE) if admin else ("--engine-key", KEY_VARIABLE)
+    empty = given is None and environment.get(variable, "unset").strip() == ""
     if empty or (given is not None and not given.strip()):
-        raise ConfigError(f"--engine-key or {KEY_VARIABLE} is set and empty: unset it, or give it the key")
-    environment.pop(KEY_VARIABLE, None)
+        raise ConfigError(f"{option} or {variable} is set and empty: unset it, or give it the key")
+    environment.pop(variable, None)
     return given
 
 

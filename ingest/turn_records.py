@@ -14,10 +14,11 @@ from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.reply import Reading
 from rollbook.ingest.requests import check_recordable
-from rollbook.ingest.running import RunningTurn
+from rollbook.ingest.running import RunningCall, RunningTurn
 from rollbook.ingest.tokens.tree import Plan, exactly
-from rollbook.store.events import Json, TurnCompleted, TurnRequested
+from rollbook.store.events import Json, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.ids import new_id
+from rollbook.store.siblings import as_sibling
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,25 @@ def completed_record(
         flags=flags,
         timings=made.timings,
         routed_experts=made.routed_experts,
+    )
+
+
+def failed_record(
+    live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan, error: BaseException
+) -> TurnFailed:
+    """The record of a turn that no engine answered, with the prompt that it had.
+
+    Ids that the first turn of the request holds are not stored again.
+    """
+    stored = as_sibling(turn.requested, running.first).sibling_of
+    shared = stored is not None and turn.turn_id != running.first.turn_id
+    return TurnFailed(
+        live.opened.trajectory_id,
+        turn.turn_id,
+        repr(error),
+        None if shared else plan.delta_ids,
+        len(plan.prompt_ids),
+        plan.hasher.hexdigest(),
     )
 
 

@@ -20,9 +20,14 @@ from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
-from rollbook.ingest.turn_records import Arrival, completed_record, requested_records, seeds
+from rollbook.ingest.turn_records import (
+    Arrival,
+    completed_record,
+    failed_record,
+    requested_records,
+    seeds,
+)
 from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError, RequestError, UnstorableError
-from rollbook.store.events import TurnFailed
 from rollbook.store.ids import new_id
 from rollbook.store.siblings import as_sibling
 
@@ -142,23 +147,28 @@ class TurnTaker:
                 raise failure
             running.done.set_result([a for a in answers if isinstance(a, AnsweredTurn)])
         except BaseException as error:
-            self._fail(live, running, error)
+            self._fail(live, running, plan, error)
         finally:
             live.ended(running)
 
-    def _fail(self, live: LiveTrajectory, running: RunningCall, error: BaseException) -> None:
+    def _fail(self, live: LiveTrajectory, running: RunningCall, plan: Plan, error: BaseException) -> None:
         for turn in running.turns:
             if not turn.ended:
-                self._note_failed(live, running, turn, error)
+                self._note_failed(live, running, turn, plan, error)
         shown = error if isinstance(error, Exception) else EngineError(f"the request was cut off: {error!r}")
         running.done.set_exception(shown)
 
     def _note_failed(
-        self, live: LiveTrajectory, running: RunningCall, turn: RunningTurn, error: BaseException
+        self,
+        live: LiveTrajectory,
+        running: RunningCall,
+        turn: RunningTurn,
+        plan: Plan,
+        error: BaseException,
     ) -> None:
         turn.ended = True
         if not any_lost(running.rests_on):  # else the log knows of no such turn
-            self.recorder.note(TurnFailed(live.opened.trajectory_id, turn.turn_id, repr(error)))
+            self.recorder.note(failed_record(live, running, turn, plan, error))
 
     async def _let_in(self) -> None:
         try:
@@ -216,7 +226,7 @@ class TurnTaker:
                 running, prompt, turn.sampling, heard if turn.grows else unheard
             )
         except BaseException as error:
-            self._note_failed(live, running, turn, error)
+            self._note_failed(live, running, turn, plan, error)
             raise
         completed = completed_record(live, turn, plan, generation, running.reading)
         turn.ended = True

@@ -49,18 +49,18 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
             if extra.get("upstream"):
                 extra["upstream"] = MARK
             extra["flags"] = [*extra["flags"], *(f for f in flags if f not in extra["flags"])]
-            if not keep_tokens:
-                if extra.get("routed_experts"):
-                    extra["routed_experts"] = {}
-                extra["prompt_sha256"] = ""  # a short prompt could be found again by trying
-                erased |= {name: _no_tokens(row[name]) for name in ("prompt_ids", "completion_ids")}
-                erased["logprobs"] = None
         case "turn.failed":
             extra["error"] = GONE
         case "label.added":
             extra["value"] = MARK
         case "body.stored":
             extra["body"] = MARK
+    if not keep_tokens and "prompt_sha256" in extra:  # a completed turn, or one that failed
+        if extra.get("routed_experts"):
+            extra["routed_experts"] = {}
+        extra["prompt_sha256"] = ""  # a short prompt could be found again by trying
+        erased |= {name: _no_tokens(row[name]) for name in ("prompt_ids", "completion_ids")}
+        erased["logprobs"] = None
     text = orjson.dumps(extra).decode()
     return erased | {"extra": row["extra"] if orjson.loads(row["extra"]) == extra else text}
 

@@ -13,6 +13,7 @@
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
     │   ├── RemoteError          object storage is not reached, or refuses; the log itself is well
+    │   ├── VersionError         weights that are not the version as which they are to count
     │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
     ├── QueryError               (also ValueError) DuckDB refused a query, or it would leave the store
     ├── InterchangeError         (also ValueError) a file not to be imported, a place not to export to
@@ -90,6 +91,10 @@ class UpkeepError(StoreError, ValueError):
 
 class QueryError(RollbookError, ValueError):
     """DuckDB refused a query, or it asks for more than the store's own files."""
+
+
+class VersionError(StoreError):
+    """Weights were to count as a policy version that the log has bound to other weights."""
 
 
 class InterchangeError(RollbookError, ValueError):

@@ -211,12 +211,19 @@ class TurnCompleted:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailed:
-    """The engine did not answer; nothing of the turn is trained."""
+    """The engine did not answer; nothing of the turn is trained.
+
+    The prompt is kept as in `turn.completed`: what was, or would have been, sent. `prompt_ids` is null where
+    no ids were made (an upstream's), and for a sibling, whose prompt is that of the turn `sibling_of`.
+    """
 
     KIND: ClassVar[str] = "turn.failed"
     trajectory_id: str
     turn_id: str
     error: str
+    prompt_ids: TokenIds | None = None
+    prompt_length: int = 0
+    prompt_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

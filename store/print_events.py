@@ -26,6 +26,7 @@ from rollbook.store.print_turns import KINDS, TurnLines
 from rollbook.store.show.terminal_text import clock, one_line, short_id, visible
 from rollbook.store.tail import Filter
 from rollbook.store.terminal import Console, json_for_terminal
+from rollbook.store.versions import unversioned
 
 POLL_EVENTS = 256
 WORDS = 60
@@ -143,6 +144,8 @@ def _summary(record: Any) -> str:
             return f"{link}: {one_line(last.get('role'), WORDS)}: {one_line(last.get('content'), WORDS)}"
         case TurnCompleted():
             version = "" if record.policy_version is None else f" by {record.policy} v{record.policy_version}"
+            if record.logprobs is not None and (unknown := unversioned(record)):
+                version += f", {unknown} of no version"
             tokens = f"{record.prompt_length}+{len(record.completion_ids)} tokens"
             return (
                 f"{tokens}{version}, {record.finish_reason}: {one_line(record.reply.get('content'), WORDS)}"

@@ -27,6 +27,7 @@ from rollbook.store.show.messages import beginning
 from rollbook.store.show.reading import mean_and_lowest
 from rollbook.store.show.terminal_text import clock, duration, one_line, short_id, visible
 from rollbook.store.terminal import Console
+from rollbook.store.versions import unversioned
 
 KINDS = frozenset(
     record.KIND
@@ -182,6 +183,7 @@ class Traffic:
             (f"{finish:<10} ", "green" if finish in ("stop", "tool_calls") else "yellow"),
             (f"{took:>7} ", ""),
             (f"{logprob:>7}", ""),
+            (" no version" if done.logprobs is not None and unversioned(done) else "", "yellow"),
         ]
 
     def _place(self, asked: _Asked | None) -> Words:

@@ -22,7 +22,12 @@ class PolicyPublished:
 
 @dataclass(frozen=True, slots=True)
 class PolicyActivated:
-    """An engine serves this version; its own tensors were digested and equal what was published."""
+    """An engine serves this version; its own tensors were digested and equal what was published.
+
+    `weight_name` is what the engine was told to call them from here on, a name that is used once: tokens that
+    name it are of this version. `checksums` is `ingest.engines.rank_checksums.ranks_digest` of what it holds.
+    Both are empty for an engine in the process that wrote this, which knows by itself.
+    """
 
     KIND: ClassVar[str] = "policy.activated"
     policy: str
@@ -30,6 +35,8 @@ class PolicyActivated:
     engine: str
     weights_digest: str
     path: str
+    weight_name: str = ""
+    checksums: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.store.erased import TOKENS_ERASED
+from rollbook.store.erased import ERASED_TOKEN, TOKENS_ERASED
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import (
     Event,
@@ -78,26 +78,43 @@ class Trajectory:
         return values[-1] if values else None
 
     def prompt_ids(self, turn: Turn) -> TokenIds:
-        """The ids the engine was sent for a completed turn, int32; -1 where they were erased.
+        """The ids of a turn's prompt, int32; -1 where they were erased.
+
+        Of a completed turn they are what the engine was sent, of a failed one what it was or would have been
+        sent; none of a turn without an end, or of one that failed before prompts of such were kept.
 
         Raises:
             CorruptionError: they are not the ids that were sent (their sha256 differs).
         """
-        parts: list[TokenIds] = []
-        node: Turn | None = turn
-        erased = False
+        own = self._prompt_delta(turn)
+        if own is None:
+            return np.empty(0, np.int32)
+        parts, node = [own], self.parent(turn)
         while node is not None and node.completed is not None:
-            erased = erased or node.tokens_erased
-            parts.append(node.completed.prompt_ids)
+            parts += [node.completed.completion_ids, node.completed.prompt_ids]
             node = self.parent(node)
-            if node is not None and node.completed is not None:
-                parts.append(node.completed.completion_ids)
-        ids = np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
-        if turn.completed is None or erased:
+        ids = np.concatenate(parts[::-1])
+        ended = turn.completed or turn.failed
+        if (ids == ERASED_TOKEN).any() or ended is None or not ended.prompt_sha256:
             return ids
-        if prompt_sha256(ids) != turn.completed.prompt_sha256:
+        if prompt_sha256(ids) != ended.prompt_sha256:
             raise CorruptionError(f"turn {turn.turn_id}: its prompt does not fold to the ids sent")
         return ids
+
+    def _prompt_delta(self, turn: Turn) -> TokenIds | None:
+        """What a turn's prompt adds to its parent's, None where that was not kept."""
+        if turn.completed is not None:
+            return turn.completed.prompt_ids
+        if turn.failed is None or not turn.failed.prompt_sha256:
+            return None
+        # Of several turns of one request the first alone holds it.
+        for one in self.turns.values():
+            if one.requested.request_id == turn.requested.request_id:
+                if one.completed is not None:
+                    return one.completed.prompt_ids
+                if one.failed is not None and one.failed.prompt_ids is not None:
+                    return one.failed.prompt_ids
+        return None
 
     def parent(self, turn: Turn) -> Turn | None:
         """The turn this one extends, or None for a root."""

@@ -15,11 +15,13 @@ Values = dict[str, Any]
 VERSIONS: Mapping[str, int] = {
     "cursor.moved": 2,
     "label.added": 2,
+    "policy.activated": 2,
     "reward.assigned": 2,
     "sample.dropped": 2,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
+    "turn.failed": 2,
     "turn.requested": 3,
 }
 """Kind -> version of its record in this release; 1 where it is not named."""
@@ -55,15 +57,27 @@ def _turn_completed_2(values: Values) -> Values:
     return values | {"routed_experts": {}}
 
 
+def _policy_activated_1(values: Values) -> Values:
+    """Version 2 says what the engine calls the weights, and its checksums. Before, no name was used once."""
+    return values | {"weight_name": "", "checksums": ""}
+
+
+def _turn_failed_1(values: Values) -> Values:
+    """Version 2 keeps the prompt. Before, a turn that failed had none."""
+    return {"prompt_ids": None} | values | {"prompt_length": 0, "prompt_sha256": ""}
+
+
 UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("cursor.moved", 1): _nobody,
     ("label.added", 1): _nobody,
+    ("policy.activated", 1): _policy_activated_1,
     ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,
     ("turn.completed", 2): _turn_completed_2,
+    ("turn.failed", 1): _turn_failed_1,
     ("turn.requested", 1): _turn_requested_1,
     ("turn.requested", 2): _turn_requested_2,
 }

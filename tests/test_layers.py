@@ -17,11 +17,14 @@ TORCH = {"torch", "transformers", "megatron", "safetensors"}
 # A model that ships a schema of its replies is read by transformers, which is imported only then.
 TORCH_IN_INGEST = {
     "batching.py",
+    "compare_weights.py",
     "embedded.py",
     "held_weights.py",
     "response_schema.py",
     "sampling.py",
     "sent_tensors.py",
+    "tensor_checksums.py",
+    "tensor_layout.py",
     "weights.py",
 }
 

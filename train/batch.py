@@ -20,9 +20,10 @@ Partition = list[list[list[int]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """B samples padded to the longest (T): tokens int64, loss_mask bool, the rest float32, all [B, T].
+    """B samples padded to the longest (T), all [B, T]; tokens, versions int64, loss_mask bool, else float32.
 
-    `old_logprobs` is 0 where the mask is false, and everywhere for samples without logprobs.
+    `old_logprobs` is 0 where the mask is false, and everywhere for samples without logprobs; `versions` is -1
+    where no policy version sampled a token.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -30,6 +31,7 @@ class MicroBatch:
     old_logprobs: npt.NDArray[np.float32]
     temperatures: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +97,7 @@ def _collate(samples: Sequence[Sample], advantages_B: Floats) -> MicroBatch:
         np.zeros(shape, np.float32),
         np.ones(shape, np.float32),
         np.zeros(shape, np.float32),
+        np.full(shape, -1, np.int64),
     )
     for row, sample in enumerate(samples):
         length = len(sample)
@@ -103,5 +106,6 @@ def _collate(samples: Sequence[Sample], advantages_B: Floats) -> MicroBatch:
         micro.old_logprobs[row, :length] = np.nan_to_num(sample.logprobs, nan=0.0)
         micro.temperatures[row, :length] = sample.temperatures
         micro.advantages[row, :length] = advantages_B[row]
+        micro.versions[row, :length] = sample.versions
     micro.loss_mask[:, 0] = False  # nothing precedes the first token
     return micro

@@ -161,7 +161,8 @@ class TrainConfig(_Table):
     run: Name = "default"
     policy: Name = "actor"
     model: Path
-    """Hugging Face model directory the run starts from (version 0); read only when the run is new."""
+    """Hugging Face model directory the run starts from (version 0). Read when the run is new; afterwards only
+    compared, where it is still there."""
     steps: Positive
     """Optimizer steps this configuration takes in all, restarts included."""
     seed: Count = 0
@@ -172,6 +173,9 @@ class TrainConfig(_Table):
     threads: Positive = 1
     """Torch threads on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
+    """Warn where an engine's logprobs under the version that a step starts from differ by more from the
+    trainer's. Sums in another order differ by 1e-5 in float32; other weights by 1 and more."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """--source tail: give up after so long without a full batch."""
     algorithm: Annotated[SftConfig | GrpoConfig, Field(discriminator="name")]
@@ -194,6 +198,7 @@ class TrainConfig(_Table):
             "checkpoint_every",
             "threads",
             "device",
+            "engine_gap_alarm",
             "idle_timeout_s",
             "sync",
             "model",

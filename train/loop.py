@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollbook import store
-from rollbook.store import Store
+from rollbook.store import Event, Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import RunOpened
 from rollbook.store.terminal import Console
+from rollbook.store.versions import VersionDigests
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
 from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.publish import check_model
 from rollbook.train.selection import Selection, Source
 from rollbook.train.source import make_source
 from rollbook.train.trainer import StepOutcome, Trainer
@@ -32,7 +35,9 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
         raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
     what = f"training policy {config.policy} of run {config.run}"
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
-        history = fold_history(log.events(), config.run, config.policy)
+        versions = VersionDigests()
+        history = fold_history(_noted(log.events(), versions), config.run, config.policy)
+        check_model(config, versions)
         family = config.phase(source)
         done = len(history.of_family(family))
         if done >= config.steps and family != _last_family(history):
@@ -57,6 +62,13 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
             _steps(console, trainer, config, feed)
         finally:
             trainer.close()
+
+
+def _noted(events: Iterable[Event], versions: VersionDigests) -> Iterator[Event]:
+    """The events, of which the digests of versions are taken on the way."""
+    for event in events:
+        versions.add(event)
+        yield event
 
 
 def _last_family(history: History) -> str | None:
@@ -108,6 +120,8 @@ def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Sour
                 console.print(f"{trainer.done} of {config.steps} steps: no further batch fills at this cut")
                 break
             outcome = trainer.take_step(selection)
+            if (alarm := gap_alarm(config, outcome)) is not None:
+                console.print(alarm, style="yellow", markup=False, soft_wrap=True)
             trainer.publish()
             progress.update(bar, completed=trainer.done, description=_describe(outcome))
         # Also where a crash came between the last step and its checkpoint: what follows starts from it.
@@ -120,6 +134,22 @@ def _next(trainer: Trainer, source: Source) -> Selection | None:
     if selection is None:
         trainer.note_drops(source.unfilled(trainer.version))
     return selection
+
+
+def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:
+    """What to warn of where engines made tokens of other weights than their version's, or None.
+
+    Not with `pause = "in_place"`: there tokens are sampled over what older weights left in the cache.
+    """
+    gap = outcome.metrics.get("engine_logprob_gap")
+    kept_cache = config.sync is not None and config.sync.partial_rollout and config.sync.pause == "in_place"
+    if gap is None or gap <= config.engine_gap_alarm or kept_cache:
+        return None
+    return (
+        f"step {outcome.step}: an engine's logprobs of tokens of version {outcome.version - 1}, the very one "
+        f"that the step starts from, differ by {gap:.3g} from the trainer's (engine_gap_alarm is "
+        f"{config.engine_gap_alarm:g}): it computes otherwise, or served other weights. See docs/engines.md"
+    )
 
 
 def _describe(outcome: StepOutcome) -> str:

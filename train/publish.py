@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollbook.ingest.engines.weights import read_weights, widened
+from rollbook.ingest.engines.identify import binding
+from rollbook.ingest.engines.model_files import weight_files
+from rollbook.ingest.engines.weight_log import WeightLog
+from rollbook.ingest.engines.weights import Tensors, digest_tensors, read_manifest, read_weights, widened
 from rollbook.store import Event, Store
-from rollbook.store.errors import EngineError, EngineLostError
+from rollbook.store.errors import EngineError, EngineLostError, VersionError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
 from rollbook.store.inside import place_inside
 from rollbook.store.lane.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
+from rollbook.store.versions import VersionDigests
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.checkpoint import write_checkpoint
 from rollbook.train.config import SyncConfig, TrainConfig
@@ -27,6 +32,36 @@ from rollbook.train.sync.presence import await_one
 from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
 from rollbook.train.weight_names import checked, weight_shapes
+
+ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
+
+
+def check_model(config: TrainConfig, versions: VersionDigests) -> None:
+    """See that CONFIG's model is the one that the run began with, where its weights are there to compare.
+
+    Raises:
+        VersionError: the run's version 0 is other weights; with the remedy.
+        ModelError: it cannot be read.
+    """
+    model, version = config.model, 0
+    bound = versions.of(config.run, config.policy, version)
+    if bound is None or not weight_files(model):
+        return
+    manifest = read_manifest(model)
+    if manifest is not None:
+        if (manifest.get("run"), manifest.get("policy")) == (config.run, config.policy):
+            version = int(manifest["policy_version"])
+        digest = str(manifest["weights_digest"])
+    else:
+        digest = digest_tensors(_own_weights(model))
+    versions.check(config.run, config.policy, version, digest, f"CONFIG's model {model}")
+
+
+def _own_weights(model: Path) -> Tensors:
+    """A model's weights as they are trained: in float32, by the names of files: a model's may be fused."""
+    shape = read_shape(model)
+    given = checked(widened(read_weights(model)), shape)
+    return {name: given[name] for name in weight_shapes(shape)}
 
 
 class Publisher:
@@ -48,16 +83,24 @@ class Publisher:
         self._writer.append([Event(record, self._config.run) for record in clean]).result()
 
     def adopt_model(self) -> None:
-        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed."""
+        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed.
+
+        Raises:
+            VersionError: the run's version 0 is other weights, which a proxy has recorded with.
+        """
         model, config = self._config.model, self._config
-        shape = read_shape(model)
-        # Training is in float32, and by the names of files: a model's may be fused.
-        given = checked(widened(read_weights(model)), shape)
-        weights = {name: given[name] for name in weight_shapes(shape)}
         record = write_checkpoint(
-            self._log.path, config.run, config.policy, 0, weights, None, like=model, phase=None
+            self._log.path, config.run, config.policy, 0, _own_weights(model), None, like=model, phase=None
         )
-        self._note(record)
+        log = WeightLog(self._log, config.run, config.policy)
+        with binding(log):
+            log.refresh()
+            try:
+                log.check(0, record.weights_digest, str(model))
+            except VersionError:
+                shutil.rmtree(place_inside(self._log.path, record.path))
+                raise
+            self._note(record)
 
     def restored(self, version: int) -> None:
         """Training goes on from this version's checkpoint."""
@@ -139,7 +182,9 @@ class Publisher:
     ) -> None:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
-        release = Release(self._config.policy, version, digest, path, policy.shape.head_dim, self._config.run)
+        names = tuple(weight_shapes(policy.shape))
+        own = (policy.shape.head_dim, self._config.run, names, policy.shape)
+        release = Release(self._config.policy, version, digest, path, *own)
         syncer, sync = self._connected(), self._config.sync
         assert sync is not None
         if isinstance(self._transport, FromDisk):
@@ -163,9 +208,10 @@ class Publisher:
         if self._syncer is None:
             sync = self._config.sync
             assert sync is not None
-            key = sync.key(os.environ)
+            key, admin_key = sync.key(os.environ), os.environ.get(ADMIN_KEY_VARIABLE)
             self._engines = [
-                EngineControl(address.url, sync.timeout_s, key, address.login) for address in sync.engines
+                EngineControl(address.url, sync.timeout_s, key, address.login, admin_key)
+                for address in sync.engines
             ]
             self._transport = _transport(sync, self._engines)
             manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)

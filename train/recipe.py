@@ -67,8 +67,11 @@ def _unfit(
         detail = {"staleness": version - oldest, "max_staleness": limit, "oldest_version": oldest}
         return Drop(sample, "staleness", detail)
     if isinstance(algorithm, GrpoConfig):
-        if limit is not None and bool((sample.versions[sample.loss_mask] < 0).any()):
-            return Drop(sample, "no_version", {})  # how stale it is cannot be told
+        # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown,
+        # no policy is. To SFT a sample is a text, whoever wrote it.
+        unknown = int((sample.versions[sample.loss_mask] < 0).sum())
+        if unknown:
+            return Drop(sample, "no_version", {"tokens": unknown})
         if sample.reward is None:
             return Drop(sample, "no_reward", {"source": recipe.reward_source})
         if np.isnan(sample.logprobs).any():

@@ -106,7 +106,10 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch) -> StepRe
         "optimizer": policy.optimizer_digest(),
         "weights": policy.weights_digest(),
     }
-    return StepResult(digests, _metrics(batch, kept, norm, trained))
+    metrics = _metrics(batch, kept, norm, trained)
+    if isinstance(algorithm, GrpoConfig):
+        metrics |= logprob_gaps(batch, kept["ratios"], plan.policy_version)
+    return StepResult(digests, metrics)
 
 
 def _micro_loss(
@@ -129,7 +132,6 @@ def _micro_loss(
 
 
 def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float, trained: int) -> Json:
-    log_ratios = torch.cat([t.flatten() for t in kept["ratios"]])
     rewards = [float(r) for r in batch.rewards if r == r]
     return {
         "loss": float(sum(t.sum() for t in kept["losses"])) / trained,
@@ -137,5 +139,38 @@ def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float, tra
         "trained_tokens": trained,
         "samples": len(batch.samples),
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        "engine_logprob_gap": float(log_ratios.abs().max()) if log_ratios.numel() else 0.0,
+    }
+
+
+def logprob_gaps(batch: Batch, log_ratios: list[torch.Tensor], version: int) -> Json:
+    """How far the engines' logprobs are from the trainer's, split into staleness and what is left.
+
+    The log-ratio of a token that version v sampled is log p(now) - log p(engine at v), which is
+
+        [log p(now) - log p(trainer at v)] + [log p(trainer at v) - log p(engine at v)]
+
+    The first is staleness, and exactly zero where v is the version that this step starts from. The second is
+    the mismatch of engine and trainer (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"; verl's rollout_probs_diff): sums in another order on a healthy engine, and large
+    where it serves other weights than it says. So tokens of the step's own version measure it alone.
+
+    Args:
+        log_ratios: of each micro-batch, [B, T - 1].
+        version: that the step starts from.
+
+    Returns:
+        `engine_logprob_gap`, `engine_logprob_gap_mean`: greatest and mean absolute log-ratio of the trained
+        tokens of this version; `stale_logprob_gap`: the greatest of older ones. Null where there are none.
+    """
+    fresh, stale = [torch.empty(0)], [torch.empty(0)]
+    for micro, ratios in zip(batch.micro_batches, log_ratios, strict=True):
+        gaps, mask = ratios.abs().cpu(), torch.from_numpy(micro.loss_mask[:, 1:])
+        now = torch.from_numpy(micro.versions[:, 1:] == version)
+        fresh.append(gaps[mask & now])
+        stale.append(gaps[mask & ~now])
+    own, older = torch.cat(fresh), torch.cat(stale)
+    return {
+        "engine_logprob_gap": float(own.max()) if own.numel() else None,
+        "engine_logprob_gap_mean": float(own.mean()) if own.numel() else None,
+        "stale_logprob_gap": float(older.max()) if older.numel() else None,
     }

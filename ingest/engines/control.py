@@ -153,7 +153,7 @@ def control_routes(engine: Controlled) -> APIRouter:
     @routes.get("/get_model_info")
     async def model_info() -> Json:
         weights = engine.weights
-        info = {"model_path": str(weights.path), "weight_version": str(weights.version)}
+        info = {"model_path": str(weights.path), "weight_version": weights.label}
         return info | {"is_generation": True, "weights": weights.state, "failure": engine.failure()}
 
     @routes.get("/server_info")
@@ -161,7 +161,7 @@ def control_routes(engine: Controlled) -> APIRouter:
     async def server_info() -> Json:
         ranks = {"tp_size": 1, "dp_size": 1, "pp_size": 1}
         own: Json = {"version": __version__, "engine": KIND, "device": engine.device} | ranks
-        paths = {"model_path": str(engine.weights.path), "weight_version": str(engine.weights.version)}
+        paths = {"model_path": str(engine.weights.path), "weight_version": engine.weights.label}
         return own | paths | {"paused": engine.updates.paused}
 
     @routes.get("/v1/loads")

@@ -104,6 +104,28 @@ class EmbeddedEngine:
         """The version of the weights in memory."""
         return self.weights.version
 
+    async def look(self) -> list[tuple[str, Any]]:
+        """Nothing: it is made of the model that the tokenizer is of."""
+        return []
+
+    def held(self) -> tuple[int, str] | None:
+        """(version, digest) of the weights in memory."""
+        return self.weights.version, self.weights.digest
+
+    async def verify(self) -> None:
+        """Nothing: whatever is loaded is digested then."""
+
+    def unverified(self) -> str | None:
+        """None: it knows which weights it holds."""
+        return None
+
+    def doubtful(self) -> bool:
+        """False: it knows which weights it holds."""
+        return False
+
+    def synced(self, version: int) -> None:
+        """Nothing: the sync went through its own routes."""
+
     async def ready(self) -> None:
         """Return once requests are let in."""
         await self.gate.passed()

@@ -10,71 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 
-from rollbook.ingest.engines.engine import Activated, Engine, Generation, Heard, Prompt, Sampling, unheard
-from rollbook.store.errors import EngineError, EngineHeldError, EngineLostError
+from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.member import Member, VersionedEngine
+from rollbook.ingest.engines.weight_log import OWN, same_address
+from rollbook.store.errors import EngineHeldError, EngineLostError, RollbookError
 from rollbook.store.events import Json, SyncFailed, SyncFinished, SyncStarted
 
-OWN = "/engine"
-"""Address of the engine in this process."""
 PROBE_S = 1.0
 """How often an engine that went away is asked whether it is back."""
 STICKY_KEPT = 65536
 """Trajectories whose engine is remembered."""
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One engine, and whether it may be asked.
-
-    Attributes:
-        url: its address, by which the log names it.
-        version: what the last sync gave it.
-        syncing: ids of syncs that began and have not ended.
-        out: why it may not be asked, or None.
-        lost: says why, when it goes out, to those who wait for its answers.
-        synced: whether a trainer keeps its weights: it must have those of `version`.
-        failed: whether its last sync failed: then only a whole one makes it usable again.
-        connected: whether it was started, and not lost since.
-    """
-
-    url: str
-    engine: Engine
-    version: int | None = None
-    running: int = 0
-    syncing: set[str] = field(default_factory=set)
-    out: str | None = None
-    synced: bool = False
-    failed: bool = False
-    connected: bool = False
-    requests: set[str] = field(default_factory=set)
-    lost: asyncio.Future[str] | None = None
-
-    @property
-    def has_its_weights(self) -> bool:
-        """Whether it names those that a trainer gave it, if one did: one that began anew has its first."""
-        return not self.synced or self.version in (None, self.engine.policy_version())
-
-    @property
-    def usable(self) -> bool:
-        """Whether it takes new requests."""
-        return self.out is None and not self.syncing
-
-    def goes_out(self, why: str) -> None:
-        """It may not be asked any more; whoever waits for it hears so."""
-        self.out = self.out or why
-        if self.lost is not None and not self.lost.done():
-            self.lost.set_result(self.out)
-
-    def comes_back(self) -> None:
-        """It may be asked again. Who waited for it when it went out has been told; others still wait."""
-        if self.out is not None:
-            self.out, self.lost = None, None
 
 
 class Fleet:
@@ -82,9 +31,12 @@ class Fleet:
 
     Args:
         engines: by address; the proxy's own engine as `/engine`.
+        patience_s: how long one that has other weights than its trainer gave it waits for a sync. After that
+            it is used as what it is.
     """
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
+    def __init__(self, engines: Mapping[str, VersionedEngine], patience_s: float = 110.0) -> None:
+        self._patience_s = patience_s
         self.members = [Member(url.rstrip("/"), engine) for url, engine in engines.items()]
         first = self.members[0].engine
         self.name, self.policy = first.name, getattr(first, "policy", "actor")
@@ -94,6 +46,7 @@ class Fleet:
         self._of: OrderedDict[str, Member] = OrderedDict()
         self._probing: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
 
     async def start(self, activated: Activated) -> None:
         """Start all. One that cannot be reached is out until it can; that none can is an error.
@@ -102,21 +55,45 @@ class Fleet:
             EngineError: none can be reached, or one is not what it should be.
         """
         self._activated = activated
-        problems: list[EngineError] = []
+        problems: list[EngineLostError] = []
+        try:
+            for member in self.members:
+                member.out, member.looking = None, False
+                try:
+                    await member.engine.start(activated)
+                    member.connected = True
+                except EngineLostError as error:
+                    problems.append(error)
+                    self._away(member, str(error))
+            if len(problems) == len(self.members):
+                raise problems[0]
+        except BaseException:
+            await self.close()
+            raise
+
+    async def look(self) -> list[tuple[str, Json]]:
+        """Connect to all once, before anything is recorded.
+
+        Returns:
+            (address, what /model_info says) of each server.
+
+        Raises:
+            EngineError, VersionError: none can be reached, or one is not what it should be.
+        """
+        told: list[tuple[str, Json]] = []
+        problems: list[EngineLostError] = []
         for member in self.members:
             try:
-                await member.engine.start(activated)
-                member.connected = True
+                told += await member.engine.look()
             except EngineLostError as error:
                 problems.append(error)
-                self._away(member, str(error))
         if len(problems) == len(self.members):
-            await self.close()
             raise problems[0]
+        return told
 
     async def close(self) -> None:
         """Stop all."""
-        for task in [*self._probing, *self._telling]:
+        for task in [*self._probing, *self._telling, *self._looking]:
             task.cancel()
         for member in self.members:
             await member.engine.close()
@@ -149,10 +126,13 @@ class Fleet:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise EngineLostError(f"engine {member.url}: {lost.result()}")
-            return answer.result()
-        except EngineLostError as error:
+            made = answer.result()
+            if member.engine.doubtful():
+                self._look(member)
+            return made
+        except EngineLostError:
             if not lost.done():  # else all know that it was out, and it may be back by now
-                self._away(member, str(error))
+                self._look(member)  # the others that run there may come to a good end
             raise
         finally:
             answer.cancel()
@@ -184,8 +164,7 @@ class Fleet:
     def policy_version(self) -> int | None:
         """The oldest version that is served: what is sampled now is at least as new."""
         asked = [m for m in self.members if m.out is None] or self.members
-        versions = [_version(member) for member in asked]
-        return min((version for version in versions if version is not None), default=None)
+        return min((m.serves for m in asked if m.serves is not None), default=None)
 
     def failure(self) -> str | None:
         """Why none can answer, or None."""
@@ -193,13 +172,14 @@ class Fleet:
         return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
     def states(self) -> list[Json]:
-        """Each engine: its address, what runs in it, its version, and why it is not asked, if it is not."""
+        """Each engine: its address, what runs in it, its version or why it has none, what it waits for."""
         return [
             {
                 "url": member.url,
                 "running": member.running,
-                "policy_version": _version(member),
-                "state": member.out or ("syncing" if member.syncing else "usable"),
+                "policy_version": member.serves,
+                "unverified": member.engine.unverified(),
+                "state": member.state,
             }
             for member in self.members
         ]
@@ -214,60 +194,128 @@ class Fleet:
         """Take what the log said before this proxy began. An engine in this process began with it."""
         for record in records:
             if self.members[0].url != OWN:
-                self.heard(record)
+                self._take(record, earlier=True)
         for member in self.members:
             if member.usable and not member.has_its_weights:
-                self._away(member, "it serves other weights than the last sync gave it")
+                self._waits_for_sync(member)
+        self._tell()
 
     def heard(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
         """Take what the log says of a sync."""
-        for member in self.members:
-            if not _same(member.url, record.engine):
-                continue
-            member.synced = True
-            if isinstance(record, SyncStarted):
-                member.syncing.add(record.sync_id)
-                continue
-            if isinstance(record, SyncFinished):
-                member.syncing.clear()  # earlier ones too: their trainer is gone
-                member.failed = False
-                member.version = None if member.url == OWN else record.policy_version
-                if member.connected:
-                    member.comes_back()
-            else:
-                member.failed = True
-                member.syncing.discard(record.sync_id)
-                text = f"the sync of version {record.policy_version} failed: {record.error}"
-                member.goes_out(text + "; a whole sync makes it usable")
+        self._take(record, earlier=False)
         self._tell()
 
+    def _take(self, record: SyncStarted | SyncFinished | SyncFailed, *, earlier: bool) -> None:
+        """Take what the log says of a sync.
+
+        Args:
+            earlier: it was before this proxy began: the engine itself has told more since.
+        """
+        for member in self.members:
+            if same_address(member.url, record.engine):
+                self._synced(member, record, earlier)
+            elif isinstance(record, SyncFinished) and not earlier and member.engine.unverified():
+                self._look(member)  # it may be a router in front of that one
+
+    def _synced(self, member: Member, record: SyncStarted | SyncFinished | SyncFailed, earlier: bool) -> None:
+        member.kept = True
+        if isinstance(record, SyncStarted):
+            member.syncing.add(record.sync_id)
+        elif isinstance(record, SyncFinished):
+            member.syncing.clear()  # earlier ones too: their trainer is gone
+            member.failed = False
+            member.version = None if member.url == OWN else record.policy_version
+            if not earlier:
+                member.engine.synced(record.policy_version)
+            if member.connected:
+                member.comes_back()
+        else:
+            member.failed = True
+            member.syncing.discard(record.sync_id)
+            text = f"the sync of version {record.policy_version} failed: {record.error}"
+            member.goes_out(f"waits for a whole sync, which makes it usable again: {text}")
+
+    def _look(self, member: Member) -> None:
+        """Find out whether it is there and which weights it has; meanwhile it gets no new requests."""
+        if member.looking or member.out is not None:
+            return
+        member.looking = True
+        task = asyncio.create_task(self._looked(member))
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def _looked(self, member: Member) -> None:
+        try:
+            await member.engine.verify()
+        except RollbookError as error:
+            self._away(member, str(error))
+        else:
+            if not member.has_its_weights and not member.syncing and member.out is None:
+                self._waits_for_sync(member)
+        finally:
+            member.looking = False
+            self._tell()
+
     def _away(self, member: Member, why: str) -> None:
-        if member.out is None:
-            member.goes_out(why)
-            member.connected = False
+        """It cannot be reached, or not be used."""
+        member.connected = False
+        self._goes(member, f"waits for it to answer: {why}")
+
+    def _waits_for_sync(self, member: Member) -> None:
+        text = (
+            f"waits for a sync: it has other weights than version {member.version}, which the last one gave"
+        )
+        self._goes(member, text)
+
+    def _goes(self, member: Member, why: str) -> None:
+        """Take it out, and ask it until it can be used."""
+        probed = member.out is not None
+        member.goes_out(why)
+        if not probed:
             task = asyncio.create_task(self._probe(member))
             self._probing.add(task)
             task.add_done_callback(self._probing.discard)
 
     async def _probe(self, member: Member) -> None:
         """Ask until it answers, and has the weights that a trainer gave it: a sync may be under way."""
+        loop = asyncio.get_running_loop()
+        since: float | None = None
         while True:
             await asyncio.sleep(PROBE_S)
             if member.out is None:
                 return  # a sync brought it back
-            member.connected = False
-            try:
-                await member.engine.close()
-                await member.engine.start(self._activated)
-            except EngineError:
+            if not await self._reached(member):
+                since = None
                 continue
-            member.connected = True
             if member.failed:
                 return  # only a sync can
-            if member.has_its_weights:
+            since = loop.time() if since is None else since
+            waited = loop.time() - since >= self._patience_s
+            if member.has_its_weights or waited:
+                if waited:
+                    # Its trainer is gone: what it serves is recorded as what it is.
+                    member.kept, member.version = False, None
                 member.comes_back()
                 self._tell()
                 return
+            if member.out is not None:
+                self._waits_for_sync(member)
+
+    async def _reached(self, member: Member) -> bool:
+        """Whether it answers and can be used; which weights it has is known then."""
+        try:
+            if member.connected:
+                await member.engine.verify()
+            else:
+                await member.engine.close()
+                await member.engine.start(self._activated)
+        except RollbookError as error:
+            member.connected = False
+            if not member.failed and member.out is not None:
+                member.out = f"waits for it to answer: {error}"
+            return False
+        member.connected = True
+        return True
 
     def _tell(self) -> None:
         """Wake whoever waits for an engine."""
@@ -279,17 +327,3 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(wake())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
-
-
-def _version(member: Member) -> int | None:
-    return member.engine.policy_version() if member.version is None else member.version
-
-
-def _same(own: str, named: str) -> bool:
-    """Whether the log's address of an engine is this one. The proxy's own is known by its path alone."""
-    if own == OWN:
-        return urlsplit(named).path.rstrip("/") == own
-    one, other = urlsplit(own), urlsplit(named.rstrip("/"))
-    local = {"localhost", "127.0.0.1", "::1"}
-    hosts = {one.hostname, other.hostname}
-    return one.port == other.port and (len(hosts) == 1 or hosts <= local) and one.path == other.path

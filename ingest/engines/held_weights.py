@@ -89,6 +89,7 @@ class HeldWeights:
         path: the directory that was loaded last.
         source: where the weights in memory came from: that directory, or `SENT`.
         version: of the weights; while they are not `named`, of those before them.
+        label: what they are called: the version, or the name that their sender gave them.
         digest: of the weights in memory, while they are whole.
         fault: why the tensors in memory are of no one version, or None. Nothing may be sampled from them.
         update: the open session, or None.
@@ -98,7 +99,7 @@ class HeldWeights:
         self.tensors = file_views(model)
         self.path = self.source = path
         self.version, expected = published_version(path)
-        self.named = True
+        self.named, self.label = True, str(self.version)
         if expected is None:
             expected = digest_tensors(widened(read_weights(path)))
         self.digest = self._verified(path, expected)
@@ -115,8 +116,11 @@ class HeldWeights:
             return "updating"
         return "whole" if self.named else "unnamed"
 
-    def name(self, version: int | None) -> None:
+    def name(self, version: int | None, label: str | None = None) -> None:
         """Say which version the weights in memory are; None: nobody has said so yet.
+
+        Args:
+            label: what their sender calls them.
 
         Raises:
             ModelError: they are not whole.
@@ -125,6 +129,7 @@ class HeldWeights:
             raise ModelError(f"the weights are {self.state}, and of no one version: send all of it first")
         self.named = version is not None
         self.version = self.version if version is None else version
+        self.label = str(self.version) if label is None else label
 
     # From disk --------------------------------------------------------------------------------
 

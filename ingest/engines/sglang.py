@@ -8,9 +8,9 @@ httpx takes 27 times the CPU.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -19,26 +19,25 @@ from fastapi import APIRouter
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.sglang_http import ASK_S, CONNECT_S, Keys, SglangServer
 from rollbook.ingest.engines.sglang_parts import joined, may_go_on, the_rest
+from rollbook.ingest.engines.sglang_servers import Servers, Weights
 from rollbook.ingest.engines.sglang_wire import (
     Part,
     Routing,
-    check_preferred,
-    check_version,
     news,
     part,
     request_body,
+    weight_names,
 )
-from rollbook.ingest.engines.weight_name import policy_version_of
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
-CONNECT_S = 10.0
-ASK_S = 30.0
-"""For questions that need no model. A completion may take as long as it takes."""
 KEEP_ALIVE_S = 4.0
 """A connection that was idle for longer is not used again: servers close theirs after five."""
 ABORT_AGAIN_S = 0.5
+LOOK_AGAIN_S = 5.0
+"""How often a server whose weights are of no known version is looked at: it may have been started anew."""
 _HONOURED = frozenset(
     {
         "temperature",
@@ -57,14 +56,19 @@ _HONOURED = frozenset(
 )
 
 
+class _UnansweredError(EngineLostError):
+    """The connection ended before a byte of the answer came."""
+
+
 class SglangEngine:
     """Asks a server at `url`.
 
     Args:
+        weights: says which version a name of weights is, and finds out where none is known.
         policy: name of the line of weights that it serves.
-        run: whose versions count: weights that are named after another run have none here.
         takes_images: whether its model does.
         key: sent as a bearer token, for servers started with --api-key.
+        admin_key: sent instead to routes that control, for servers started with --admin-api-key.
         routed_experts: what its model is made of, where the experts that tokens went to are to be recorded.
     """
 
@@ -74,95 +78,131 @@ class SglangEngine:
     def __init__(
         self,
         url: str | EngineAddress,
+        weights: Weights,
         *,
         policy: str = "actor",
-        run: str | None = None,
         takes_images: bool = False,
         key: str | None = None,
+        admin_key: str | None = None,
         routed_experts: Routing | None = None,
     ) -> None:
         address = EngineAddress.of(url).plain
         self.url, self.policy, self.takes_images = address.url, policy, takes_images
-        self._headers = {"content-type": "application/json"} | address.headers(key)
-        self._run, self._routing = run, routed_experts
+        self._keys, self._weights, self._routing = Keys(address, key, admin_key), weights, routed_experts
+        self._keys.headers()  # or an error: there is a login and a key too
         self._version: int | None = None
-        self._routed = False
+        self._strange: str | None = None
+        """What the last answer called weights of no known version."""
+        self._looked = 0.0
         self._asked: dict[str, str] = {}  # of each request, the id that its part has at the server
         self._ended: set[str] = set()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._servers: Servers | None = None
+        self._sessions: list[aiohttp.ClientSession] = []
 
     async def start(self, activated: Activated) -> None:
-        """Connect, and see that the server is new enough and which weights it serves.
+        """Connect, see that the server can be used, and find out which weights it serves.
 
         Raises:
             EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
                 with parameters of its own, or that was not started to tell the experts to be recorded.
+            VersionError: it holds a version's files, and the log says that the version is other weights.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        fresh = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(connector=kept, timeout=timeout)
+        self._fresh = aiohttp.ClientSession(connector=fresh, timeout=timeout)
+        self._sessions += [self._session, self._fresh]
         try:
-            status, info = await self._ask("/model_info")
-            if status == 404:  # a router knows the older name only
-                status, info = await self._ask("/get_model_info")
-                self._routed = True
-            if status != 200 or not isinstance(info, dict):
-                raise EngineError(f"{self.url}/model_info answers {status}: is it an SGLang server?")
-            self._version = policy_version_of(info.get("weight_version"), self._run, self.policy)
-            await self._check_servers()
-            check_preferred(info, self.url)
+            server = SglangServer(self.url, self._session, self._keys)
+            if self._servers is None:
+                self._servers = Servers(server, self._weights)
+            self._servers.first = server
+            await self._servers.check(self._routing)
+            await self.verify()
         except BaseException:
-            await self._session.close()
+            await self._disconnect()
             raise
 
-    async def _check_servers(self) -> None:
-        for url in await self._servers():
-            try:
-                _, told = await self._ask("/server_info", url)
-                # What a router says is what one of its workers does.
-                info = (await self._ask("/model_info", url))[1] if self._routed else None
-            except EngineError:
-                if not self._routed:
-                    raise
-                told = info = None  # a worker that only its router reaches
-            check_preferred(info, url)
-            if note := check_version(told, url):
-                logging.getLogger(__name__).warning(note)
-            elif self._routing is not None and told.get("enable_return_routed_experts") is False:
-                raise EngineError(
-                    f"{url} tells no routed experts: start it with --enable-return-routed-experts"
-                )
+    async def look(self) -> list[tuple[str, Json]]:
+        """Connect once, before anything is recorded, and let go; what each server says of its model.
 
-    async def _servers(self) -> list[str]:
-        """The servers themselves: those behind a router have routes that it lacks, /abort_request for one."""
-        if not self._routed:
-            return [self.url]
-        _, told = await self._ask("/workers")
-        try:
-            return [worker["url"].rstrip("/") for worker in told["workers"]]
-        except (TypeError, KeyError, AttributeError):
-            return [self.url]
+        Raises:
+            EngineError, VersionError: it cannot be used, as `start` would find out.
+        """
 
-    async def _ask(self, path: str, url: str | None = None) -> tuple[int, Any]:
-        """(status, the JSON that a GET is answered with, None if it is none)"""
-        url = url or self.url
+        async def activated(*_: Any) -> None:
+            """Never told: a server has the weights."""
+
         try:
-            timeout = aiohttp.ClientTimeout(total=ASK_S, sock_connect=CONNECT_S)
-            async with self._session.get(f"{url}{path}", timeout=timeout) as reply:
-                data = await reply.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            text = f"no SGLang server answers at {url} ({error!r}): start one, or correct --engine-url"
-            raise EngineLostError(text) from error
-        try:
-            return reply.status, orjson.loads(data)
-        except orjson.JSONDecodeError:
-            return reply.status, None
+            await self.start(activated)
+            return await self.servers.models()
+        finally:
+            await self.close()
+
+    def held(self) -> tuple[int, str] | None:
+        """None: a server has the weights."""
+        return None
+
+    @property
+    def servers(self) -> Servers:
+        """Those behind its address, once it was started."""
+        assert self._servers is not None
+        return self._servers
 
     async def close(self) -> None:
         """Let go of the server; it runs on."""
         for task in self._aborts:
             task.cancel()
-        await self._session.close()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        while self._sessions:
+            await self._sessions.pop().close()
+
+    # Which weights it serves ------------------------------------------------------------------
+
+    async def verify(self) -> None:
+        """Find out which version its weights are; `unverified` says why where that cannot be known.
+
+        Raises:
+            EngineLostError: it cannot be reached.
+            VersionError: it holds a version's files, and the log says that the version is other weights.
+        """
+        self._looked = time.monotonic()
+        await self.servers.verify()
+        self._strange, self._version = None, self.servers.version
+
+    def unverified(self) -> str | None:
+        """Why its tokens have no version now, or None."""
+        if self._servers is not None and self._servers.doubts:
+            return "; ".join(self._servers.doubts.values())
+        strange = self._strange
+        return None if strange is None else f"it calls its weights {strange}, and they are not compared yet"
+
+    def doubtful(self) -> bool:
+        """Whether `verify` is due: it answered with weights of a name that nobody has bound to a version."""
+        if self._strange is None:
+            return False
+        return not self.servers.refutes(self._strange) or time.monotonic() > self._looked + LOOK_AGAIN_S
+
+    def synced(self, version: int) -> None:
+        """A sync has given it a version, verified: what was doubted before is gone."""
+        self._strange, self._version = None, version
+        if self._servers is not None:
+            self._servers.doubts.clear()
+
+    async def _spoken_of(self, names: Sequence[str]) -> None:
+        """Take note of what an answer called the weights that made its tokens."""
+        if any(self._weights.version_of(name) is None for name in names):
+            await self._weights.hear()  # a sync may have bound it a moment ago
+        if not names:
+            return
+        self._version = self._weights.version_of(names[-1])
+        self._strange = names[-1] if self._version is None else None
+        if self._strange is None and not self.servers.routed:
+            self.servers.doubts.clear()
 
     async def ready(self) -> None:
         """A server holds requests itself while its weights are being replaced."""
@@ -178,36 +218,60 @@ class SglangEngine:
         rest = prompt, sampling
         try:
             while True:
-                self._asked[prompt.request_id] = rest[0].request_id
-                parts.append(await self._part(*rest, heard))
+                parts.append(await self._part(prompt.request_id, *rest, heard))
                 if prompt.request_id in self._ended or not may_go_on(parts, sampling):
                     break
                 rest = the_rest(prompt, sampling, parts)
         finally:
             self._asked.pop(prompt.request_id, None)
             self._ended.discard(prompt.request_id)
-        made = joined(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
-        if made.version_spans:
-            self._version = made.version_spans[-1].version
-        return made
+        return joined(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
 
-    async def _part(self, prompt: Prompt, sampling: Sampling, heard: Heard) -> Part:
-        """One request, and what it brings."""
+    async def _part(self, request_id: str, prompt: Prompt, sampling: Sampling, heard: Heard) -> Part:
+        """One request, and what it brings; asked once more where a connection ends before any answer.
+
+        A kept connection may have been closed by the server just then, which is no reason to give it up. The
+        second time the request has another id, since the server may know the first.
+        """
+        try:
+            answer = await self._answer(self._session, request_id, prompt, sampling, heard)
+        except _UnansweredError:
+            again = replace(prompt, request_id=f"again-{prompt.request_id}")
+            try:
+                answer = await self._answer(self._fresh, request_id, again, sampling, heard)
+            except _UnansweredError as error:
+                raise EngineLostError(str(error)) from error
+        await self._spoken_of(weight_names(answer))
+        return part(answer, prompt, self.policy, self._routing, self._weights.version_of)
+
+    async def _answer(
+        self,
+        session: aiohttp.ClientSession,
+        request_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        heard: Heard,
+    ) -> Json:
         stream = heard is not unheard
         asked = request_body(prompt, sampling, stream, self._routing)
         body = orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY)
+        self._asked[request_id] = prompt.request_id
+        answered = False
         try:
-            async with self._session.post(f"{self.url}/generate", data=body) as reply:
+            async with session.post(f"{self.url}/generate", data=body, headers=self._keys.headers()) as reply:
+                answered = True
                 if reply.status != 200:
                     text = (await reply.text())[:500]
                     raise EngineError(f"{self.url}/generate answers {reply.status}: {text}")
                 if stream:
-                    answer = await _heard_out(reply, heard)
-                else:
-                    answer = orjson.loads(await reply.read())
+                    return await _heard_out(reply, heard)
+                answer: Json = orjson.loads(await reply.read())
+                return answer
         except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
-            raise EngineLostError(f"{self.url}/generate failed: {error!r}") from error
-        return part(answer, prompt, self.policy, self._routing, self._run)
+            ended = isinstance(error, aiohttp.ClientConnectionError)
+            ended = ended and not isinstance(error, aiohttp.ClientConnectorError | TimeoutError)
+            lost = _UnansweredError if ended and not answered else EngineLostError
+            raise lost(f"{self.url}/generate failed: {error!r}") from error
 
     async def abort(self, request_id: str) -> None:
         """Have a request ended; its own reply says what there is, and when."""
@@ -223,10 +287,10 @@ class SglangEngine:
         while (rid := self._asked.get(request_id)) is not None:
             try:
                 # Of several servers the others do not know the request, and pass over it.
-                for url in await self._servers():
-                    body = orjson.dumps({"rid": rid})
+                for server in await self.servers.all():
+                    body, headers = orjson.dumps({"rid": rid}), self._keys.headers(control=True)
                     async with self._session.post(
-                        f"{url}/abort_request", data=body, timeout=timeout
+                        f"{server.url}/abort_request", data=body, headers=headers, timeout=timeout
                     ) as reply:
                         await reply.read()
             except (TimeoutError, OSError, aiohttp.ClientError, EngineError):
@@ -234,7 +298,7 @@ class SglangEngine:
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def policy_version(self) -> int | None:
-        """The version that was last seen."""
+        """The version that was last seen, None where its weights are of no known one."""
         return self._version
 
     def failure(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy.typing as npt
 import orjson
 
 from rollbook.ingest.engines.engine import Prompt, Sampling
-from rollbook.ingest.engines.weight_name import policy_version_of
 from rollbook.store.errors import EngineError
 from rollbook.store.events import Json, Logprobs, TokenIds, VersionSpan, token_ids
 
@@ -33,6 +33,10 @@ _AS_NAMED = (
 """Sampling parameters that have the same name, meaning and default here and there."""
 _NOT_SGLANGS = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, binascii.Error)
 """What reading raises where an answer is of another form."""
+
+
+VersionOf = Callable[[str], int | None]
+"""The policy version that a name of weights is bound to, None where it is to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +191,19 @@ def _number(logprob: float | None) -> float:
     return float("nan") if logprob is None else logprob
 
 
-def part(
-    answer: Json, prompt: Prompt, policy: str, routing: Routing | None = None, run: str | None = None
-) -> Part:
+def weight_names(answer: Any) -> list[str]:
+    """What an answer calls the weights of its tokens, the last ones last; none where it is no answer."""
+    try:
+        return [str(span["version"]) for span in _told_spans(answer["meta_info"], 0)]
+    except _NOT_SGLANGS:
+        return []
+
+
+def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, version_of: VersionOf) -> Part:
     """A server's answer to a request.
+
+    Args:
+        version_of: the version that a name of weights is bound to, None where it is to none.
 
     Raises:
         EngineError: it is not what was asked for, or says that the request has failed.
@@ -205,7 +218,7 @@ def part(
         made = Part(
             token_ids(ids),
             logprobs,
-            _spans(meta, run, policy, len(ids)),
+            _spans(meta, policy, len(ids), version_of),
             dict(meta["finish_reason"]),
             _experts(meta, len(prompt.ids) + len(ids) - 1 - experts_start(prompt), routing),
             {name: int(meta[name]) for name in ("cached_tokens", "num_retractions") if meta.get(name)},
@@ -230,14 +243,17 @@ def _experts(meta: Json, positions: int, routing: Routing | None) -> npt.NDArray
     return found.reshape(positions, routing.layers, routing.topk)
 
 
-def _spans(meta: Json, run: str | None, policy: str, length: int) -> tuple[VersionSpan, ...]:
-    """Which version made which tokens; none where the server names no version of this run and policy."""
-    told = meta.get("weight_versions")
-    if not told:
-        told = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+def _told_spans(meta: Json, length: int) -> list[Json]:
+    """Which name of weights made which tokens."""
+    told: list[Json] = meta.get("weight_versions") or []
+    return told or [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+
+
+def _spans(meta: Json, policy: str, length: int, version_of: VersionOf) -> tuple[VersionSpan, ...]:
+    """Which version made which tokens; none of those whose weights are of no known version."""
     spans = []
-    for span in told:
-        version = policy_version_of(span["version"], run, policy)
+    for span in _told_spans(meta, length):
+        version = version_of(str(span["version"]))
         if version is not None and span["end"] > span["start"]:
             spans.append(VersionSpan(policy, version, int(span["start"]), int(span["end"])))
     return tuple(spans)

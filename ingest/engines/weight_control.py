@@ -19,7 +19,7 @@ from rollbook.ingest.engines.gate import Gate
 from rollbook.ingest.engines.held_weights import HeldWeights, read_checkpoint
 from rollbook.ingest.engines.sent_tensors import read_sent
 from rollbook.ingest.engines.weights import checksums
-from rollbook.store.errors import ModelError
+from rollbook.store.errors import ModelError, VersionError
 
 Mode = Literal["abort", "in_place", "retract"]
 Result = TypeVar("Result")
@@ -206,8 +206,11 @@ class WeightControl:
 
         await self._alone(end)
 
-    async def name(self, version: int) -> None:
+    async def name(self, version: int, label: str | None = None) -> None:
         """Say which version the weights in memory are, as their sender does once they are verified.
+
+        Args:
+            label: what the sender calls them.
 
         Raises:
             ModelError: they are not whole.
@@ -215,9 +218,10 @@ class WeightControl:
 
         async def name() -> None:
             if self._weights.state == "whole" and self._weights.version == version:
+                self._weights.name(version, label)
                 return
             async with self._changing():
-                self._weights.name(version)
+                self._weights.name(version, label)
                 await self._changed()
 
         await self._alone(name)
@@ -228,8 +232,14 @@ class WeightControl:
         if not self._weights.named:
             self._gate.shut("name")
             return
-        await self._activated(self._weights.version, self._weights.digest, self._weights.source)
-        self._gate.release("name")
+        try:
+            await self._activated(self._weights.version, self._weights.digest, self._weights.source)
+        except VersionError as error:
+            # What is in memory now may not be sampled from under that name.
+            self._weights.fault = str(error)
+            raise ModelError(str(error)) from error
+        finally:
+            self._gate.release("name")
 
     def abort_all(self) -> None:
         """End every request that has tokens, with what it has."""

@@ -1,30 +1,48 @@
-"""What engines call the weights they serve, so that another run's are never taken for ours. Pure."""
+"""What engines are told to call the weights they serve. Pure.
+
+A name is bound to a version by `policy.activated`, which is written only once the engine's own checksums
+were compared with that version's. Its mark is used once, so a name that an engine was started with, or that
+another store's processes gave it, is never taken for one of those.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-FIRST = "default"
-"""What SGLang calls the weights it was started with, unless it was told a name."""
+from rollbook.store.ids import new_id
+
+MARK_LENGTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeights:
+    """What a name says. It proves nothing by itself: see `weight_log`."""
+
+    run: str
+    policy: str
+    version: int
+    mark: str
 
 
 def weight_name(run: str, policy: str, version: int) -> str:
-    """The name that a sync gives a version. Neither run nor policy holds a slash."""
-    return f"{run}/{policy}/{version}"
+    """A new name for a version. Neither run nor policy holds a slash."""
+    return f"{run}/{policy}/{version}/{new_id()[-MARK_LENGTH:]}"
 
 
-def policy_version_of(name: Any, run: str | None = None, policy: str | None = None) -> int | None:
-    """The policy version, an int64, that a name says; None where it says none, or another line's.
+def read_name(name: Any) -> NamedWeights | None:
+    """What a name says; None where it is none that Rollbook gives."""
+    parts = str(name).split("/")
+    if len(parts) != 4 or not parts[3] or (version := _number(parts[2])) is None:
+        return None
+    return NamedWeights(parts[0], parts[1], version, parts[3])
 
-    The weights that an engine was started with are version 0; a bare number is a version too.
 
-    Args:
-        run: of the line that is asked for; None: any.
-        policy: likewise.
-    """
-    if name == FIRST:
-        return 0
-    line, _, text = str(name).rpartition("/")
-    named_run, _, named_policy = line.partition("/")
-    ours = not line or (run in (None, named_run) and policy in (None, named_policy))
-    return int(text) if ours and text.isascii() and text.isdigit() and len(text) < 19 else None
+def version_in(name: Any) -> int | None:
+    """The version, an int64, that a sender calls the weights it brings: a bare number, or in a name."""
+    told = read_name(name)
+    return _number(str(name)) if told is None else told.version
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rollbook.ingest.engines.held_weights import HeldWeights
 from rollbook.ingest.engines.weight_control import WeightControl
-from rollbook.ingest.engines.weight_name import policy_version_of
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.store.errors import ModelError, RequestError
 from rollbook.store.events import Json
 
@@ -106,7 +106,7 @@ def _add_version_route(routes: APIRouter, updates: WeightControl) -> None:
         if body.abort_all_requests:
             updates.abort_all()
         try:
-            await updates.name(version)
+            await updates.name(version, body.new_version)
         except ModelError as error:
             return refused(error)
         message = f"Weight version updated to {version}"
@@ -155,9 +155,9 @@ def _rank(checksums: dict[str, str]) -> Json:
 
 
 def _version(text: str) -> int:
-    version = policy_version_of(text)
+    version = version_in(text)
     if version is None:
-        message = f"weight_version {text!r} names no policy version: send one as N or run/policy/N"
+        message = f"weight_version {text!r} names no policy version: send one as N or run/policy/N/MARK"
         raise RequestError(400, "bad_version", message)
     return version
 

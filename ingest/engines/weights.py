@@ -16,8 +16,10 @@ from safetensors import safe_open
 from rollbook.ingest.engines.model_files import model_file, read_json, weight_files
 from rollbook.store.digest import combine, tensor_line
 from rollbook.store.errors import ModelError
+from rollbook.store.events import Json
 
 Tensors = dict[str, torch.Tensor]
+MANIFEST = "rollbook.json"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -61,19 +63,33 @@ def read_weights(model: Path) -> Tensors:
     return tensors
 
 
+def read_manifest(model: Path) -> Json | None:
+    """What a checkpoint says of itself: its `policy_version`, its `weights_digest` and more; None for others.
+
+    Raises:
+        ModelError: it is damaged.
+    """
+    if model_file(model, MANIFEST) is None:
+        return None
+    manifest = read_json(model, MANIFEST)
+    try:
+        told = {
+            "policy_version": int(manifest["policy_version"]),
+            "weights_digest": str(manifest["weights_digest"]),
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{model / MANIFEST}: damaged: {error!r}") from error
+    return manifest | told
+
+
 def published_version(model: Path) -> tuple[int, str | None]:
     """(policy version, weights digest) a checkpoint says of itself; (0, None) for any other model.
 
     Raises:
         ModelError: its manifest is damaged.
     """
-    if model_file(model, "rollbook.json") is None:
-        return 0, None
-    manifest = read_json(model, "rollbook.json")
-    try:
-        return int(manifest["policy_version"]), str(manifest["weights_digest"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{model / 'rollbook.json'}: damaged: {error!r}") from error
+    manifest = read_manifest(model)
+    return (0, None) if manifest is None else (manifest["policy_version"], manifest["weights_digest"])
 
 
 def widened(tensors: Tensors) -> Tensors:

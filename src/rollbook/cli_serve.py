@@ -54,6 +54,10 @@ def serve(  # size: one option a line
     engine_key: Annotated[
         str | None, typer.Option(envvar="ROLLBOOK_ENGINE_KEY", help="The engine's API key.")
     ] = None,
+    engine_admin_key: Annotated[
+        str | None,
+        typer.Option(envvar="ROLLBOOK_ENGINE_ADMIN_KEY", help="For sglang with --admin-api-key: that key."),
+    ] = None,
     engine_ask: Annotated[
         str | None,
         typer.Option(help='For upstream: JSON to ask for besides, such as {"return_token_ids": true}.'),
@@ -171,6 +175,7 @@ def serve(  # size: one option a line
             seal=seal,
             engine_urls=tuple(EngineAddress.of(url) for url in engine_url or ()),
             engine_key=engine_key_of(engine_key, os.environ),
+            engine_admin_key=engine_key_of(engine_admin_key, os.environ, admin=True),
             engine_ask=json_object(engine_ask.encode()) if engine_ask else None,
             images=images,
             routed_experts=routed_experts,

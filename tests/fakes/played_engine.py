@@ -73,6 +73,26 @@ class PlayedEngine:
     def control(self) -> None:
         """No routes."""
 
+    async def look(self) -> list[Any]:
+        """Nothing to be said of a model."""
+        return []
+
+    def held(self) -> None:
+        """No weights."""
+
+    async def verify(self) -> None:
+        """It knows its version."""
+
+    def unverified(self) -> None:
+        """It knows its version."""
+
+    def doubtful(self) -> bool:
+        """It knows its version."""
+        return False
+
+    def synced(self, version: int) -> None:
+        """It claims what it claimed before."""
+
     async def abort(self, request_id: str) -> None:
         """End a request with what it has said."""
         self.aborted.append(request_id)

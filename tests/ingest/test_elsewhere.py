@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from played_engine import PlayedEngine
 from streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, together
+from told_weights import ToldWeights
 from training_told import RUN
 
 from rollbook.bench.asgi import serving
@@ -40,6 +41,10 @@ class Mortal(PlayedEngine):
         """Only while it lives."""
         if self.killed.is_set():
             raise EngineLostError("nothing answers")
+
+    async def verify(self) -> None:
+        """Only while it lives."""
+        await self.start(None)
 
     async def generate(self, prompt: Any, sampling: Any, heard: Any = lambda ids, logprobs: None) -> Any:
         """Play, or fail when it is killed."""
@@ -367,7 +372,9 @@ def test_a_server_that_breaks_the_connection(in_process: Any, chat: Any, stream:
 
     one = says("Hello from one", Failure(after, "drop"))
     with serving(one) as first, serving(says("Hi from another")) as second:
-        proxy = in_process(Fleet({url: SglangEngine(url) for url in (first, second)}), tokenizer)
+        proxy = in_process(
+            Fleet({url: SglangEngine(url, ToldWeights()) for url in (first, second)}), tokenizer
+        )
         reply = proxy.ask("/t/a/v1/chat/completions", asked("chat", stream=stream))
     failed, *others = only(proxy).turns.values()
     assert failed.failed is not None

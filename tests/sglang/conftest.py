@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tests.sglang import model
 from tests.sglang.server import ENVIRONMENT, SglangServer
+from told_weights import ToldWeights
 
 from rollbook.ingest.engines import sglang
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
@@ -143,7 +144,7 @@ class Client:
     """An engine's client on a loop of its own."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        self.engine = SglangEngine(url, **options)
+        self.engine = SglangEngine(url, ToldWeights(), **options)
         self._runner = asyncio.Runner()
         self._made = itertools.count()
 

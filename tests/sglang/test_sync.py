@@ -93,7 +93,7 @@ class Trainer:
             self._transport.path = self.path
         head_dim = json.loads((self.path / "config.json").read_bytes())["head_dim"]
         weights = tensors or (lambda: iter(read_weights(self.path).items()))
-        found: list[str] = self._syncer.sync(Release("actor", version, "w", "", head_dim), weights)
+        found: list[str] = self._syncer.sync(Release("actor", version, "w", "", head_dim, "run"), weights)
         return found
 
     def said(self) -> list[str]:

@@ -96,7 +96,7 @@ def _with_column(batch: pa.RecordBatch, name: str, value: Any) -> pa.RecordBatch
     return batch.set_column(index, LOG_SCHEMA.field(name), pa.array([value], LOG_SCHEMA.field(name).type))
 
 
-@pytest.mark.parametrize(("column", "value"), [("kind", "moon.landed"), ("schema_version", 2)])
+@pytest.mark.parametrize(("column", "value"), [("kind", "moon.landed"), ("schema_version", 3)])
 def test_unknown_kind_or_newer_version_is_refused(column: str, value: Any) -> None:
     """What this release does not know raises FormatError, naming the event and the remedy."""
     batch = _with_column(encode([Event(TurnFailed("t", "u", "x"), "r", "the-id")], 0), column, value)

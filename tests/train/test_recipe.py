@@ -58,17 +58,16 @@ def test_without_a_limit_or_a_version_nothing_is_stale(fabric: Any) -> None:
     assert len(select(old, RecipeConfig(), SFT, 1000)[0]) == 1
 
 
-def test_grpo_needs_versions_where_staleness_is_bounded(fabric: Any) -> None:
-    """How stale a token of unknown weights is cannot be told; without a bound it does not matter."""
+@pytest.mark.parametrize("limit", [None, 9])
+def test_grpo_trains_no_token_of_unknown_weights(fabric: Any, limit: int | None) -> None:
+    """One token without a version is enough, bound or not; to SFT the sample is a text like a teacher's."""
     half = [fabric.T(version=9), fabric.T([5], [6], 0, version=None)]
     samples = _samples(fabric, fabric.records("a", half, reward=1.0), fabric.records("b", reward=0.0))
-    recipe = RecipeConfig(max_staleness=9, drop_zero_variance=False)
+    recipe = RecipeConfig(max_staleness=limit, drop_zero_variance=False)
     kept, drops = select(samples, recipe, GRPO, 9)
-    assert ([s.name for s in kept], [(d.sample.name, d.rule) for d in drops]) == (
-        ["b"],
-        [("a", "no_version")],
-    )
-    assert len(select(samples, RecipeConfig(), GRPO, 9)[0]) == 2
+    told = [(d.sample.name, d.rule, d.detail) for d in drops]
+    assert ([s.name for s in kept], told) == (["b"], [("a", "no_version", {"tokens": 1})])
+    assert len(select(samples, recipe, SFT, 9)[0]) == 2
 
 
 def test_grpo_needs_a_reward_and_logprobs(fabric: Any) -> None:

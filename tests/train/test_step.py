@@ -14,9 +14,11 @@ from rollbook.store.trajectory import fold
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import partition
 from rollbook.train.config import OptimizerConfig
+from rollbook.train.loop import gap_alarm
 from rollbook.train.model_shape import read_shape
 from rollbook.train.samples import Sample, all_samples
 from rollbook.train.step import STAGES, StepResult, batch_of, input_digests, run_step, step_seed
+from rollbook.train.trainer import StepOutcome
 from rollbook.train.weight_names import to_huggingface
 
 
@@ -122,13 +124,46 @@ def test_grpo_is_the_policy_gradient_where_the_engine_agrees(fabric: Any, refere
     assert result.metrics["reward"] == 1.75
 
 
-def test_the_gap_to_the_engine_is_measured(fabric: Any, reference: Any) -> None:
-    """The greatest difference between the engine's and the trainer's logprobs, over trained tokens only."""
+@pytest.mark.parametrize("size", [None, 3, 1])
+def test_the_gap_to_the_engine_is_measured(fabric: Any, reference: Any, size: int | None) -> None:
+    """Of trained tokens only: those of the step's own version tell the engine's part, older are stale."""
     samples = _samples(fabric)
-    _, result = _run(fabric, samples, {"name": "grpo"})
+    _, result = _run(fabric, samples, {"name": "grpo"}, size)
     with torch.no_grad():
-        gap = max(float((_logprobs(reference, s) + 1.0).abs().max()) for s in samples)
-    assert result.metrics["engine_logprob_gap"] == pytest.approx(gap, rel=1e-5)
+        gaps = [(_logprobs(reference, s) + 1.0).abs() for s in samples]
+    assert result.metrics["engine_logprob_gap"] == pytest.approx(float(torch.cat(gaps).max()), rel=1e-5)
+    assert result.metrics["engine_logprob_gap_mean"] == pytest.approx(float(torch.cat(gaps).mean()), rel=1e-5)
+    assert result.metrics["stale_logprob_gap"] is None
+    older = [
+        replace(s, versions=np.where(s.versions < 0, -1, -7 if i % 2 else 0)) for i, s in enumerate(samples)
+    ]
+    _, result = _run(fabric, older, {"name": "grpo"}, size)
+    own, stale = torch.cat(gaps[::2]), torch.cat(gaps[1::2])
+    assert result.metrics["engine_logprob_gap"] == pytest.approx(float(own.max()), rel=1e-5)
+    assert result.metrics["stale_logprob_gap"] == pytest.approx(float(stale.max()), rel=1e-5)
+    assert "engine_logprob_gap" not in _run(fabric, samples, {"name": "sft"})[1].metrics
+
+
+@pytest.mark.parametrize(
+    ("gap", "sync", "warns"),
+    [
+        (0.2, None, True),
+        (0.04, None, False),
+        (None, None, False),
+        (0.2, {"partial_rollout": True, "pause": "retract"}, True),
+        (0.2, {"partial_rollout": True, "pause": "in_place"}, False),
+        (0.2, {"partial_rollout": False, "pause": "in_place"}, True),
+    ],
+)
+def test_the_alarm(fabric: Any, gap: float | None, sync: Any, warns: bool) -> None:
+    """Where the engine's part is not near zero; in place it is none, since prefixes are of older weights."""
+    changes = {} if sync is None else {"sync": {"engines": ["http://e"], **sync}}
+    settings = fabric.config(fabric.GRPO, **changes)
+    said = gap_alarm(settings, StepOutcome(3, 4, {"engine_logprob_gap": gap}, 0))
+    assert (said is not None) == warns
+    if said is not None:
+        assert said.startswith("step 3: an engine's logprobs of tokens of version 3,")
+        assert "differ by 0.2 from the trainer's" in said
 
 
 def test_a_step_has_every_stage_and_no_memory(fabric: Any) -> None:

@@ -137,7 +137,7 @@ def test_offline_grpo_takes_whole_groups_once(trained: Stores) -> None:
     for done in _of(log, StepCommitted)[9:]:
         assert done.metrics["gradient_norm"] > 0
         assert done.metrics["reward"] == pytest.approx(0.75, abs=0.2)
-        assert done.metrics["engine_logprob_gap"] > 0
+        assert done.metrics["stale_logprob_gap"] > 0
 
 
 def test_evaluation_is_never_trained(fabric: Any, trained: Stores) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.rank_checksums import QUESTION, RankChecksums, read_ranks
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
@@ -28,21 +29,16 @@ class EngineInfo:
         kind: `sglang`, or `EMBEDDED`.
         device: where its weights are: cpu, cuda, ...
         overlap: it begins a step before it has taken note of the one before.
+        dtype: in which it holds its weights, where it says so.
+        model_path: the directory that it was started with, as it knows it.
     """
 
     version: str
     kind: str
     device: str
     overlap: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RankChecksums:
-    """One tensor-parallel rank's tensors: name in the engine -> checksum, 16 hexadecimal digits."""
-
-    tp_rank: int
-    tp_size: int
-    tensors: dict[str, str]
+    dtype: str = ""
+    model_path: str = ""
 
 
 class _RefusedError(EngineError):
@@ -57,20 +53,25 @@ class EngineControl:
         url: where its control routes are: an SGLang server, or a proxy's `/engine`.
         key: sent as a bearer token.
         login: the header `authorization`, where the address held a login.
+        admin_key: sent instead to routes that control, where the server has one for them.
     """
 
     url: str
     timeout_s: float = 60.0
     key: str | None = field(default=None, repr=False)
     login: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    _address: EngineAddress = field(init=False, repr=False)
     _client: httpx.Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         address = EngineAddress.of(self.url).plain
         self.url, self.login = address.url, self.login or address.login
-        headers = replace(address, login=self.login).headers(self.key)
-        limits = httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, 10.0))
-        self._client = httpx.Client(timeout=limits, headers=headers)
+        self._address = replace(address, login=self.login)
+        waits = httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, 10.0))
+        # A connection for each call: one that is kept may be closed by the server just when it is used, and
+        # what was called then cannot be called again, such as loading tensors that are mapped once.
+        self._client = httpx.Client(timeout=waits, limits=httpx.Limits(max_keepalive_connections=0))
 
     def close(self) -> None:
         """Let go of its connections."""
@@ -92,6 +93,8 @@ class EngineControl:
                 str(told.get("engine", "sglang")),
                 str(told.get("device", "cpu")),
                 told.get("disable_overlap_schedule") is False,
+                str(told.get("dtype") or ""),
+                str(told.get("model_path") or ""),
             )
         except AttributeError as error:
             raise EngineError(f"engine {self.url}: /server_info is not an engine's: {error!r}") from error
@@ -107,19 +110,7 @@ class EngineControl:
 
     def checksums(self) -> list[RankChecksums]:
         """Every rank's own checksums of the tensors that it holds now."""
-        told = self._ask("POST", "/weights_checker", {"action": "checksum"})
-        try:
-            return [
-                RankChecksums(
-                    rank["parallelism_info"][0]["tp_rank"],
-                    rank["parallelism_info"][0]["tp_size"],
-                    rank["checksums"],
-                )
-                for rank in told["ranks"]
-            ]
-        except (KeyError, IndexError, TypeError) as error:
-            text = f"engine {self.url}: /weights_checker gives no checksums: {error!r}"
-            raise EngineError(text) from error
+        return read_ranks(self._ask("POST", "/weights_checker", QUESTION), self.url)
 
     # The flow of requests ---------------------------------------------------------------------
 
@@ -202,7 +193,8 @@ class EngineControl:
 
     def _ask(self, method: str, route: str, body: Json | None = None) -> Any:
         try:
-            reply = self._client.request(method, self.url + route, json=body)
+            headers = self._address.headers((self.admin_key or self.key) if method == "POST" else self.key)
+            reply = self._client.request(method, self.url + route, json=body, headers=headers)
         except httpx.ReadTimeout as error:
             text = f"engine {self.url}: {route} did not answer within {self.timeout_s:g} s"
             raise EngineError(text) from error

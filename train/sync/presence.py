@@ -17,7 +17,7 @@ AGAIN_S = 0.5
 
 def looking_at(engines: Sequence[EngineControl]) -> list[EngineControl]:
     """The same engines, with little patience."""
-    return [EngineControl(engine.url, LOOK_S, engine.key, engine.login) for engine in engines]
+    return [EngineControl(e.url, LOOK_S, e.key, e.login, e.admin_key) for e in engines]
 
 
 def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineInfo]:

@@ -1,12 +1,14 @@
 """The sequence that gives engines a new version of a policy's weights.
 
-    drain or pause -> flush -> begin, update in buckets and flush, end -> verify -> activate -> continue
+    drain or pause -> flush -> disown -> begin, update in buckets and flush, end -> verify -> activate
+    -> continue
 
 SGLang refuses to flush, even paused, while a constrained request waits for its grammar, which it takes up
 only when it goes on. So it is flushed before any weight moves too, and goes on for moments until it can be.
 
-An engine stands still from its pause to the end, so no token is made of weights that are not verified; it
-gets the version's name only after its own checksums equal those of the tensors sent. One that fails anywhere
+An engine stands still from its pause to the end, so no token is made of weights that are not verified; while
+they move it has no version's name, and it gets one only after its own checksums equal those of the tensors
+sent. One that fails anywhere
 in between stays paused, since what it holds is unknown, and the log says so: only a whole sync that succeeds
 makes it usable again.
 """
@@ -20,14 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from rollbook.ingest.engines.rank_checksums import RankChecksums, ranks_digest
 from rollbook.ingest.engines.sglang_wire import release_of
+from rollbook.ingest.engines.tensor_checksums import checksum_of
+from rollbook.ingest.engines.tensor_layout import Expected
 from rollbook.ingest.engines.weight_name import weight_name
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
-from rollbook.train.sync.checksums import checksum_of
-from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, EngineControl, EngineInfo, RankChecksums
-from rollbook.train.sync.layout import Expected
+from rollbook.train.model_shape import ModelShape
+from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, UNVERIFIED, EngineControl, EngineInfo
+from rollbook.train.sync.fits import check_fits
 from rollbook.train.sync.presence import looking_at
 from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
 
@@ -46,6 +51,8 @@ class Release:
         path: its directory, relative to the store; empty where it was not written.
         head_dim: of the model's attention.
         run: whose policy it is.
+        names: of all tensors.
+        shape: of the model.
     """
 
     policy: str
@@ -53,12 +60,13 @@ class Release:
     weights_digest: str
     path: str
     head_dim: int
-    run: str = ""
+    run: str
+    names: tuple[str, ...] = ()
+    shape: ModelShape | None = None
 
-    @property
     def name(self) -> str:
-        """What engines are told to call it."""
-        return weight_name(self.run, self.policy, self.version) if self.run else str(self.version)
+        """What an engine is told to call it: a name that is used once, so that it proves this very sync."""
+        return weight_name(self.run, self.policy, self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +85,23 @@ class Manner:
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """A sync of one engine, under way. `flush_first`: it may refuse to, so before any weight moves."""
+    """A sync of one engine, under way.
+
+    Attributes:
+        name: what the engine is to call the weights.
+        own: it is a proxy's, and keeps by itself what its weights are.
+        flush_first: it may refuse to, so before any weight moves.
+        checksums: digest of what it holds, once that is verified.
+        told: the log says how it ended.
+    """
 
     receiver: Receiver
     sync_id: str
     begun: float
+    name: str
+    own: bool
     flush_first: bool
+    checksums: str = ""
     told: bool = False
 
 
@@ -128,25 +147,26 @@ class Syncer:
             self._each(pool, courses, self._halt)
             sent = self._send(release, weights, courses)
             self._each(pool, courses, self._verify)
-            self._each(pool, courses, lambda course: course.receiver.control.activate(release.name))
+            self._each(pool, courses, lambda course: course.receiver.control.activate(course.name))
             self._note_activated(release, _present(courses))
             self._each(pool, courses, self._resume)
         self._note_ends(release, courses, sent)
-        serving = [c.receiver.control.url for c in courses if c.receiver.error is None]
+        serving = {c.receiver.control.url: c.name for c in courses if c.receiver.error is None}
         if not serving:
             lost = all(isinstance(c.receiver.error, EngineLostError) for c in courses)
             reasons = "; ".join(str(c.receiver.error) for c in courses)
             text = f"version {release.version} of {release.policy} is served nowhere: {reasons}"
             raise EngineLostError(text) if lost else EngineError(text)
-        self._given |= dict.fromkeys(serving, release.name)
-        return serving
+        self._given |= serving
+        return list(serving)
 
     def lost(self) -> list[str]:
         """Engines that can be reached and name other weights than they were given: they were started anew."""
         found = []
         for url, given in self._given.items():
             with contextlib.suppress(EngineError):
-                if self._looked_at[url].weight_version() != given:
+                # One that a sync of this process has left standing waits for the next.
+                if self._looked_at[url].weight_version() not in (given, UNVERIFIED):
                     found.append(url)
         return found
 
@@ -164,7 +184,7 @@ class Syncer:
         """Say in the log that it begins; whoever cannot be asked what it holds is out at once."""
         shared: dict[Any, Expected] = {}
         courses = []
-        for engine, asked in [(engine, pool.submit(self._ask, engine)) for engine in engines]:
+        for engine, asked in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
             error = asked.exception()
             info, ranks = (None, []) if error is not None else asked.result()
             own = info is not None and info.kind == EMBEDDED  # it hashes as on a CPU wherever it computes
@@ -175,7 +195,8 @@ class Syncer:
             receiver = Receiver(engine, len(ranks), expected, flush=self._manner.pause != "in_place")
             if isinstance(error, Exception):
                 receiver.failed(error)
-            courses.append(_Course(receiver, new_id(), time.perf_counter(), receiver.flush and not own))
+            begun, flush_first = time.perf_counter(), receiver.flush and not own
+            courses.append(_Course(receiver, new_id(), begun, release.name(), own, flush_first))
         named = (release.policy, release.version)
         self._write(
             *(SyncStarted(*named, c.sync_id, c.receiver.control.url, self._transport.name) for c in courses)
@@ -183,7 +204,8 @@ class Syncer:
         self._note_ends(release, [c for c in courses if c.receiver.error], 0)
         return courses
 
-    def _ask(self, engine: EngineControl) -> tuple[EngineInfo, list[RankChecksums]]:
+    def _ask(self, engine: EngineControl, release: Release) -> tuple[EngineInfo, list[RankChecksums]]:
+        """What it is and holds, if it can take the release: nothing has been sent to it yet."""
         info, held = engine.info(), self._held.pop(engine.url, None)
         if self._manner.pause == "in_place" and info.overlap:
             # The step under way at the pause is of the old weights; SGLang counts its token to the new ones.
@@ -192,7 +214,9 @@ class Syncer:
             )
             raise EngineError(f"{text}; start it with --disable-overlap-schedule, or pause by retract")
         self._check_sessions(engine.url, info)
-        return info, engine.checksums() if held is None else held
+        ranks = engine.checksums() if held is None else held
+        check_fits(engine.url, info, ranks, release.names, release.shape)
+        return info, ranks
 
     def _check_sessions(self, url: str, info: EngineInfo) -> None:
         found = release_of(info.version)
@@ -217,6 +241,8 @@ class Syncer:
         control.pause(pause)
         if course.flush_first:
             self._flush(control, pause, known)
+        if not course.own:
+            control.disown()  # should this process die now, and somebody have the engine go on
 
     def _flush(self, control: EngineControl, pause: str, known: bool) -> None:
         """Have an engine that stands still forget its prefixes.
@@ -256,6 +282,7 @@ class Syncer:
         held = control.checksums()
         course.receiver.expected.check(control.url, held)
         self._held[control.url] = held
+        course.checksums = ranks_digest(held)
 
     def _resume(self, course: _Course) -> None:
         course.receiver.control.resume()
@@ -263,10 +290,12 @@ class Syncer:
 
     def _note_activated(self, release: Release, courses: list[_Course]) -> None:
         """Say in the log which engines hold the verified weights, before they make a token of them."""
-        urls = [course.receiver.control.url for course in courses]
-        told = (release.weights_digest, release.path)
-        if urls:
-            self._write(*(PolicyActivated(release.policy, release.version, url, *told) for url in urls))
+        named, told = (release.policy, release.version), (release.weights_digest, release.path)
+        records = [
+            PolicyActivated(*named, c.receiver.control.url, *told, c.name, c.checksums) for c in courses
+        ]
+        if records:
+            self._write(*records)
 
     def _note_ends(self, release: Release, courses: list[_Course], sent: int) -> None:
         """Say in the log how it went with each engine of which that was not said before."""

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
+from rollbook.ingest.engines.tensor_layout import Expected
 from rollbook.store.errors import EngineError
 from rollbook.train.sync.broadcast import BroadcastGroup
 from rollbook.train.sync.buckets import Bucket, Buffers, NamedTensor, buckets
 from rollbook.train.sync.control import EngineControl
-from rollbook.train.sync.layout import Expected
 from rollbook.train.sync.shared_memory import payload
 
 Weights = Callable[[], Iterator[NamedTensor]]

@@ -12,7 +12,8 @@ import pytest
 
 from rollbook.ingest.engines import fleet as fleets
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.fleet import OWN, Fleet
+from rollbook.ingest.engines.fleet import Fleet
+from rollbook.ingest.engines.weight_log import OWN
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import SyncFailed, SyncFinished, SyncStarted, token_ids
 
@@ -27,7 +28,8 @@ class Server:
     def __init__(self, version: int | None = None, honoured: str = "stop seed") -> None:
         self.version, self.honoured = version, frozenset(honoured.split())
         self.reachable = True
-        self.starts = self.closes = 0
+        self.starts = self.closes = self.verified = 0
+        self.strange: str | None = None
         self.running: dict[str, asyncio.Future[Generation]] = {}
         self.aborted: list[str] = []
 
@@ -35,6 +37,27 @@ class Server:
         self.starts += 1
         if not self.reachable:
             raise EngineLostError("nothing answers")
+
+    async def look(self) -> list[Any]:
+        await self.verify()
+        return []
+
+    def held(self) -> None:
+        return None
+
+    async def verify(self) -> None:
+        self.verified += 1
+        if not self.reachable:
+            raise EngineLostError("nothing answers")
+
+    def unverified(self) -> str | None:
+        return self.strange
+
+    def doubtful(self) -> bool:
+        return self.strange is not None
+
+    def synced(self, version: int) -> None:
+        self.strange = None
 
     async def close(self) -> None:
         self.closes += 1
@@ -352,9 +375,9 @@ def test_a_server_that_is_gone_is_asked_until_it_is_back() -> None:
         first = it.servers[0]
         first.reachable = False
         first.running["r0"].set_exception(EngineLostError("connection reset"))
-        await pause()
+        await until(it.asks["r2"].done)
         assert isinstance(it.asks["r0"].exception(), EngineLostError)
-        assert "connection reset" in str(it.asks["r2"].exception())
+        assert "waits for it to answer: nothing answers" in str(it.asks["r2"].exception())
         assert not it.asks["r1"].done()
         assert await it.ask("r3", "t") == 1
         await until(lambda: first.starts > 3)
@@ -391,7 +414,7 @@ def test_a_synced_server_that_was_gone(version: int | None) -> None:
         await it.ask("r0")
         server.version = version
         server.ends(EngineLostError("connection reset"))
-        await until(lambda: server.starts >= 2)
+        await until(lambda: server.verified > 0)
         await pause()
         assert await opens(it.fleet) == (version == 3)
         it.fleet.heard(finished(0, 4))
@@ -408,8 +431,11 @@ def test_a_server_that_began_anew_before_this_proxy() -> None:
         server.version = 0
         it.fleet.remember([finished(0, 5)])
         assert not await opens(it.fleet)
-        await until(lambda: server.starts > 2)
+        await until(lambda: server.verified > 2)
         assert not await opens(it.fleet)
+        assert it.fleet.states()[0]["state"].startswith(
+            "waits for a sync: it has other weights than version 5"
+        )
         it.fleet.heard(started(0, 6))
         it.fleet.heard(finished(0, 6))
         assert await it.ask("r0") == 0
@@ -426,14 +452,14 @@ def test_a_sync_finishes_while_the_connection_is_made() -> None:
         it.fleet.heard(finished(0, 3))
         await it.ask("r0")
 
-        async def start(_: Any) -> None:
+        async def verify() -> None:
             server.version = 3
             if it.fleet.members[0].version == 4:
                 server.version = 4
             else:
                 it.fleet.heard(finished(0, 4))
 
-        server.start = start
+        server.verify = verify
         server.ends(EngineLostError("connection reset"))
         await pause()
         await until(lambda: it.fleet.members[0].usable)
@@ -473,8 +499,97 @@ def test_a_failed_sync_outlasts_a_new_connection() -> None:
         server.ends(EngineLostError("connection reset"))
         await pause()
         it.fleet.heard(failed(0, 4))
-        await until(lambda: server.starts == 2 and not it.fleet._probing)
+        await until(lambda: server.verified > 0 and not it.fleet._probing)
         assert not await opens(it.fleet)
+
+    run(scenario, Server())
+
+
+def test_a_connection_that_ends_is_nobodys_end_either() -> None:
+    """A server that answers when it is looked at stays: what else it is answering comes to a good end."""
+
+    async def scenario(it: Any) -> None:
+        await it.ask("r0")
+        await it.ask("r1")
+        server = it.servers[0]
+        server.running["r0"].set_exception(EngineLostError("connection reset"))
+        await until(lambda: it.fleet.members[0].usable and it.asks["r0"].done())
+        assert isinstance(it.asks["r0"].exception(), EngineLostError)
+        assert (server.starts, server.verified) == (1, 1)
+        server.ends()
+        assert (await it.asks["r1"]).finish_reason == "stop"
+        assert await it.ask("r2") == 0
+
+    run(scenario, Server())
+
+
+# Weights that nobody knows ------------------------------------------------------------------------
+
+
+def test_weights_that_nobody_knows() -> None:
+    """While they are found out about nothing new is asked; then it is used, and its tokens have none."""
+
+    async def scenario(it: Any) -> None:
+        server, looked = it.servers[0], asyncio.Event()
+        verify = server.verify
+
+        async def slowly() -> None:
+            await looked.wait()
+            await verify()
+
+        server.verify = slowly
+        await it.ask("r0")
+        server.strange = "nobody has named them"
+        server.ends()
+        await pause()
+        assert not await opens(it.fleet)
+        assert it.fleet.states()[0]["state"] == "finding out which weights it has"
+        looked.set()
+        await until(lambda: it.fleet.members[0].usable)
+        (state,) = it.fleet.states()
+        assert (state["policy_version"], state["unverified"]) == (None, "nobody has named them")
+        assert (state["state"], it.fleet.policy_version()) == ("usable", None)
+        assert await it.ask("r1") == 0
+        it.fleet.heard(finished(0, 3))
+        assert it.fleet.policy_version() == 3
+
+    run(scenario, Server(3))
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_sync_that_never_comes(version: int | None) -> None:
+    """One that has other weights than its trainer gave it is used in the end, as what it is."""
+
+    async def scenario(it: Any) -> None:
+        it.fleet._patience_s = 0.05
+        server = it.servers[0]
+        it.fleet.heard(finished(0, 5))
+        await it.ask("r0")
+        server.version, server.strange = version, None if version else "nobody has named them"
+        server.ends()
+        it.fleet._look(it.fleet.members[0])
+        await pause()
+        assert not await opens(it.fleet)
+        await until(lambda: it.fleet.members[0].usable)
+        assert it.fleet.policy_version() == version
+        it.fleet.heard(finished(0, 6))
+        assert it.fleet.policy_version() == 6, "its trainer is back"
+
+    run(scenario, Server())
+
+
+def test_a_router_in_front_of_a_synced_server() -> None:
+    """A sync names the server, not the router: what the router serves is found out again."""
+
+    async def scenario(it: Any) -> None:
+        server = it.servers[0]
+        server.strange = "nobody has named them"
+        it.fleet.heard(finished(7, 2))
+        await until(lambda: server.verified == 1)
+        server.strange = None
+        it.fleet.heard(finished(7, 3))
+        await pause()
+        assert server.verified == 1
 
     run(scenario, Server())
 
@@ -515,7 +630,9 @@ def test_what_is_told_of_engines() -> None:
         at.fleet.heard(started(1, version=5))
         at.fleet.heard(failed(1, version=5))
         first, second = at.fleet.states()
-        assert first == {"url": url(0), "running": 1, "policy_version": 4, "state": "syncing"}
-        assert second["state"].startswith("the sync of version 5 failed: half of it came")
+        told = {"url": url(0), "running": 1, "policy_version": 4, "unverified": None, "state": "syncing"}
+        assert first == told
+        wanted = "waits for a whole sync, which makes it usable again: the sync of version 5 failed: half"
+        assert second["state"].startswith(wanted)
 
     run(scenario, Server(3), Server(3))

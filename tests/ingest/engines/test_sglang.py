@@ -18,6 +18,7 @@ import streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
+from told_weights import STARTED_WITH, ToldWeights
 
 from rollbook import store
 from rollbook.bench.asgi import serving
@@ -28,7 +29,7 @@ from rollbook.ingest.engines.engine import Prompt, Sampling
 from rollbook.ingest.engines.sglang import SglangEngine
 from rollbook.ingest.engines.sglang_parts import joined
 from rollbook.ingest.engines.sglang_wire import part, sampling_params
-from rollbook.ingest.engines.weight_name import policy_version_of, weight_name
+from rollbook.ingest.engines.weight_name import MARK_LENGTH, NamedWeights, read_name, version_in, weight_name
 from rollbook.ingest.turns import ATTEMPTS
 from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan, token_ids
@@ -53,7 +54,7 @@ def proxied(in_process: Any, chat: Any) -> Iterator[Make]:
 
         def make(*answers: Any, **options: Any) -> tuple[Any, ScriptedSGLang]:
             app = ScriptedSGLang(in_turn(answers), Options(log=100, **options))
-            return in_process(SglangEngine(stack.enter_context(serving(app))), chat()), app
+            return in_process(SglangEngine(stack.enter_context(serving(app)), ToldWeights()), chat()), app
 
         yield make
 
@@ -169,7 +170,7 @@ def test_images_are_passed_on(in_process: Any, chat: Any, ids_of: Any) -> None:
     part = {"type": "image_url", "image_url": {"url": url}}
     app = ScriptedSGLang(in_turn([ids_of("a square")]), Options(log=9, images=True))
     with serving(app) as address:
-        proxy = in_process(SglangEngine(address, takes_images=True), chat("sees"))
+        proxy = in_process(SglangEngine(address, ToldWeights(), takes_images=True), chat("sees"))
         body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}]}
         assert proxy.ask(f"/t/t{CHAT}", body).status == 200
     assert app.seen[0]["image_data"] == [url]
@@ -225,36 +226,32 @@ def test_weights_that_change_in_the_middle(proxied: Make, ids_of: Any, stream: b
         assert reply.headers["x-rollbook-policy-version"] == "8"
 
 
-NAMED = {"default": 0, "0": 0, "12": 12, "9" * 18: 10**18 - 1} | dict.fromkeys(
-    ["v1", "step-3", "", "１２", "-1", "9" * 19, "1.0"]
+NAMED = {"0": 0, "12": 12, "9" * 18: 10**18 - 1, "ours/actor/7/mark": 7} | dict.fromkeys(
+    ["v1", "step-3", "", "default", "１２", "-1", "9" * 19, "1.0", "ours/actor/7", "ours/actor/7/", "a/b/c/7"]
 )
 
 
 def test_names_say_whose_weights_they_are() -> None:
-    """A version of another run or policy is none here; a bare number and the first weights are anybody's."""
-    name = weight_name("ours", "actor", 7)
-    assert name == "ours/actor/7"
-    assert [policy_version_of(name, *line) for line in (("ours", "actor"), (None, "actor"), ())] == [7, 7, 7]
-    assert policy_version_of(name, "theirs", "actor") is None
-    assert policy_version_of(name, "ours", "critic") is None
-    assert [policy_version_of(n, "ours", "actor") for n in ("7", "default", "ours/7", "a/b/c/7")] == [
-        *(7, 0, None, None)
-    ]
+    """Run, policy and version, and a mark that no second name has."""
+    one, other = (weight_name("ours", "actor", 7) for _ in range(2))
+    assert one != other
+    told = read_name(one)
+    assert told == NamedWeights("ours", "actor", 7, one[-MARK_LENGTH:])
+    assert [version_in(name) for name in NAMED] == list(NAMED.values())
 
 
 def test_names_of_weights(proxied: Make, ids_of: Any) -> None:
-    """Numbers are versions, SGLang's first name is version 0; any other name says nothing, and no span."""
+    """A name that is bound to a version is that version's; any other says nothing, and no span has it."""
     proxy, app = proxied(ids_of("a"))
-    for number, (name, version) in enumerate(NAMED.items()):
-        assert policy_version_of(name) == version
-        before, app.weight_version = proxy.engine.policy_version(), name
+    for number, (name, version) in enumerate((NAMED | {STARTED_WITH: 0}).items()):
+        app.weight_version = name
         assert proxy.ask(f"/t/{number}{CHAT}", asked("chat")).status == 200
         (turn,) = _turns(proxy, str(number))
         assert turn.completed.policy_version == version
         size = len(turn.completed.completion_ids)
         wanted = () if version is None else (VersionSpan("actor", version, 0, size),)
         assert turn.completed.version_spans == wanted
-        assert proxy.engine.policy_version() == (before if version is None else version)
+        assert proxy.engine.policy_version() == version
 
 
 # What goes wrong ------------------------------------------------------------------------------------
@@ -295,9 +292,23 @@ def test_a_server_that_fails_on_the_way(proxied: Make, ids_of: Any, failure: Any
         assert all_samples([proxy.trajectories()[kind]]) == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_ends_before_an_answer(proxied: Make, ids_of: Any, stream: bool) -> None:
+    """The request is asked once more, by another id, on a connection of its own; nobody is put out for it."""
+    proxy, app = proxied(Answer(ids_of("x"), failure=Failure(0, "drop")), ids_of("fine"))
+    reply = proxy.ask(f"/t/t{CHAT}", asked("chat", stream=stream))
+    assert reply.status == 200
+    (turn,) = _turns(proxy)
+    assert (turn.failed, turn.completed.reply["content"]) == (None, "fine")
+    first, again = [seen["rid"] for seen in app.seen]
+    assert (first, again) == (turn.turn_id, f"again-{turn.turn_id}")
+    assert not again.startswith(first), "else the end of the first would end the second"
+
+
 def test_after_a_failure_all_goes_on(proxied: Make, ids_of: Any) -> None:
     """A server that comes back is asked again, on new connections: only the log notices."""
-    proxy, _ = proxied(Answer(ids_of("x"), failure=Failure(0, "drop")), ids_of("fine"))
+    drop = Answer(ids_of("x"), failure=Failure(0, "drop"))
+    proxy, _ = proxied(drop, drop, ids_of("fine"))
     assert proxy.ask(f"/t/t{CHAT}", asked("chat")).json["choices"][0]["message"]["content"] == "fine"
     lost, answered = _turns(proxy)
     assert (lost.completed, answered.failed) == (None, None)
@@ -351,7 +362,7 @@ def raw(runner: asyncio.Runner) -> Iterator[tuple[Raw, SglangEngine]]:
     answers = Raw()
     server = runner.run(asyncio.start_server(answers, "127.0.0.1", 0))
     port = server.sockets[0].getsockname()[1]
-    engine = SglangEngine(f"http://127.0.0.1:{port}/", key="engine-key")
+    engine = SglangEngine(f"http://127.0.0.1:{port}/", ToldWeights(), key="engine-key")
 
     async def activated(*_: Any) -> None:
         return
@@ -495,21 +506,21 @@ def test_a_server_that_is_not_there(runner: Any) -> None:
         return
 
     with pytest.raises(EngineError, match="--engine-url"):
-        runner.run(SglangEngine("http://127.0.0.1:9").start(activated))
+        runner.run(SglangEngine("http://127.0.0.1:9", ToldWeights()).start(activated))
 
     async def other(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
     with serving(other) as url, pytest.raises(EngineError, match="is it an SGLang server"):
-        runner.run(SglangEngine(url).start(activated))
+        runner.run(SglangEngine(url, ToldWeights()).start(activated))
 
 
 def test_the_answer_of_an_older_server() -> None:
     """Without spans, the one version it names is of all tokens."""
     answer = _whole(weight_version="3")
     del answer["meta_info"]["weight_versions"]
-    made = joined(PROMPT, SAMPLING, [part(answer, PROMPT, "critic")], {})
+    made = joined(PROMPT, SAMPLING, [part(answer, PROMPT, "critic", None, version_in)], {})
     assert made.version_spans == (VersionSpan("critic", 3, 0, 2),)
 
 
@@ -557,7 +568,7 @@ def test_an_abort_that_comes_before_the_request(in_process: Any, chat: Any, ids_
     ids = ids_of("word " * 60)
     app = Late(in_turn([Answer(ids, first_s=0.05, token_s=0.05)]), Options(log=9))
     with serving(app) as url:
-        proxy = in_process(SglangEngine(url), chat())
+        proxy = in_process(SglangEngine(url, ToldWeights()), chat())
 
         async def scenario() -> None:
             reply = proxy.exchange(f"/t/t{CHAT}", asked("chat"))
@@ -593,6 +604,9 @@ def test_the_served_command(serve: Any, text_model: Any, ids_of: Any) -> None:
         words = ("--model", str(text_model("chatml")), "--engine", "sglang", "--engine-url", url)
         served = serve(*words)
         with httpx.Client(base_url=served.url, timeout=30) as http:
+            (engine,) = http.get("/healthz").json()["engines"]
+            assert (engine["policy_version"], engine["state"]) == (None, "usable")
+            assert "names no tensor, so nothing can be compared" in engine["unverified"]
             body = asked("chat", stream=True, logprobs=True)
             whole = streamed.chat(http.post(f"/t/t{CHAT}", json=body).content)
             assert [e["token_id"] for e in whole["choices"][0]["logprobs"]["content"]] == ids
@@ -610,8 +624,11 @@ def test_the_served_command(serve: Any, text_model: Any, ids_of: Any) -> None:
     (trajectory,) = fold(store.open(served.path).events()).values()
     one, two = trajectory.turns.values()
     for turn, seen in zip((one, two), app.seen, strict=True):
-        _check(trajectory, turn, seen)
+        assert turn.completed.version_spans == ()  # whatever it calls its weights: nobody has compared them
+        _check(trajectory, turn, seen | {"weight_versions": []})
+    assert "is never trained" in served.log.read_text()
     assert (one.delivered, two.delivered) == ("sent", None)
     assert two.completed.finish_reason == "abort"
     assert 0 < len(two.completed.completion_ids) < len(ids)
     assert "Traceback" not in served.log.read_text()
+    assert "leaked" not in served.log.read_text()  # DuckDB's module counts what is left of it at the end

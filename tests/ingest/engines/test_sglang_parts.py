@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from told_weights import ToldWeights
 
 from rollbook.bench.asgi import reply, serving
 from rollbook.bench.scripted_answers import Answer, in_turn, logprobs_of
@@ -25,6 +26,7 @@ from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
 from rollbook.ingest.engines.sglang import SglangEngine
 from rollbook.ingest.engines.sglang_parts import joined, may_go_on, routing_of, the_rest
 from rollbook.ingest.engines.sglang_wire import Part, Routing, part, request_body, sampling_params
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.routed_experts import unpack
@@ -69,7 +71,7 @@ class Pausing(ScriptedSGLang):
 def _generate(run: Any, app: Pausing, sampling: Sampling, heard: Any, prompt: Prompt = PROMPT) -> Generation:
     async def scenario() -> Generation:
         with ExitStack() as stack:
-            engine = SglangEngine(stack.enter_context(serving(app)))
+            engine = SglangEngine(stack.enter_context(serving(app)), ToldWeights())
             await engine.start(_activated)
             pausing = asyncio.create_task(app.pauses())
             try:
@@ -137,7 +139,7 @@ def test_a_client_that_left_is_not_gone_on_with(run: Any) -> None:
 
     async def scenario() -> Generation:
         with serving(app) as url:
-            engine = SglangEngine(url)
+            engine = SglangEngine(url, ToldWeights())
             await engine.start(_activated)
             task = asyncio.create_task(engine.generate(PROMPT, SAMPLING))
             while not (app.running and next(iter(app.running.values())).made >= 2):
@@ -160,7 +162,7 @@ def test_an_abort_of_what_has_gone_on(run: Any) -> None:
 
     async def scenario() -> Generation:
         with serving(app) as url:
-            engine = SglangEngine(url)
+            engine = SglangEngine(url, ToldWeights())
             await engine.start(_activated)
             pausing = asyncio.create_task(app.pauses())
             task = asyncio.create_task(engine.generate(PROMPT, SAMPLING))
@@ -260,21 +262,21 @@ def test_experts_are_asked_for_where_the_parent_ends() -> None:
     child = replace(PROMPT, known_tokens=2)
     assert request_body(child, SAMPLING, False, ROUTING)["routed_experts_start_len"] == 1
     assert "return_routed_experts" not in request_body(child, SAMPLING, False)
-    made = joined(child, SAMPLING, [part(_answer([7, 8], _ids(3)), child, "actor", ROUTING)], {})
+    made = joined(child, SAMPLING, [part(_answer([7, 8], _ids(3)), child, "actor", ROUTING, version_in)], {})
     assert made.routed_experts["start"] == 1
     assert np.array_equal(unpack(made.routed_experts), _ids(3))
 
 
 def test_experts_of_parts_are_one() -> None:
     """The second part's begin at the first one's last token; where a part tells none the turn has none."""
-    first = part(_answer([7, 8], _ids(4), {"type": "abort"}), PROMPT, "actor", ROUTING)
+    first = part(_answer([7, 8], _ids(4), {"type": "abort"}), PROMPT, "actor", ROUTING, version_in)
     rest, _ = the_rest(PROMPT, SAMPLING, [first])
     assert request_body(rest, SAMPLING, False, ROUTING)["routed_experts_start_len"] == 4
-    second = part(_answer([9], _ids(1, 24)), rest, "actor", ROUTING)
+    second = part(_answer([9], _ids(1, 24)), rest, "actor", ROUTING, version_in)
     made = joined(PROMPT, SAMPLING, [first, second], {})
     assert (made.routed_experts["start"], made.routed_experts["shape"]) == (0, [5, 2, 3])
     assert np.array_equal(unpack(made.routed_experts), _ids(5))
-    silent = part(_answer([9], None), rest, "actor", ROUTING)
+    silent = part(_answer([9], None), rest, "actor", ROUTING, version_in)
     assert joined(PROMPT, SAMPLING, [first, silent], {}).routed_experts == {}
 
 
@@ -288,19 +290,21 @@ def _told(versions: tuple[str, ...], retractions: int) -> Any:
 @pytest.mark.parametrize("versions", [("1", "2"), ("somebody's", "2")])
 def test_experts_of_other_weights_are_not_taken(versions: tuple[str, str]) -> None:
     """What was retracted to new weights: they chose all, also those of the tokens that the old ones made."""
-    made = part(_told(versions, 1), PROMPT, "actor", ROUTING)
+    made = part(_told(versions, 1), PROMPT, "actor", ROUTING, version_in)
     assert made.experts is None
     assert joined(PROMPT, SAMPLING, [made], {}).routed_experts == {}
     for kept in (_told(versions, 0), _told(("1",), 1)):
-        assert np.array_equal(part(kept, PROMPT, "actor", ROUTING).experts, _ids(4))
+        assert np.array_equal(part(kept, PROMPT, "actor", ROUTING, version_in).experts, _ids(4))
 
 
 def test_experts_that_are_none() -> None:
     """Of another number of positions, or no ids: the engine's fault. Unwanted ones are not looked at."""
     for experts in (_ids(3), _ids(5), np.full((4, 2, 3), -1)):
         with pytest.raises(EngineError, match=r"SGLang's|expert ids"):
-            joined(PROMPT, SAMPLING, [part(_answer([7, 8], experts), PROMPT, "actor", ROUTING)], {})
-    assert part(_answer([7, 8], _ids(9)), PROMPT, "actor").experts is None
+            joined(
+                PROMPT, SAMPLING, [part(_answer([7, 8], experts), PROMPT, "actor", ROUTING, version_in)], {}
+            )
+    assert part(_answer([7, 8], _ids(9)), PROMPT, "actor", None, version_in).experts is None
 
 
 def test_what_a_model_is_made_of(tmp_path: Path) -> None:
@@ -325,7 +329,7 @@ def test_an_abort_with_a_status_is_a_failure() -> None:
     """The server's own: nothing was sampled that counts, and nothing goes on."""
     finish = {"type": "abort", "message": "the queue is full", "status_code": 503, "err_type": "Busy"}
     with pytest.raises(EngineError, match="the queue is full"):
-        part(_answer([5], None, finish), PROMPT, "actor")
+        part(_answer([5], None, finish), PROMPT, "actor", None, version_in)
 
 
 def _serving(version: Any, **more: Any) -> Any:
@@ -344,7 +348,7 @@ def _serving(version: Any, **more: Any) -> Any:
 
 def _started(run: Any, url: str, **options: Any) -> SglangEngine:
     async def scenario() -> SglangEngine:
-        engine = SglangEngine(url, **options)
+        engine = SglangEngine(url, ToldWeights(), **options)
         await engine.start(_activated)
         await engine.close()
         return engine
@@ -441,7 +445,7 @@ def test_top_k_1_is_greedy() -> None:
     """Asked for as temperature 0, of which the server's logprobs are always those of softmax(logits)."""
     sampling = replace(SAMPLING, temperature=0.7, top_k=1)
     assert sampling_params(sampling)["temperature"] == 0
-    made = joined(PROMPT, sampling, [part(_answer([7], None), PROMPT, "actor")], {})
+    made = joined(PROMPT, sampling, [part(_answer([7], None), PROMPT, "actor", None, version_in)], {})
     assert made.logprob_semantics["temperature"] == 0
     assert sampling_params(replace(sampling, top_k=2))["temperature"] == 0.7
 

@@ -286,7 +286,7 @@ def test_narrow_tensors_are_widened(renewed: Any, other_model: Path) -> None:
     """bfloat16 is renewed exactly, as float32."""
     narrow = {name: tensor.bfloat16() for name, tensor in read_weights(other_model).items()}
     _post(renewed, "/begin_weight_update")
-    _send(renewed, narrow.items())
+    _send(renewed, narrow.items(), 41)
     _post(renewed, "/end_weight_update")
     wide = {name: tensor.float() for name, tensor in narrow.items()}
     assert _post(renewed, "/weights_checker")["digest"] == digest_tensors(wide)
@@ -475,3 +475,17 @@ def test_a_client_that_leaves_in_the_middle(renewed: Any, other_model: Path) -> 
     renewed.run(scenario())
     assert renewed.engine.policy_version() == 5
     assert _generate(renewed).version_spans[0].version == 5
+
+
+def test_a_version_is_one_set_of_weights(renewed: Any, other_model: Path) -> None:
+    """Other weights under a version that the log has bound are refused, and not sampled from."""
+    held = list(read_weights(other_model).items())
+    name, tensor = held[0]
+    for tensors, status in ((held, 200), ([(name, tensor + 1), *held[1:]], 400)):
+        _post(renewed, "/begin_weight_update")
+        _send(renewed, tensors, 43)
+        reply = _post(renewed, "/end_weight_update", status=status)
+    assert "is not version 43 of policy actor" in reply["message"]
+    assert "Use another --run" in reply["message"]
+    with pytest.raises(EngineError, match="the weights are mixed"):
+        _generate(renewed)

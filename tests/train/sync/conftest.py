@@ -24,6 +24,7 @@ from rollbook.bench.scripted_answers import Script, hashed
 from rollbook.bench.scripted_faults import Fault
 from rollbook.bench.scripted_job import Options
 from rollbook.bench.scripted_sglang import ScriptedSGLang
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.store.events import Record
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Manner, Release, Syncer
@@ -47,6 +48,12 @@ BUCKET = 600
 """Bytes: every larger tensor is a bucket of its own."""
 
 
+def said_version(name: str) -> str:
+    """The version in a name of weights, or the name where there is none."""
+    version = version_in(name)
+    return name if version is None else str(version)
+
+
 def make_weights(seed: int) -> dict[str, torch.Tensor]:
     """A small model's tensors."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,6 +75,11 @@ class Engine:
     app: ScriptedSGLang
     url: str
     asked: list[tuple[str, dict[str, Any]]]
+
+    @property
+    def version(self) -> str:
+        """Which version it says that it serves."""
+        return said_version(self.app.weight_version)
 
     def routes(self) -> list[str]:
         """What it was asked, in order, from its pause on."""
@@ -129,7 +141,9 @@ class World:
         if isinstance(transport, FromDisk):
             transport.path = self.directory(version)
         weights = make_weights(version)
-        return syncer.sync(Release("actor", version, f"w{version}", "", 4), lambda: iter(weights.items()))
+        return syncer.sync(
+            Release("actor", version, f"w{version}", "", 4, "run"), lambda: iter(weights.items())
+        )
 
     def process(self, *faults: str, port: int = 0) -> Process:
         """An engine in a process of its own, which takes part in broadcasts."""
@@ -212,7 +226,7 @@ class Process:
 
     def version(self) -> str:
         """What it calls its weights."""
-        return str(httpx.get(f"{self.ready()}/model_info").json()["weight_version"])
+        return said_version(httpx.get(f"{self.ready()}/model_info").json()["weight_version"])
 
     def alive(self) -> bool:
         """Whether it still runs."""

@@ -97,7 +97,7 @@ def test_a_large_bucket(world: Any, pair: list[Any], timed: Callable[..., Any], 
     bad.fault(route=UPDATE, kind=kind)
     syncer = _syncer(world, bad, good)
     large = [("model.norm.weight", torch.zeros(10_000_000))]
-    release = Release("actor", next(fresh), "w", "", 4)
+    release = Release("actor", next(fresh), "w", "", 4, "run")
     with timed(TIMEOUT_S), pytest.raises(EngineError) as error:
         syncer.sync(release, lambda: iter(large))
     assert f"engine {bad.url}: {UPDATE}" in str(error.value)
@@ -124,7 +124,7 @@ engines = [EngineControl(url, 5.0) for url in sys.argv[1:]]
 syncer = Syncer(engines, ByBroadcast(600, "127.0.0.1", 5.0), lambda *records: None, Manner())
 weights = {"model.norm.weight": torch.zeros(8), "model.embed_tokens.weight": torch.zeros(70, 8)}
 try:
-    syncer.sync(Release("actor", 1, "w", "", 4), lambda: iter(weights.items()))
+    syncer.sync(Release("actor", 1, "w", "", 4, "run"), lambda: iter(weights.items()))
 except EngineError as error:
     print("failed:", error, flush=True)
 if "close" in sys.argv:

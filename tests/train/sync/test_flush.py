@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.train.sync.conftest import running
-from tests.train.sync.test_session import ACTIVATED, AFTER, FAILED, FINISHED, STARTED, UPDATES
+from tests.train.sync.conftest import running, said_version
+from tests.train.sync.test_session import ACTIVATED, AFTER, DISOWNED, FAILED, FINISHED, STARTED, UPDATES
 
 from rollbook.bench.scripted_answers import Answer, in_turn
-from rollbook.ingest.engines.weight_name import policy_version_of
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.store.errors import EngineError
 from rollbook.train.sync.control import EMBEDDED, UNVERIFIED
 
@@ -31,13 +31,14 @@ def test_a_flush_that_is_refused_at_first(world: Any, transport: str, pause: str
         STARTED,
         *["/pause_generation", "/continue_generation"] * 2,
         *["/pause_generation", "/flush_cache"],
+        DISOWNED,
         *UPDATES[transport],
         *AFTER[:-1],
         ACTIVATED,
         AFTER[-1],
         FINISHED,
     ]
-    assert (engine.app.weight_version, engine.app.paused) == ("2", None)
+    assert (engine.version, engine.app.paused) == ("2", None)
 
 
 def test_a_flush_that_is_refused_for_ever(world: Any, timed: Callable[..., Any]) -> None:
@@ -59,10 +60,10 @@ def test_a_flush_that_is_refused_for_ever(world: Any, timed: Callable[..., Any])
         "/pause_generation",
         "/continue_generation",
     }
-    assert (engine.app.weight_version, engine.app.paused) == ("1", None)
+    assert (engine.version, engine.app.paused) == ("1", None)
     engine.app._routes["/flush_cache"] = flush
     assert world.sync(syncer, 3) == [engine.url]
-    assert engine.app.weight_version == "3"
+    assert engine.version == "3"
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -81,9 +82,9 @@ def test_a_flush_of_unknown_weights(world: Any, anew: bool) -> None:
         syncer = world.syncer([engine.url], world.transport("tensor"))
     engine.fault("/flush_cache", "error", times=2)
     assert world.sync(syncer, 2) == [engine.url]
-    versions = [span["version"] for span in wait()["weight_versions"]]
+    versions = [said_version(span["version"]) for span in wait()["weight_versions"]]
     assert versions == ["0", UNVERIFIED, "2"]
-    assert policy_version_of(UNVERIFIED) is None
+    assert version_in(UNVERIFIED) is None
 
 
 def test_unknown_weights_stand_still_in_the_end(world: Any) -> None:
@@ -94,10 +95,10 @@ def test_unknown_weights_stand_still_in_the_end(world: Any) -> None:
     for version in (1, 2):
         with pytest.raises(EngineError, match="/flush_cache answers 500"):
             world.sync(syncer, version)
-        assert (engine.app.weight_version, engine.app.paused) == (UNVERIFIED, "retract")
+        assert (engine.version, engine.app.paused) == (UNVERIFIED, "retract")
     engine.app.faults.faults.clear()
     assert world.sync(syncer, 3) == [engine.url]
-    assert (engine.app.weight_version, engine.app.paused) == ("3", None)
+    assert (engine.version, engine.app.paused) == ("3", None)
 
 
 @pytest.mark.parametrize("kind", ["drop", "hang"])
@@ -108,9 +109,9 @@ def test_a_flush_without_an_answer(world: Any, timed: Callable[..., Any], kind: 
     syncer = world.syncer([engine.url], world.transport("tensor"), timeout_s=1.5)
     with timed(20.0), pytest.raises(EngineError, match="/flush_cache"):
         world.sync(syncer, 1)
-    assert (engine.app.weight_version, engine.app.paused) == ("0", "retract")
+    assert (engine.version, engine.app.paused) == ("0", "retract")
     assert world.sync(syncer, 2) == [engine.url]
-    assert (engine.app.weight_version, engine.app.paused) == ("2", None)
+    assert (engine.version, engine.app.paused) == ("2", None)
 
 
 def test_the_embedded_engine_is_flushed_with_its_updates(world: Any) -> None:

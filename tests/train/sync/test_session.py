@@ -7,17 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.train.sync.conftest import running
+from tests.train.sync.conftest import running, said_version
 
 from rollbook.bench.scripted_answers import Answer, in_turn
+from rollbook.ingest.engines.rank_checksums import ranks_digest
+from rollbook.ingest.engines.weight_name import MARK_LENGTH, NamedWeights, read_name
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, SyncFailed, SyncFinished
+from rollbook.train.sync.control import UNVERIFIED, EngineControl
 
 BEFORE = ["/server_info", "/weights_checker"]
 UPDATES = {
     "disk": ["/update_weights_from_disk"],
     "tensor": ["/begin_weight_update", *7 * ["/update_weights_from_tensor"], "/end_weight_update"],
 }
+DISOWNED = "/update_weight_version"
 AFTER = ["/weights_checker", "/update_weight_version", "/continue_generation"]
 STARTED, FINISHED, FAILED = "sync.started", "sync.finished", "sync.failed"
 ACTIVATED = "policy.activated"
@@ -32,7 +36,7 @@ CALLS = [
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort", "drain"])
 def test_the_order_of_calls(world: Any, transport: str, pause: str) -> None:
-    """Paused, flushed but for in place, changed, verified, renamed, in the log, and only then resumed."""
+    """Paused, flushed but for in place, unnamed, changed, verified, named, in the log, only then resumed."""
     engine = world.engine()
     syncer = world.syncer([engine.url], world.transport(transport), pause)
     assert world.sync(syncer, 1) == [engine.url]
@@ -43,6 +47,7 @@ def test_the_order_of_calls(world: Any, transport: str, pause: str) -> None:
         STARTED,
         *halt,
         *flush,
+        DISOWNED,
         *UPDATES[transport],
         *AFTER[:-1],
         ACTIVATED,
@@ -51,12 +56,14 @@ def test_the_order_of_calls(world: Any, transport: str, pause: str) -> None:
     ]
     assert world.line == wanted
     assert dict(engine.asked)["/pause_generation"] == {"mode": "retract" if pause == "drain" else pause}
-    assert engine.app.weight_version == "1"
+    assert engine.version == "1"
     flushed = {body["flush_cache"] for _, body in engine.asked if "flush_cache" in body}
     assert flushed == {pause != "in_place"}
     assert dict(engine.asked)["/update_weight_version"]["abort_all_requests"] is False
     activated, finished = world.records[1:]
-    assert activated == PolicyActivated("actor", 1, engine.url, "w1", "")
+    name, held = engine.app.weight_version, ranks_digest(EngineControl(engine.url).checksums())
+    assert activated == PolicyActivated("actor", 1, engine.url, "w1", "", name, held)
+    assert read_name(name) == NamedWeights("run", "actor", 1, name[-MARK_LENGTH:])
     assert isinstance(finished, SyncFinished)
     assert (finished.sync_id, finished.bytes) == (world.records[0].sync_id, BYTES)
     assert 0 < finished.seconds < 30
@@ -69,7 +76,7 @@ def test_what_it_holds_is_asked_once(world: Any) -> None:
     for version in (1, 2, 3):
         assert world.sync(syncer, version) == [engine.url]
     assert [route for route, _ in engine.asked].count("/weights_checker") == 4
-    assert engine.app.weight_version == "3"
+    assert engine.version == "3"
 
 
 @pytest.mark.parametrize(("transport", "route"), CALLS)
@@ -98,7 +105,7 @@ def test_one_of_two_fails(
     before = len(world.records)
     assert world.sync(syncer, 2) == [bad.url, good.url]
     assert world.said(bad.url, before) == [STARTED, ACTIVATED, FINISHED]
-    assert (bad.app.weight_version, bad.app.paused) == ("2", None)
+    assert (bad.version, bad.app.paused) == ("2", None)
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
@@ -109,10 +116,10 @@ def test_a_wrong_value(world: Any, transport: str) -> None:
     syncer = world.syncer([engine.url], world.transport(transport))
     with pytest.raises(EngineError, match=r"version 1 of actor is served nowhere: .* not those sent"):
         world.sync(syncer, 1)
-    assert (engine.app.weight_version, engine.app.paused) == ("0", "retract")
+    assert (engine.version, engine.app.paused) == (UNVERIFIED, "retract")
     assert world.said(engine.url) == [STARTED, FAILED]
     assert world.sync(syncer, 2) == [engine.url]
-    assert (engine.app.weight_version, engine.app.paused) == ("2", None)
+    assert (engine.version, engine.app.paused) == ("2", None)
 
 
 def test_no_engine_at_all(world: Any, timed: Callable[..., Any]) -> None:
@@ -155,7 +162,7 @@ def test_the_policy_itself_fails(world: Any, transport: str) -> None:
     from rollbook.train.sync.session import Release
 
     with pytest.raises(AttributeError, match="numel"):
-        syncer.sync(Release("actor", 1, "w1", "", 4), weights)
+        syncer.sync(Release("actor", 1, "w1", "", 4, "run"), weights)
     assert world.said(engine.url) == [STARTED, FAILED]
     assert engine.app.paused == "retract"
     assert world.sync(syncer, 2) == [engine.url]
@@ -173,7 +180,7 @@ def test_a_name_that_it_has_no_place_for(world: Any) -> None:
     with pytest.raises(
         EngineError, match=f"engine {engine.url}: holds no tensor that model.layers.0.mlp.exp"
     ):
-        syncer.sync(Release("actor", 1, "w1", "", 4), lambda: iter(fused.items()))
+        syncer.sync(Release("actor", 1, "w1", "", 4, "run"), lambda: iter(fused.items()))
     assert engine.app.paused == "retract"
     assert "/continue_generation" not in engine.routes()
 
@@ -241,7 +248,7 @@ def test_a_request_that_runs(world: Any, pause: str, versions: list[str], finish
     syncer = world.syncer([engine.url], world.transport("tensor"), pause)
     assert world.sync(syncer, 1) == [engine.url]
     told = wait()
-    assert [span["version"] for span in told["weight_versions"]] == versions
+    assert [said_version(span["version"]) for span in told["weight_versions"]] == versions
     assert told["finish_reason"]["type"] == finish
     assert told["num_retractions"] == (pause == "retract")
     spans = told["weight_versions"]
@@ -260,4 +267,4 @@ def test_draining_takes_an_end(world: Any, timed: Callable[..., Any]) -> None:
     assert looks > 1
     assert world.sync(syncer, 2) == [engine.url]
     assert [route for route, _ in engine.asked].count("/v1/loads") == looks
-    assert [span["version"] for span in wait()["weight_versions"]] == ["0", "2"]
+    assert [said_version(span["version"]) for span in wait()["weight_versions"]] == ["0", "2"]

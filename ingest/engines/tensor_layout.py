@@ -8,14 +8,14 @@ order, so the expected one is computed as the parts pass by, and no second copy 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from rollbook.ingest.engines.rank_checksums import RankChecksums
+from rollbook.ingest.engines.tensor_checksums import Checksum
 from rollbook.store.errors import EngineError
-from rollbook.train.sync.checksums import Checksum
-from rollbook.train.sync.control import RankChecksums
 
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the rows of embeddings to a multiple of this, with zeros; times the ranks if those need it."""
@@ -84,6 +84,30 @@ def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
     if (rows + missing) % size:
         missing = -rows % (VOCABULARY_MULTIPLE * size)
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def check_places(url: str, ranks: Sequence[RankChecksums], names: Iterable[str]) -> None:
+    """See that every tensor of a model has its place in an engine, and every place its tensors.
+
+    Raises:
+        EngineError: another model is there, or the names are fused; the first that differ are named.
+    """
+    names = list(names)
+    for rank in ranks:
+        held = frozenset(rank.tensors)
+        places = {name: place_of(name, held) for name in names}
+        homeless = sorted(name for name, place in places.items() if place is None)
+        if homeless:
+            raise EngineError(
+                f"engine {url} holds no tensor that {homeless[0]} goes into ({len(homeless)} of {len(names)} "
+                "have no place), and would skip it silently; is it another model's, or are the names fused?"
+            )
+        empty = sorted(held - {place.tensor for place in places.values() if place is not None})
+        if empty:
+            raise EngineError(
+                f"engine {url} holds {empty[0]}, which the model has not ({len(empty)} of {len(held)}): it "
+                "serves another model"
+            )
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook.ingest.engines.rank_checksums import RankChecksums
+from rollbook.ingest.engines.tensor_checksums import Sha256Checksum
+from rollbook.ingest.engines.tensor_layout import Expected, Place, place_of, shard
 from rollbook.store.errors import EngineError
-from rollbook.train.sync.checksums import Sha256Checksum
-from rollbook.train.sync.control import RankChecksums
-from rollbook.train.sync.layout import Expected, Place, place_of, shard
 
 LOADED: dict[str, list[int]] = orjson.loads((Path(__file__).parent / "sglang_loaders.json").read_bytes())
 """What SGLang 0.5.23's loaders gave each rank of rows numbered from 0 (q, gate), 100 (k, up) and 200 (v).

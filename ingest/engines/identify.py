@@ -1,0 +1,195 @@
+"""Finds out which version of a policy an engine holds, by the engine's own checksums; the log has the result.
+
+What an engine calls its weights is believed only where the log has bound that name to a version. For any
+other name the engine is asked for the checksums of its tensors. They are those of a version that was seen
+before, or are compared with the files of the versions that are likely, in a process of its own; then the
+engine gets a name that is used once, and the log binds it. Until then its tokens have no version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from rollbook.ingest.engines.rank_checksums import RankChecksums, ranks_digest
+from rollbook.ingest.engines.weight_log import Verified, WeightLog
+from rollbook.ingest.engines.weight_name import weight_name
+from rollbook.store.errors import EngineError
+from rollbook.store.events import Json, PolicyActivated
+
+COMPARE = "rollbook.ingest.engines.compare_weights"
+CLAIM_S = 60.0
+"""How long to wait for another process that binds a version of the same run."""
+Write = Callable[..., Awaitable[Any]]
+"""Appends records, and returns once they are durable."""
+
+
+class BusyError(EngineError):
+    """The weights move just now: ask again."""
+
+
+class Server(Protocol):
+    """An engine's server, as far as it is needed to identify its weights."""
+
+    url: str
+
+    async def server_info(self) -> Json: ...
+    async def checksums(self) -> list[RankChecksums]: ...
+    async def name_weights(self, name: str) -> None: ...
+
+
+class Identity:
+    """Binds what engines hold to versions.
+
+    Args:
+        log: what the log says of the policy's weights.
+        write: appends to it.
+        model: the directory that the run starts from, or a checkpoint; None: there is none to compare with.
+    """
+
+    def __init__(self, log: WeightLog, write: Write, model: Path | None = None) -> None:
+        self.log, self._write, self._model = log, write, model
+        self._gave: set[str] = set()
+
+    @property
+    def changes(self) -> int:
+        """Rises with each thing that weights could be compared with, and were not before."""
+        return self.log.changes
+
+    def version_of(self, name: str) -> int | None:
+        """The version that a name of weights is bound to."""
+        return self.log.version_of(name)
+
+    def gave(self, name: str) -> bool:
+        """Whether a server got the name from here."""
+        return name in self._gave
+
+    async def hear(self) -> None:
+        """Take what the log says by now: a trainer binds names too."""
+        await asyncio.to_thread(self.log.refresh)
+
+    async def identify(self, server: Server) -> int:
+        """Find out which version the server holds, bind a new name to it, and give the server that name.
+
+        Raises:
+            EngineError: it holds no version that is known here, or not one alone; the reason and the remedy.
+            VersionError: it holds what the files of a version hold, and the log says that version is another.
+        """
+        await self.hear()
+        if self.log.under_way(server.url):
+            raise BusyError(f"a sync of {server.url} is under way")
+        begun = self.log.begun
+        ranks = await server.checksums()
+        checksums = ranks_digest(ranks)
+        held = self.log.holder_of(checksums) or await self._compared(server, ranks)
+        self.log.check(held.version, held.weights_digest, f"what {server.url} serves, {held.path},")
+        name = weight_name(self.log.run, self.log.policy, held.version)
+        self._gave.add(name)
+        await server.name_weights(name)
+        async with self._alone():
+            # Weights move only behind a sync's start, which is durable before. So they are those that were
+            # compared, as long as none is in the log after the name was given.
+            if self.log.begun != begun:
+                raise BusyError(f"a sync began while the weights of {server.url} were compared")
+            where = (server.url, held.weights_digest, held.path)
+            await self.bind(PolicyActivated(self.log.policy, held.version, *where, name, checksums))
+        return held.version
+
+    async def activated(self, engine: str, version: int, digest: str, path: Path) -> None:
+        """An engine in this process holds a version: say so.
+
+        Raises:
+            VersionError: the log has bound the version to other weights.
+        """
+        async with self._alone():
+            await self.bind(PolicyActivated(self.log.policy, version, engine, digest, str(path)))
+
+    async def bind(self, record: PolicyActivated) -> None:
+        """Write what binds a version, if nothing says otherwise.
+
+        Raises:
+            VersionError: the log has bound the version to other weights.
+        """
+        self.log.check(record.policy_version, record.weights_digest, f"engine {record.engine}")
+        await self._write(record)
+        await self.hear()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Be the only process that binds a version of the run, having read all that was bound before."""
+        claim = binding(self.log)
+        await asyncio.to_thread(claim.__enter__)
+        try:
+            await self.hear()
+            yield
+        finally:
+            claim.__exit__(None, None, None)
+
+    async def _compared(self, server: Server, ranks: Sequence[RankChecksums]) -> Verified:
+        """The version whose files hold what the server holds.
+
+        Raises:
+            EngineError: none of the likely ones.
+        """
+        models = [*([] if self._model is None else [self._model]), *self.log.likely(server.url)]
+        if not models:
+            raise EngineError(f"there are no weights to compare those of {server.url} with; {REMEDY}")
+        info = await server.server_info()
+        asked = {
+            "url": server.url,
+            "models": [str(model.absolute()) for model in models],
+            "device": str(info.get("device", "cpu")),
+            "dtype": str(info.get("dtype", "auto")),
+            "ranks": [asdict(rank) for rank in ranks],
+        }
+        told = await compare_elsewhere(asked)
+        found = told["found"]
+        if found is None:
+            reasons = "; ".join(f"{path}: {why}" for path, why in told["reasons"].items())
+            raise EngineError(f"{server.url} holds no version that is known here ({reasons}); {REMEDY}")
+        return Verified(found["version"], found["digest"], found["path"])
+
+
+REMEDY = "give the proxy a --model with the weights that it serves, or let the trainer sync it"
+
+
+def binding(log: WeightLog) -> contextlib.AbstractContextManager[None]:
+    """To be the only process that binds versions of the log's run and policy."""
+    what = f"binding versions of policy {log.policy} of run {log.run}"
+    return log.store.claim(what, "wait until it has", patience_s=CLAIM_S)
+
+
+async def compare_elsewhere(asked: Json) -> Json:
+    """What `compare_weights.answer` says, from a process of its own, which ends with the wait for it.
+
+    Raises:
+        EngineError: it fails.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-m", COMPARE)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
+    )
+    try:
+        output, errors = await process.communicate(orjson.dumps(asked))
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
+    if process.returncode:
+        last = (errors.decode(errors="replace").strip().splitlines() or ["it was killed"])[-1]
+        raise EngineError(
+            f"the weights of {asked['url']} could not be compared: {last}. That needs torch and safetensors: "
+            f"pip install 'rollbook[engine]', or let the trainer sync it"
+        )
+    told: Json = orjson.loads(output)
+    return told

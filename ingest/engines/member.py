@@ -1,0 +1,110 @@
+"""One engine of a fleet: what it knows of its weights, and whether it may be asked."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollbook.ingest.engines.engine import Engine
+from rollbook.store.events import Json
+
+
+class VersionedEngine(Engine, Protocol):
+    """An engine that knows, or can find out, which version its weights are."""
+
+    async def verify(self) -> None:
+        """Find it out; `unverified` says why where that cannot be done.
+
+        Raises:
+            EngineLostError: it cannot be reached.
+        """
+
+    async def look(self) -> list[tuple[str, Json]]:
+        """Connect once, before anything is recorded, and let go.
+
+        Returns:
+            (address, what /model_info says) of each server.
+
+        Raises:
+            EngineError, VersionError: it cannot be used, as `start` would find out.
+        """
+
+    def held(self) -> tuple[int, str] | None:
+        """(version, weights digest) of weights in this process, None where a server has them."""
+
+    def unverified(self) -> str | None:
+        """Why its tokens have no version now, or None."""
+
+    def doubtful(self) -> bool:
+        """Whether `verify` is due: what it answered last was made by weights that nobody knows."""
+
+    def synced(self, version: int) -> None:
+        """A sync has given it a version, verified."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One engine, and whether it may be asked.
+
+    Attributes:
+        url: its address, by which the log names it.
+        version: what the last sync gave it.
+        syncing: ids of syncs that began and have not ended.
+        out: why it may not be asked now, or None; what is waited for comes first.
+        looking: it is found out whether it is there, and which weights it has.
+        lost: says why, when it goes out, to those who wait for its answers.
+        kept: whether a trainer keeps its weights: it is to have those of `version`.
+        failed: whether its last sync failed: then only a whole one makes it usable again.
+        connected: whether it was started, and not lost since.
+    """
+
+    url: str
+    engine: VersionedEngine
+    version: int | None = None
+    running: int = 0
+    syncing: set[str] = field(default_factory=set)
+    out: str | None = None
+    looking: bool = False
+    kept: bool = False
+    failed: bool = False
+    connected: bool = False
+    requests: set[str] = field(default_factory=set)
+    lost: asyncio.Future[str] | None = None
+
+    @property
+    def has_its_weights(self) -> bool:
+        """Whether it has those that a trainer gave it, if one did: one that began anew has others."""
+        return not self.kept or self.version in (None, self.engine.policy_version())
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes new requests."""
+        return self.out is None and not self.syncing and not self.looking
+
+    @property
+    def serves(self) -> int | None:
+        """The version that its tokens have now, None where they have none."""
+        if self.engine.unverified() is not None:
+            return None
+        return self.engine.policy_version() if self.version is None else self.version
+
+    @property
+    def state(self) -> str:
+        """What is waited for before it takes requests, or that it takes them."""
+        if self.out is not None:
+            return self.out
+        if self.syncing:
+            return "syncing"
+        return "finding out which weights it has" if self.looking else "usable"
+
+    def goes_out(self, why: str) -> None:
+        """It may not be asked any more; whoever waits for it hears so."""
+        self.out = why
+        if self.lost is not None and not self.lost.done():
+            self.lost.set_result(why)
+
+    def comes_back(self) -> None:
+        """It may be asked again. Who waited for it when it went out has been told; others still wait."""
+        if self.out is not None:
+            self.out, self.lost = None, None

@@ -1,0 +1,73 @@
+"""Whether an engine's model is the one whose tokenizer makes its ids, as far as it tells."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from rollbook.ingest.engines.model_files import model_file, read_json
+from rollbook.store.errors import ModelError
+from rollbook.store.events import Json
+
+KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "eos_token_id",
+)
+"""Of a configuration: where these differ, ids or weights mean something else."""
+FILES = ("tokenizer.json",)
+
+
+def differences(model: Path, told: Json) -> list[str]:
+    """What says that an engine serves another model than `model`, a half sentence each; empty: nothing does.
+
+    Args:
+        told: what the engine's /model_info answers. Where its `model_path` can be read here, its files are
+            compared too; a server elsewhere tells no more than its architecture.
+    """
+    own = _config(model)
+    found = []
+    for key in ("model_type", "architectures"):
+        if key in own and told.get(key) and told[key] != own[key]:
+            found.append(f"serves a {_shown(told[key])}, and {model} is a {_shown(own[key])}")
+            break
+    path = Path(str(told.get("model_path") or ""))
+    if not path.is_absolute() or not path.is_dir() or path.resolve() == model.resolve():
+        return found
+    other = _config(path)
+    found += [
+        f"has {key} {other[key]!r} ({path}), and {model} has {own[key]!r}"
+        for key in KEYS
+        if key in own and key in other and own[key] != other[key]
+    ]
+    found += [
+        f"has another {name} ({path}) than {model}, so ids may mean other text"
+        for name in FILES
+        if len({_digest(folder, name) for folder in (path, model)} - {None}) == 2
+    ]
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A model directory's, with what one of several parts says of its text; empty if there is none."""
+    try:
+        config = read_json(folder, "config.json")
+        return {**config, **config.get("text_config", {})}
+    except (ModelError, TypeError):
+        return {}
+
+
+def _digest(folder: Path, name: str) -> str | None:
+    try:
+        file = model_file(folder, name)
+        return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    except (ModelError, OSError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

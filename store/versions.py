@@ -1,0 +1,111 @@
+"""One version, one digest: whose weights a version of a policy is, by the first event that names it. Pure.
+
+Several kinds of events say a version's weights digest: a checkpoint that was written or published, an engine
+that was seen to hold them, a step that made them. They must agree. In the order of the log (of event ids,
+which are sorted by time across lanes) the first one binds, and whatever disagrees later is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollbook.store.errors import VersionError
+from rollbook.store.events import (
+    CheckpointWritten,
+    Event,
+    PolicyActivated,
+    PolicyPublished,
+    StepCommitted,
+    TurnCompleted,
+)
+
+BINDING = frozenset(r.KIND for r in (CheckpointWritten, PolicyActivated, PolicyPublished, StepCommitted))
+"""Kinds of events that say a version's digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a version's weights are, and which event said so first."""
+
+    digest: str
+    event_id: str
+    kind: str
+    where: str
+    """The path or the engine that the event names, or the step."""
+
+
+@dataclass(slots=True)
+class VersionDigests:
+    """The weights digest of each (run, policy, version); events may come in any order.
+
+    Attributes:
+        disputed: what a later event says otherwise.
+    """
+
+    _bound: dict[tuple[str, str, int], Bound] = field(default_factory=dict)
+    disputed: dict[tuple[str, str, int], list[Bound]] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Take an event, of whichever kind."""
+        told = _said(event)
+        if told is None:
+            return
+        version, said = told
+        key = (event.run, *version)
+        first = self._bound.setdefault(key, said)
+        if said.event_id < first.event_id:
+            self._bound[key], said, first = said, first, said
+        if said.digest != first.digest:
+            self.disputed.setdefault(key, []).append(said)
+
+    def of(self, run: str, policy: str, version: int) -> Bound | None:
+        """What the version is bound to, None where no event has named it."""
+        return self._bound.get((run, policy, version))
+
+    def check(self, run: str, policy: str, version: int, digest: str, what: str) -> None:
+        """See that weights may count as a version.
+
+        Args:
+            what: has these weights, as the error names it.
+
+        Raises:
+            VersionError: the version is others; with the remedy.
+        """
+        bound = self.of(run, policy, version)
+        if bound is None or bound.digest == digest:
+            return
+        raise VersionError(
+            f"{what} is not version {version} of policy {policy} in run {run!r}: its weights digest is "
+            f"{digest[:16]}, and that of version {version} is {bound.digest[:16]} since {bound.kind} "
+            f"({bound.where}). Use another --run, or the weights that version {version} is"
+        )
+
+
+def unversioned(done: TurnCompleted) -> int:
+    """How many of a turn's sampled tokens no policy version is known to have made: they are never trained."""
+    return len(done.completion_ids) - sum(span.end - span.start for span in done.version_spans)
+
+
+def fold_versions(events: Iterable[Event]) -> VersionDigests:
+    """The digests that events bind versions to."""
+    folded = VersionDigests()
+    for event in events:
+        folded.add(event)
+    return folded
+
+
+def _said(event: Event) -> tuple[tuple[str, int], Bound] | None:
+    """((policy, version), what the event says that it is), None where it says nothing of the kind."""
+    match event.record:
+        case CheckpointWritten() | PolicyPublished() as record:
+            digest, where = record.weights_digest, record.path
+        case PolicyActivated() as record:
+            digest, where = record.weights_digest, record.engine
+        case StepCommitted() as record:
+            digest, where = str(record.digests.get("weights", "")), f"step {record.step}"
+        case _:
+            return None
+    if not digest:
+        return None
+    return (record.policy, record.policy_version), Bound(digest, event.event_id, event.kind, where)

@@ -1,0 +1,64 @@
+"""Whether an engine can take a policy's tensors, found out before any is sent.
+
+SGLang's scheduler dies of a tensor of another shape, in the middle of a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollbook.ingest.engines.rank_checksums import RankChecksums
+from rollbook.ingest.engines.tensor_layout import check_places
+from rollbook.store.errors import EngineError, ModelError
+from rollbook.train.model_shape import ModelShape, read_shape
+from rollbook.train.sync.control import EMBEDDED, EngineInfo
+
+TRAINED = "float32"
+"""The type of what is trained and sent; an engine's checksums are of the type that it holds."""
+BUILDS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tied", "experts")
+"""What of a model's shape decides its tensors."""
+
+
+def check_fits(
+    url: str,
+    info: EngineInfo,
+    ranks: Sequence[RankChecksums],
+    names: Sequence[str],
+    shape: ModelShape | None,
+) -> None:
+    """Compare an engine with what it is to be sent: names, types and shapes.
+
+    An engine tells the names and the type of its tensors, and not their shapes. Those follow from its model's
+    configuration, where that can be read from here; one that cannot be read is not compared.
+
+    Raises:
+        EngineError: it is of another model, or of another type; the first difference is named.
+    """
+    if names:
+        check_places(url, ranks, names)
+    if info.kind == EMBEDDED:
+        return  # it refuses a tensor that does not fit, and stays whole
+    if info.dtype not in ("", "auto", TRAINED):
+        raise EngineError(
+            f"engine {url} holds its weights in {info.dtype}, and those that are trained are {TRAINED}: they "
+            f"would be rounded, and what it samples would be another policy. Start it with --dtype {TRAINED}"
+        )
+    held = _shape_of(info)
+    if shape is None or held is None:
+        return
+    odd = [name for name in BUILDS if getattr(held, name) != getattr(shape, name)]
+    if odd:
+        shown = ", ".join(f"{name} {getattr(held, name)}, not {getattr(shape, name)}" for name in odd)
+        raise EngineError(f"engine {url} serves a model of another shape ({info.model_path}): {shown}")
+
+
+def _shape_of(info: EngineInfo) -> ModelShape | None:
+    """The shape of its model, None where its directory is not on this host, or of no kind that is trained."""
+    path = Path(info.model_path)
+    if not path.is_absolute() or not (path / "config.json").is_file():
+        return None
+    try:
+        return read_shape(path)
+    except ModelError:
+        return None  # the names have been compared
