@@ -100,6 +100,8 @@ def test_references_outlive_a_restart(passing: Any, upstream: Any) -> None:
     ("body", "missing"),
     [
         ({"input": [USER, *_refer("rs_up", "msg_other"), MORE]}, ["item_reference msg_other"]),
+        # Without the reference it would be the earlier conversation gone on with.
+        ({"input": [USER, *_refer("msg_other"), MESSAGE, CALL, RESULT]}, ["item_reference msg_other"]),
         ({"input": [MORE], "previous_response_id": "resp_other"}, ["previous_response_id resp_other"]),
         ({"input": "x", "conversation": "conv_1"}, ["conversation"]),
         ({"input": "x", "prompt": {"id": "pmpt_1"}}, ["prompt"]),
