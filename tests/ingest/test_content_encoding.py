@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+from bombs import bomb
 from hypothesis import given
 from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
@@ -85,13 +86,6 @@ def test_a_reply_is_read_as_far_as_it_came() -> None:
     assert data.startswith(decoded(gzip.compress(data)[:-50], "gzip", MIB, whole=False))
 
 
-def _bomb(size: int) -> bytes:
-    """A gzip of a gzip of so many spaces, which is JSON as far as it goes."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    inner = b"".join(packer.compress(b" " * MIB) for _ in range(size // MIB)) + packer.flush()
-    return gzip.compress(inner)
-
-
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy for bodies of a megabyte."""
@@ -114,10 +108,10 @@ def test_every_endpoint_reads_encoded_requests(proxy: Any, kind: str) -> None:
 @pytest.mark.parametrize("path", [*PATHS.values(), "/v1/trajectories", "/v1/messages/count_tokens"])
 def test_a_bomb_is_a_413(proxy: Any, path: str) -> None:
     """A few kilobytes that stand for 600 MB are refused in no time and in no memory, wherever they come."""
-    bomb = _bomb(600 * MIB)
-    assert len(bomb) < 5000
+    sent = bomb(600 * MIB)
+    assert len(sent) < 5000
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-    reply = proxy.ask(path, bomb, headers={"content-encoding": "gzip, gzip"})
+    reply = proxy.ask(path, sent, headers={"content-encoding": "gzip, gzip"})
     assert (reply.status, reply.json["error"]["code"]) == (413, "body_too_large")
     assert time.monotonic() - begun < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # in KiB
