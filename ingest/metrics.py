@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -27,64 +29,31 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.turns = Counter(
-            "rollbook_turns",
-            "Completed turns.",
-            ["endpoint", "link", "finish", "delivered"],
-            registry=self.registry,
-        )
-        self.tokens = Counter(
-            "rollbook_tokens", "Tokens of completed turns.", ["kind"], registry=self.registry
-        )
-        self.failures = Counter(
-            "rollbook_failures", "Requests that failed, by code.", ["code"], registry=self.registry
-        )
-        self.refusals = Counter(
-            "rollbook_refusals",
-            "Requests and connections that a limit refused, by code.",
-            ["code"],
-            registry=self.registry,
-        )
-        self.retries = Counter(
-            "rollbook_retries",
-            "Requests that clients repeated, by what was done.",
-            ["how"],
-            registry=self.registry,
-        )
-        self.unrecorded = Counter(
-            "rollbook_unrecorded", "Turns that were passed on and not recorded.", registry=self.registry
-        )
-        self.lost_events = Counter(
-            "rollbook_lost_events",
-            "Events that were refused, or that the disk did not take; what rested on them failed.",
-            registry=self.registry,
-        )
-        self.passed = Counter(
-            "rollbook_passed",
-            "Requests that were passed on and ask for no turn, by method: nothing of them is recorded.",
-            ["method"],
-            registry=self.registry,
-        )
-        self.store_failures = Counter(
-            "rollbook_store_failures",
-            "Spells in which the lane took no events, such as a full disk; it goes on by itself.",
-            registry=self.registry,
-        )
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        turn_labels = ["endpoint", "link", "finish", "delivered"]
+        self.turns = counter("rollbook_turns", "Completed turns.", turn_labels)
+        self.tokens = counter("rollbook_tokens", "Tokens of completed turns.", ["kind"])
+        self.failures = counter("rollbook_failures", "Requests that failed, by code.", ["code"])
+        text = "Requests and connections that a limit refused, by code."
+        self.refusals = counter("rollbook_refusals", text, ["code"])
+        text = "Requests that clients repeated, by what was done."
+        self.retries = counter("rollbook_retries", text, ["how"])
+        self.unrecorded = counter("rollbook_unrecorded", "Turns that were passed on and not recorded.")
+        text = "Events that were refused, or that the disk did not take; what rested on them failed."
+        self.lost_events = counter("rollbook_lost_events", text)
+        text = "Requests that were passed on and ask for no turn, by method: nothing of them is recorded."
+        self.passed = counter("rollbook_passed", text, ["method"])
+        text = "Spells in which the lane took no events, such as a full disk; it goes on by itself."
+        self.store_failures = counter("rollbook_store_failures", text)
         self._spells = 0
-        self.engine_s = Histogram(
-            "rollbook_engine_seconds",
-            "Time of a turn in the engine.",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.running = Gauge("rollbook_running", "Requests being answered.", registry=self.registry)
-        self.held = Gauge(
-            "rollbook_held_trajectories",
-            "Trajectories that wait until a training has room for them.",
-            registry=self.registry,
-        )
-        self.open = Gauge("rollbook_open_trajectories", "Trajectories not finished.", registry=self.registry)
-        self.version = Gauge("rollbook_policy_version", "Policy version served.", registry=self.registry)
+        text = "Time of a turn in the engine."
+        self.engine_s = Histogram("rollbook_engine_seconds", text, buckets=SECONDS, registry=self.registry)
+        self.running = gauge("rollbook_running", "Requests being answered.")
+        text = "Trajectories that wait until a training has room for them."
+        self.held = gauge("rollbook_held_trajectories", text)
+        self.open = gauge("rollbook_open_trajectories", "Trajectories not finished.")
+        self.version = gauge("rollbook_policy_version", "Policy version served.")
 
     def answered(self, turn: AnsweredTurn, *, delivered: bool) -> None:
         """Count a completed turn whose reply was sent, or could not be."""

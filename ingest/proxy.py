@@ -101,10 +101,7 @@ def build_app(
     routes.add(app)
     _add_health(app, taker, deaf, options.keys)
     _add_metrics(app, taker, metrics, gate)
-    control = engine.control()
-    if control is not None:
-        app.state.controlled = _controlled(recorder, engine)
-        app.include_router(control, prefix="/engine")
+    _add_control(app, recorder, engine)
     add_guards(app, guard, options.own, metrics.failed)
     return app
 
@@ -117,6 +114,13 @@ def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[N
         await recorder.write(EngineControlled(engine.name, action, asked, error, by))
 
     return controlled
+
+
+def _add_control(app: FastAPI, recorder: Recorder, engine: Engine) -> None:
+    control = engine.control()
+    if control is not None:
+        app.state.controlled = _controlled(recorder, engine)
+        app.include_router(control, prefix="/engine")
 
 
 def _follow(

@@ -20,10 +20,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollbook import store as rb
-from rollbook.ingest.event_feed import KEEP_ALIVE_S
+from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.event_streams import KEEP_ALIVE_S
 from rollbook.ingest.events_api import PARAMETERS, add_event_routes
 from rollbook.ingest.guard import Guard, add_guards
 from rollbook.ingest.keys import Keys
+from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.web_pages import Own
 from rollbook.store import Store, format_cut
@@ -59,7 +61,7 @@ def url(here: Store) -> Iterator[str]:
     """Address of a server with the tail's routes over demo-store."""
     recorder = Recorder(here, "proxy", "demo")
     app = FastAPI()
-    streams = add_event_routes(app, recorder)
+    streams = add_event_routes(app, recorder, BodyRoom(ProxyOptions()))
     add_guards(app, Guard(Keys(), recorder.run, None), Own(), lambda error: None)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     streams.stopping = lambda: server.should_exit
