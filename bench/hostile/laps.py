@@ -43,7 +43,7 @@ class Fought:
     """One attack's lap.
 
     Attributes:
-        peak: bytes of memory that the proxy had at most.
+        peak, before: bytes of memory that the proxy had at most, and when it began.
         refuses: honest requests may be refused meanwhile.
         tracebacks: what it printed that looks like one.
     """
@@ -52,6 +52,7 @@ class Fought:
     lap: Lap
     tally: Tally
     peak: int
+    before: int = 0
     refuses: bool = False
     tracebacks: list[str] = field(default_factory=list)
 
@@ -80,7 +81,7 @@ def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: rando
     Raises:
         BenchError: the proxy ended by itself.
     """
-    before = len(proxy.log())
+    printed_before, memory_before = len(proxy.log()), proxy.memory("VmRSS")
     proxy.forget_peak()
     tally = Tally()
 
@@ -90,8 +91,8 @@ def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: rando
     felt = lap(agents, attacked)
     if not proxy.victim.running:
         raise proxy.victim.failed(f"ended under {one.name}")
-    printed = proxy.log()[before:]
-    return Fought(one.name, felt, tally, proxy.memory(), one.refuses, tracebacks(printed))
+    printed = proxy.log()[printed_before:]
+    return Fought(one.name, felt, tally, proxy.memory(), memory_before, one.refuses, tracebacks(printed))
 
 
 def tracebacks(printed: str) -> list[str]:

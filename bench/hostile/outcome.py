@@ -117,10 +117,12 @@ def _quiet(measured: Measured) -> list[float]:
 
 
 def _peak(measured: Measured, runs: int) -> Figure:
-    over = [(f.peak - measured.quiet[one.kind], f"{f.name} ({one.kind})") for one, f in _every(measured)]
-    most, worst = max(over, default=(0, "no attack"))
+    most = max((f.peak - measured.quiet[one.kind] for one, f in _every(measured)), default=0)
+    grew = [(f.peak - f.before, f"{f.name} ({one.kind})") for one, f in _every(measured)]
+    by, worst = max(grew, default=(0, "no attack"))
     quiet = ", ".join(f"{kind} {size >> 20} MB" for kind, size in measured.quiet.items())
-    return Figure("hostile.rss_peak_mb", most / 2**20, "MB", f"quiet: {quiet}; worst: {worst}", None, runs)
+    text = f"quiet: {quiet}; it grew most, by {by >> 20} MB, under {worst}"
+    return Figure("hostile.rss_peak_mb", most / 2**20, "MB", text, None, runs)
 
 
 def spreads(measured: Measured) -> Iterator[Spread]:

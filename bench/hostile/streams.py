@@ -61,7 +61,7 @@ async def consumers_that_do_not_read(ground: Ground) -> None:
             await asyncio.wait_for(ground.over.wait(), 60.0)
 
 
-@attack(proxies=BOTH, at_once=4)
+@attack(proxies=BOTH, at_once=1)
 async def storms_of_retries(ground: Ground) -> None:
     """Fifty retries of one request at once join it; none is a 500."""
     name = ground.name()
@@ -80,7 +80,7 @@ async def opening_and_leaving(ground: Ground) -> None:
         await ground.ask(f"/t/{name}/v1/chat/completions", body, key=ground.operator, allowed=OK)
 
 
-@attack(proxies=BOTH, at_once=4)
+@attack(proxies=BOTH, at_once=1)
 async def races_to_the_finish(ground: Ground) -> None:
     """Turns, rewards and finishes of one trajectory at once: one finish counts, what is late is a 409."""
     name = ground.name()

@@ -60,14 +60,13 @@ CASES = [(kind, one.name) for kind in (TOKENS, RECORD) for one in attacks_on(kin
 def test_attack(field_of: Callable[[str], Field], kind: str, name: str) -> None:
     """What the attack's own sentence says, and that honest requests are answered meanwhile."""
     field, one = field_of(kind), named(name)
-    before = field.proxy.memory("VmRSS")
     found = fight(one, field.proxy, field.agents, ATTACK_S, random.Random(name))
     assert found.tally.wrong_200 == [], one.says
     assert found.tally.errors_500 == [], one.says
     assert found.tally.strange == [], one.says
     assert found.tracebacks == []
     assert found.lap.errors_500 == 0, found.lap.told
-    assert found.peak - before < MEMORY
+    assert found.peak - found.before < MEMORY
     if not one.refuses:
         assert found.lap.refused == 0, found.lap.told
         assert len(found.lap.ms) > LEAST * field.pace * ATTACK_S
