@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from functools import cache
 
 MIB = 1 << 20
 
 
+@cache
 def bomb(size: int) -> bytes:
     """A gzip of a gzip of so many spaces (JSON as far as it goes), made without holding them."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)

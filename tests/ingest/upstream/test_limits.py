@@ -45,9 +45,9 @@ def test_a_reply_that_is_too_large_to_keep(passing: Any, upstream: Any, stream: 
 
 
 def test_a_reply_that_is_a_bomb(passing: Any, upstream: Any) -> None:
-    """A gzip of a gzip of 500 MB passes as it is, in no memory; it is counted, and others are answered."""
+    """A gzip of a gzip of 300 MB passes as it is, in no memory; it is counted, and others are answered."""
     passed = passing(max_reply_bytes=4 * MIB)
-    sent = bomb(500 * MIB)
+    sent = bomb(300 * MIB)
     upstream.answers.append(whole(sent, content_encoding="gzip, gzip"))
     before = _peak()
     with httpx.stream("POST", f"{passed.url}/t/t{CHAT}", json={"messages": [USER]}) as reply:
@@ -60,7 +60,7 @@ def test_a_reply_that_is_a_bomb(passing: Any, upstream: Any) -> None:
 def test_a_request_that_is_a_bomb(passing: Any, upstream: Any) -> None:
     """It passes as it is, and is counted as not recorded."""
     passed = passing(max_body_bytes=4 * MIB)
-    sent = bomb(500 * MIB)
+    sent = bomb(300 * MIB)
     upstream.answers.append(whole(chat_reply()))
     before = _peak()
     headers = {"content-encoding": "gzip, gzip"}
