@@ -18,6 +18,7 @@ import orjson
 from fastapi import APIRouter
 
 from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.answers import TOLD_BYTES, read_answer, read_lines
 from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.engines.sglang_http import ASK_S, CONNECT_S, Keys, SglangServer
 from rollbook.ingest.engines.sglang_parts import joined, may_go_on, the_rest
@@ -261,11 +262,11 @@ class SglangEngine:
             async with session.post(f"{self.url}/generate", data=body, headers=self._keys.headers()) as reply:
                 answered = True
                 if reply.status != 200:
-                    text = (await reply.text())[:500]
+                    text = (await read_answer(reply, TOLD_BYTES))[:500].decode(errors="replace")
                     raise EngineError(f"{self.url}/generate answers {reply.status}: {text}")
                 if stream:
                     return await _heard_out(reply, heard)
-                answer: Json = orjson.loads(await reply.read())
+                answer: Json = orjson.loads(await read_answer(reply))
                 return answer
         except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
             ended = isinstance(error, aiohttp.ClientConnectionError)
@@ -292,7 +293,7 @@ class SglangEngine:
                     async with self._session.post(
                         f"{server.url}/abort_request", data=body, headers=headers, timeout=timeout
                     ) as reply:
-                        await reply.read()
+                        await read_answer(reply, TOLD_BYTES)
             except (TimeoutError, OSError, aiohttp.ClientError, EngineError):
                 return  # the request itself will fail likewise, and say so; or it runs to its end
             await asyncio.sleep(ABORT_AGAIN_S)
@@ -334,10 +335,7 @@ async def _heard_out(reply: aiohttp.ClientResponse, heard: Heard) -> Json:
 
 async def _chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Json]:
     """The events of a stream, however they are cut into packets. SGLang's hold one line of data each."""
-    rest = b""
-    async for data in reply.content.iter_any():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            text = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and text != b"[DONE]":
-                yield orjson.loads(text)
+    async for line in read_lines(reply):
+        text = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and text != b"[DONE]":
+            yield orjson.loads(text)

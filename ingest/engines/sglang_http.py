@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 
 from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.answers import read_answer
 from rollbook.ingest.engines.rank_checksums import QUESTION, RankChecksums, read_ranks
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
@@ -97,7 +98,7 @@ class SglangServer:
             async with self.session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as reply:
-                answer = await reply.read()
+                answer = await read_answer(reply)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             text = f"no SGLang server answers at {self.url} ({error!r}): start one, or correct --engine-url"
             raise EngineLostError(text) from error

@@ -124,8 +124,25 @@ def serve(  # size: one option a line
         list[str] | None,
         typer.Option(help="Take out of conversations, too: known (key formats), or a regular expression."),
     ] = None,
-    max_body_mb: Annotated[float, typer.Option(help="Largest request body.")] = 64.0,
+    max_body_mb: Annotated[
+        float, typer.Option(help="Largest request body, and n times it: more is a 413, or a 400.")
+    ] = 64.0,
+    max_bodies_mb: Annotated[
+        float, typer.Option(help="Memory for all bodies that are read and answered at once; others wait.")
+    ] = 512.0,
+    body_timeout_s: Annotated[
+        float, typer.Option(help="Longest silence of a client in the middle of its body; then a 408.")
+    ] = 30.0,
+    max_reply_mb: Annotated[
+        float, typer.Option(help="For upstream: largest reply that is recorded; larger ones pass alone.")
+    ] = 64.0,
     max_running: Annotated[int, typer.Option(help="Most requests answered at once; more get a 429.")] = 4096,
+    max_connections: Annotated[
+        int | None, typer.Option(help="Most connections at once; else as many as descriptors allow.")
+    ] = None,
+    max_consumers: Annotated[
+        int, typer.Option(help="Most readers of /v1/events at once; more get a 503.")
+    ] = 64,
     admission: Annotated[
         bool,
         typer.Option(help="Hold new trajectories that would be too old before an online training uses them."),
@@ -153,7 +170,12 @@ def serve(  # size: one option a line
         own=own(host, socket.gethostname(), allow_host or (), allow_origin or ()),
         on_store_failure=on_store_failure.value,
         max_body_bytes=int(max_body_mb * 2**20),
+        max_bodies_bytes=int(max_bodies_mb * 2**20),
+        body_timeout_s=body_timeout_s,
+        max_reply_bytes=int(max_reply_mb * 2**20),
         max_running=max_running,
+        max_connections=max_connections,
+        max_consumers=max_consumers,
         abandoned_s=abandon_s,
         admission=admission,
         image_hosts=tuple(image_host or ()),
