@@ -84,6 +84,8 @@ _DETAIL = f"""(
                CASE WHEN kind = 'turn.completed' THEN extra END AS answered
         FROM _turn_events
         UNION ALL BY NAME
+        SELECT trajectory_id, turn_id, prompt_ids FROM _mark_events WHERE kind = 'turn.failed'
+        UNION ALL BY NAME
         SELECT trajectory_id, turn_id, trajectory FROM _turn_scalars JOIN {_NAMES} USING (trajectory_id)
         UNION ALL BY NAME
         SELECT * FROM {_FIRST_ASKED}
