@@ -73,13 +73,10 @@ def build_app(
     deaf: list[str] = []
     """Why the log is not followed: then nobody hears of a sync, or of room for trajectories."""
 
-    def hearing(trouble: str | None) -> None:
-        deaf[:] = [] if trouble is None else [trouble]
-
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
-        follower = _follow(recorder, engine, gate, hearing)
+        follower = _follow(recorder, engine, gate, partial(_hearing, deaf))
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
         yield
@@ -104,6 +101,11 @@ def build_app(
     _add_control(app, recorder, engine)
     add_guards(app, guard, options.own, metrics.failed)
     return app
+
+
+def _hearing(deaf: list[str], trouble: str | None) -> None:
+    """Take note of why the log is not followed, or that it is again."""
+    deaf[:] = [] if trouble is None else [trouble]
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
