@@ -17,6 +17,7 @@ from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import OpenTrajectory
+from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 
@@ -73,29 +74,45 @@ class FrontDoor:
         said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
         return said, endpoint, caller_of(request)
 
-    def trajectory(self, identity: Identity, messages: list[Json], by: str | None = None) -> LiveTrajectory:
+    async def trajectory(
+        self, identity: Identity, messages: list[Json], size: int, by: str | None = None
+    ) -> LiveTrajectory:
         """The trajectory a request belongs to: that of its name, a new one, or a quarantined one.
 
+        Until the caller waits for something else it can be extended as it is, or recorded if it is new.
+
         Args:
+            size: bytes of the request.
             by: the name of the key that opens it, if it is new.
 
         Raises:
             RequestError: 409, it is finished, or was opened otherwise than the request says.
+            WriteFailedError: what is still to be written of it cannot be.
         """
-        if identity.name is None:
-            return self.recorder.unnamed(messages, by)
+        if identity.name is not None:
+            await self.recorder.recall(identity.name)
+            return self._named(identity, identity.name, by)
+        hashes = await beside(size, chain_all, messages)
+        while True:
+            live = self.recorder.unnamed(hashes, by)
+            if not self.recorder.is_open(live):
+                return live  # new
+            if await self.recorder.recall(live.opened.name) is live and not live.finished:
+                return live
+
+    def _named(self, identity: Identity, name: str, by: str | None) -> LiveTrajectory:
         wanted = self.wanted(identity)
-        live = self.recorder.find(identity.name)
+        live = self.recorder.find(name)
         if live is None:
             return self.recorder.draft(wanted, by)
+        if live.finished:
+            text = f"trajectory {name!r} is finished: open another for more turns"
+            raise RequestError(409, "trajectory_finished", text)
         for field in ("group", "task", "split"):
             sent, opened = getattr(wanted, field), getattr(live.opened, field)
             if field in identity.said and sent != opened:
-                text = f"trajectory {identity.name!r} was opened with {field} {opened!r}, not {sent!r}"
+                text = f"trajectory {name!r} was opened with {field} {opened!r}, not {sent!r}"
                 raise RequestError(409, "trajectory_conflict", text)
-        if live.finished:
-            text = f"trajectory {identity.name!r} is finished: open another for more turns"
-            raise RequestError(409, "trajectory_finished", text)
         return live
 
     async def redacted(self, body: Json, size: int) -> Json:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -24,36 +22,54 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its ow
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
+class _Spells:
+    """How often the lane stopped taking events."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "Spells in which the lane took no events, such as a full disk; it goes on by itself."
+        self._counter = Counter("rollbook_store_failures", text, registry=registry)
+        self._counted = 0
+
+    def count(self, spells: int) -> None:
+        """Take their number so far."""
+        self._counter.inc(spells - self._counted)
+        self._counted = spells
+
+
 class Metrics:
     """Counters of one proxy, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        turn_labels = ["endpoint", "link", "finish", "delivered"]
-        self.turns = counter("rollbook_turns", "Completed turns.", turn_labels)
-        self.tokens = counter("rollbook_tokens", "Tokens of completed turns.", ["kind"])
-        self.failures = counter("rollbook_failures", "Requests that failed, by code.", ["code"])
+        self.turns = self._counter("turns", "Completed turns.", "endpoint", "link", "finish", "delivered")
+        self.tokens = self._counter("tokens", "Tokens of completed turns.", "kind")
+        self.failures = self._counter("failures", "Requests that failed, by code.", "code")
         text = "Requests and connections that a limit refused, by code."
-        self.refusals = counter("rollbook_refusals", text, ["code"])
-        text = "Requests that clients repeated, by what was done."
-        self.retries = counter("rollbook_retries", text, ["how"])
-        self.unrecorded = counter("rollbook_unrecorded", "Turns that were passed on and not recorded.")
+        self.refusals = self._counter("refusals", text, "code")
+        self.retries = self._counter("retries", "Requests that clients repeated, by what was done.", "how")
+        self.unrecorded = self._counter("unrecorded", "Turns that were passed on and not recorded.")
         text = "Events that were refused, or that the disk did not take; what rested on them failed."
-        self.lost_events = counter("rollbook_lost_events", text)
+        self.lost_events = self._counter("lost_events", text)
         text = "Requests that were passed on and ask for no turn, by method: nothing of them is recorded."
-        self.passed = counter("rollbook_passed", text, ["method"])
-        text = "Spells in which the lane took no events, such as a full disk; it goes on by itself."
-        self.store_failures = counter("rollbook_store_failures", text)
-        self._spells = 0
-        text = "Time of a turn in the engine."
-        self.engine_s = Histogram("rollbook_engine_seconds", text, buckets=SECONDS, registry=self.registry)
-        self.running = gauge("rollbook_running", "Requests being answered.")
-        text = "Trajectories that wait until a training has room for them."
-        self.held = gauge("rollbook_held_trajectories", text)
-        self.open = gauge("rollbook_open_trajectories", "Trajectories not finished.")
-        self.version = gauge("rollbook_policy_version", "Policy version served.")
+        self.passed = self._counter("passed", text, "method")
+        self._spells = _Spells(self.registry)
+        self.engine_s = Histogram(
+            "rollbook_engine_seconds",
+            "Time of a turn in the engine.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.running = Gauge("rollbook_running", "Requests being answered.", registry=self.registry)
+        self.held = Gauge(
+            "rollbook_held_trajectories",
+            "Trajectories that wait until a training has room for them.",
+            registry=self.registry,
+        )
+        self.open = Gauge("rollbook_open_trajectories", "Trajectories not finished.", registry=self.registry)
+        self.version = Gauge("rollbook_policy_version", "Policy version served.", registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"rollbook_{name}", text, labels, registry=self.registry)
 
     def answered(self, turn: AnsweredTurn, *, delivered: bool) -> None:
         """Count a completed turn whose reply was sent, or could not be."""
@@ -80,8 +96,7 @@ class Metrics:
         alive = recorder.open_trajectories()
         self.open.set(len(alive))
         self.running.set(sum(live.running for live in alive))
-        self.store_failures.inc(recorder.writer.spells - self._spells)
-        self._spells = recorder.writer.spells
+        self._spells.count(recorder.writer.spells)
         if version is not None:
             self.version.set(version)
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -28,19 +28,18 @@ from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import caller_of
 from rollbook.ingest.identity import Identity, identify
 from rollbook.ingest.images import ImageLinks
-from rollbook.ingest.large_work import LARGE_BYTES, aside, beside
+from rollbook.ingest.large_work import beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.recorder import Recorder, all_durable
+from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import SamplingFields, json_object
 from rollbook.ingest.respond import Endpoint, TurnResponse
 from rollbook.ingest.retry import retry_count
 from rollbook.ingest.running import RunningCall
-from rollbook.ingest.tokens.tree import TurnTree
 from rollbook.ingest.turn_records import Arrival
 from rollbook.ingest.turns import Planned, TurnTaker
-from rollbook.store.errors import RequestError, UnstorableError
+from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, Json
 
 ENDPOINTS: Mapping[str, Endpoint] = {
@@ -128,7 +127,7 @@ class ModelRoutes:
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None
     ) -> RunningCall:
         """What answers the request: the one it repeats, whether that still runs or is stored, or its own."""
-        earlier = live.arrivals.get(arrival.digest) if arrival.retry else None
+        earlier = live.known.arrivals.get(arrival.digest) if arrival.retry else None
         if isinstance(earlier, RunningCall) and not earlier.abandoned:
             self.metrics.retries.labels("joined").inc()
             return earlier
@@ -174,7 +173,10 @@ class ModelRoutes:
         named = _named_turn(body) if identity.name is None else None
         if named is not None and (found := self.recorder.of_turn(named)) is not None:
             identity = replace(identity, name=found.opened.name)
-        known = self.recorder.find(identity.name) if identity.name is not None else None
+        known = None
+        if identity.name is not None:
+            await self.recorder.recall(identity.name)
+            known = self.recorder.find(identity.name)
         call = await beside(size, endpoint.read, body, lambda turn_id: _earlier(known, turn_id))
         check_call(call, size, self.door.options.max_body_bytes)
         call = replace(call, messages=await self.images.resolved(call.messages))
@@ -184,18 +186,16 @@ class ModelRoutes:
                 await self.door.admit(identity.name, self.door.wanted(identity), request, places)
             finally:
                 self._running += 1
-            known = self.recorder.find(identity.name)
-        if identity.name is None and size > LARGE_BYTES:
-            known = await aside(self.recorder.unnamed, call.messages)
-        tree = TurnTree() if known is None else known.tree
-        planned = await self.taker.planned(tree, call, size)
-        live = self.door.trajectory(identity, call.messages, caller_of(request).name)
-        while live.opening is not None:  # nothing is written of a trajectory that may yet be refused
-            with contextlib.suppress(UnstorableError):  # whoever opens it is told
-                await all_durable([live.opening])
-            live = self.door.trajectory(identity, call.messages, caller_of(request).name)
-        if planned is not None and live.tree is not tree and (live.tree.turns or tree.turns):
-            planned = None  # what it goes on from is another one by now
+        by = caller_of(request).name
+        live = await self.door.trajectory(identity, call.messages, size, by)
+        while True:
+            tree = live.tree
+            planned = await self.taker.planned(tree, call, size)
+            if planned is None:
+                break
+            live = await self.door.trajectory(identity, call.messages, size, by)
+            if live.tree is tree or not (live.tree.turns or tree.turns):
+                break  # else what it goes on from is another one by now
         # From here on nothing waits: a trajectory that is new has been drafted once, and is recorded next.
         return live, call, planned
 
@@ -277,10 +277,11 @@ def _is_reference(item: Any) -> bool:
 
 
 def _earlier(live: LiveTrajectory | None, turn_id: str) -> EarlierTurn | None:
-    turn = None if live is None else live.tree.by_id(turn_id)
-    if live is None or turn is None:
+    contents = None if live is None else live.contents
+    turn = None if contents is None else contents.tree.by_id(turn_id)
+    if contents is None or turn is None:
         return None
-    return EarlierTurn(turn.messages, live.requests.get(turn_id, {}), turn.reply)
+    return EarlierTurn(turn.messages, contents.requests.get(turn_id, {}), turn.reply)
 
 
 def _headers(live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn] | None) -> dict[str, str]:

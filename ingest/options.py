@@ -9,6 +9,7 @@ from rollbook.ingest.keys import Keys
 from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.respond import KeepAlive
+from rollbook.ingest.trajectories import BUDGET_BYTES
 from rollbook.ingest.web_pages import Own
 from rollbook.store.secret import SECRETS, store_secret
 
@@ -31,6 +32,7 @@ class ProxyOptions:
         redactor: takes secrets out of what comes in.
         image_hosts: hosts that links to images are fetched from.
         admission: hold trajectories that would be too old by the time an online training uses them.
+        memory_bytes: of open trajectories; of those not used for longest the rest is read back from the log.
         abandoned_s: a trajectory not heard of for so long is finished as aborted; 0: never.
     """
 
@@ -44,6 +46,7 @@ class ProxyOptions:
     max_connections: int | None = None
     max_consumers: int = 64
     max_reply_bytes: int = 64 * 2**20
+    memory_bytes: int = BUDGET_BYTES
     admission: bool = True
     abandoned_s: float = 0.0
     image_hosts: tuple[str, ...] = ()
@@ -70,6 +73,7 @@ class ProxyOptions:
             "max_connections": self.max_connections,
             "max_consumers": self.max_consumers,
             "max_reply_bytes": self.max_reply_bytes,
+            "memory_bytes": self.memory_bytes,
             "admission": self.admission,
             "abandoned_s": self.abandoned_s,
             "image_hosts": list(self.image_hosts),

@@ -67,8 +67,7 @@ def build_app(
     gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, taker.hold_s)
     door = FrontDoor(recorder, options, gate if options.admission else None)
     metrics, room = Metrics(), BodyRoom(options)
-    recorder.on_events = KeyWatch(metrics.registry, gate.take).take
-    recorder.on_lost = metrics.lost_events.inc
+    _tell(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
     deaf: list[str] = []
     """Why the log is not followed: then nobody hears of a sync, or of room for trajectories."""
@@ -76,7 +75,7 @@ def build_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
-        follower = _follow(recorder, engine, gate, partial(_hearing, deaf))
+        follower = _follow(recorder, engine, gate, deaf)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
         yield
@@ -103,11 +102,6 @@ def build_app(
     return app
 
 
-def _hearing(deaf: list[str], trouble: str | None) -> None:
-    """Take note of why the log is not followed, or that it is again."""
-    deaf[:] = [] if trouble is None else [trouble]
-
-
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
     """What writes down who did what to the engine in this process."""
 
@@ -125,10 +119,20 @@ def _add_control(app: FastAPI, recorder: Recorder, engine: Engine) -> None:
         app.include_router(control, prefix="/engine")
 
 
-def _follow(
-    recorder: Recorder, engine: Engine, gate: AdmissionGate, failed: Callable[[str | None], None]
-) -> Follower:
-    """Hear what the trainer and other proxies write, from where the recorder has read."""
+def _tell(recorder: Recorder, engine: Engine, gate: AdmissionGate, metrics: Metrics) -> None:
+    """Let everybody hear of what the recorder writes, and of what it could not."""
+    recorder.on_events = KeyWatch(metrics.registry, gate.take).take
+    recorder.on_unopened, recorder.on_lost = gate.unopened, metrics.lost_events.inc
+    if isinstance(engine, Fleet):
+        recorder.on_finished = engine.forget
+
+
+def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, deaf: list[str]) -> Follower:
+    """Hear what the trainer and other proxies write, from where the recorder has read.
+
+    Args:
+        deaf: why nothing is heard, while that is so.
+    """
     syncs = engine.heard if isinstance(engine, Fleet) else lambda record: None
     if isinstance(engine, Fleet):
         engine.remember(recorder.known_run.syncs)
@@ -138,6 +142,9 @@ def _follow(
             if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
                 syncs(event.record)
         gate.take(events)  # after the syncs: what is served decides how many may begin
+
+    def failed(trouble: str | None) -> None:
+        deaf[:] = [] if trouble is None else [trouble]
 
     kinds = KINDS | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
     wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))

@@ -3,25 +3,26 @@
 A reply goes out only after every event that it rests on is durable: the trajectory's opening, the request,
 the completion. Each client's events are an append of their own, so that what one client sends never decides
 what becomes of another's. What is in memory here is a fold of the log: a restarted recorder reads it back and
-goes on with the trajectories that are still open.
+goes on with the trajectories that are still open. A trajectory of which an append failed is read back too,
+before it is used again, so that memory never says more than the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
 from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.redact import Redactor
 from rollbook.ingest.requests import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.restore import RunReader, restored
 from rollbook.ingest.rewards import turn_rewards
-from rollbook.ingest.tokens.normal_form import chain_all
+from rollbook.ingest.run_writer import RunWriter, all_durable
+from rollbook.ingest.trajectories import BUDGET_BYTES, Trajectories
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
 from rollbook.store.events import (
@@ -35,40 +36,26 @@ from rollbook.store.events import (
     TurnDelivered,
 )
 from rollbook.store.ids import new_id
-from rollbook.store.lane.writer import append_future
-from rollbook.store.redaction import cleaned
-from rollbook.store.secret import SECRETS, store_secret
-from rollbook.store.trajectory import Trajectory
 from rollbook.store.upkeep_events import TrajectoryAdopted
 
-NOTE_S = 0.004
-"""How long what was noted may wait for a write to go with."""
-TIPS_KEPT = 65536
-"""Ends of quarantined conversations that are remembered."""
 
-
-class Recorder:
+class Recorder(RunWriter):
     """Opens, extends and finishes trajectories of one run in one lane.
 
     Not thread-safe: it belongs to the proxy's event loop.
+
+    Args:
+        budget: about how many bytes of memory open trajectories may take.
     """
 
-    def __init__(self, store: Store, lane: str, run: str) -> None:
-        self.store, self.lane, self.run = store, lane, run
-        self.writer = store.writer(lane)
-        self.redactor = Redactor(key=store_secret(store.path, SECRETS))
-        """Takes secrets out of errors and settings, whoever records them."""
-        self._by_name: dict[str, LiveTrajectory] = {}
-        self._last: Future[int] | None = None
-        self._waiting: dict[Future[int], list[Event]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._tips: dict[bytes, LiveTrajectory] = {}
+    def __init__(self, store: Store, lane: str, run: str, budget: int = BUDGET_BYTES) -> None:
+        super().__init__(store, lane, run)
+        self.trajectories = Trajectories(budget)
+        self._restoring: dict[str, asyncio.Task[None]] = {}
         self.adopted: dict[str, int] = {}
         """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
-        self.on_events: Callable[[list[Event]], None] = lambda events: None
-        """Told of every event as it is appended or noted."""
-        self.on_lost: Callable[[int], None] = lambda events: None
-        """Told, in any thread, how many events of an append that failed are not in the log."""
+        self.on_finished: Callable[[str], None] = lambda trajectory_id: None
+        """Told which trajectory is finished, durably."""
         try:
             self._restore()
         except BaseException:
@@ -84,7 +71,8 @@ class Recorder:
         runs = self.known_run = RunReader(self.store, self.run)
         tried = {self.lane}
         with contextlib.ExitStack() as locks:
-            while lanes := {t.lane for t in runs.open()} - tried:
+            last = self._restore_open(runs)
+            while lanes := {live.lane for live in self.trajectories.open()} - tried:
                 tried |= lanes
                 for lane in sorted(lanes):
                     try:
@@ -93,104 +81,120 @@ class Recorder:
                         continue  # its process lives, and answers for its trajectories
                     self.adopted[lane] = 0
                 runs.refresh()
-            adopted = [t for t in runs.open() if t.lane in self.adopted]
-            for trajectory in adopted:
-                self.adopted[trajectory.lane] += 1
-            self._record_adoptions(adopted)
-        for opened, lane in runs.opened.values():
-            self._by_name[opened.name] = LiveTrajectory(opened, lane, finished=True)
-        for trajectory in runs.open():
-            lane = self.lane if trajectory.lane in self.adopted else trajectory.lane
-            self._by_name[trajectory.opened.name] = restored(trajectory, lane, self._tips)
+                last = self._restore_open(runs)
+            self._adopt(last)
+        for opened, lane in runs.ended():
+            self.trajectories.ended.add(opened, lane)
+        runs.forget()
 
-    def _record_adoptions(self, trajectories: list[Trajectory]) -> None:
-        records = [TrajectoryAdopted(t.opened.trajectory_id, t.lane, t.last_event_id) for t in trajectories]
+    def _restore_open(self, runs: RunReader) -> dict[str, str]:
+        """Read back what is open; the last event of each trajectory."""
+        known = self.trajectories = Trajectories(self.trajectories.budget)
+        last: dict[str, str] = {}
+        for trajectory in runs.open():
+            ours = trajectory.lane == self.lane or trajectory.lane in self.adopted
+            live = LiveTrajectory(trajectory.opened, trajectory.lane, contents=None)
+            last[trajectory.opened.trajectory_id] = trajectory.last_event_id
+            known.add(live)
+            if ours:
+                known.restore(live, restored(trajectory))
+        return last
+
+    def _adopt(self, last: Mapping[str, str]) -> None:
+        """Write those from here on whose lanes' processes are gone."""
+        adopted = [live for live in self.trajectories.open() if live.lane in self.adopted]
+        records = []
+        for live in adopted:
+            trajectory_id = live.opened.trajectory_id
+            records.append(TrajectoryAdopted(trajectory_id, live.lane, last[trajectory_id]))
+            self.adopted[live.lane] += 1
+            live.lane = self.lane
         if records:
             self.writer.append([Event(record, self.run) for record in records]).result()
 
-    async def write(self, *records: Record, behind: Iterable[Future[int] | None] = ()) -> list[Event]:
-        """Append records together; returns once they are durable.
+    def _doubt(self, trajectories: frozenset[str]) -> None:
+        for trajectory_id in trajectories:
+            live = self.trajectories.by_id(trajectory_id)
+            if live is not None:
+                live.doubtful = True
 
-        Args:
-            behind: what they rest on: where one of these appends fails, nothing is written.
-
-        Raises:
-            WriteFailedError: they are not durable.
-            UnstorableError: one of them, or of what they rest on, has no stored form.
-        """
-        pending = {append for append in behind if append is not None and not _durable(append)}
-        events = self._events(records)
-        noted = self._waiting.get(next(iter(pending))) if len(pending) == 1 else None
-        if noted is not None:
-            noted.extend(events)  # has not gone yet: together they are stored, or neither is
-            self.flush()
-            await all_durable(pending)
+    def _opened(self, trajectory_id: str, *, durable: bool) -> None:
+        live = self.trajectories.by_id(trajectory_id)
+        if live is None:
+            return
+        if durable:
+            live.opening = None
         else:
-            await all_durable(pending)
-            await asyncio.wrap_future(self._append(events))
-        return events
-
-    def append(self, *records: Record) -> Future[int]:
-        """Append records at once, behind what was noted; resolved once they are durable."""
-        return self._append(self._events(records))
-
-    def note(self, *records: Record) -> Future[int]:
-        """Append records without waiting; resolved once they are durable.
-
-        They go beside the next `write`, or by themselves a moment later: one commit instead of two.
-        """
-        future = append_future()
-        self._waiting[future] = self._events(records)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.flush()
-            return future
-        if self._timer is None:
-            self._timer = loop.call_later(NOTE_S, self.flush)
-        return future
-
-    def _events(self, records: tuple[Record, ...]) -> list[Event]:
-        redactor = self.redactor
-        clean = (cleaned(record, redactor.text, redactor.fields) for record in records)
-        events = [Event(record, self.run) for record in clean]
-        self.on_events(events)
-        return events
-
-    def _append(self, events: list[Event]) -> Future[int]:
-        self.flush()
-        return self._put(events, append_future())
-
-    def _put(self, events: list[Event], future: Future[int]) -> Future[int]:
-        future.add_done_callback(partial(self._put_down, len(events)))
-        self._last = self.writer.append(events, future)
-        return future
-
-    def _put_down(self, events: int, future: Future[int]) -> None:
-        if future.exception() is not None:
-            self.on_lost(events)
-
-    def flush(self) -> None:
-        """Append what was noted, each client's by itself."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        noted, self._waiting = self._waiting, {}
-        for future, events in noted.items():
-            self._put(events, future)
-
-    async def settle(self) -> None:
-        """Wait until what was noted or appended so far is durable, or was refused (a lane commits in order).
-
-        Raises:
-            WriteFailedError: the lane takes nothing more.
-        """
-        self.flush()
-        if self._last is not None:
-            with contextlib.suppress(UnstorableError):  # its own client was told
-                await asyncio.wrap_future(self._last)
+            self.trajectories.remove(live)
 
     # Trajectories -----------------------------------------------------------------------------
+
+    async def look_up(self, name: str) -> LiveTrajectory | None:
+        """The run's trajectory of that name, or None: `known` says the same until the caller waits again."""
+        while (live := self._named(name)) is None and self.trajectories.ended.may_hold(name):
+            found = await asyncio.to_thread(self.store.opening, self.run, name)
+            if found is not None:
+                self.trajectories.ended.add(*found)
+            elif self._named(name) is None:
+                return None
+        return live
+
+    async def recall(self, name: str) -> LiveTrajectory | None:
+        """`look_up`, with the trajectory's contents if it can be extended: as the log has it.
+
+        Raises:
+            WriteFailedError: its opening did not become durable.
+            RequestError: 404, the log has it no more.
+        """
+        while True:
+            live = await self.look_up(name)
+            if live is None or live.finished or live.lane != self.lane:
+                return live
+            if live.opening is not None:  # nothing is written of a trajectory that may yet be refused
+                with contextlib.suppress(UnstorableError):  # whoever opens it is told
+                    await all_durable([live.opening])
+            elif live.contents is None or live.doubtful:
+                await self._read_back(live)
+            else:
+                self.trajectories.used(live)
+                return live
+
+    async def _read_back(self, live: LiveTrajectory) -> None:
+        """Let its contents be what the log has of it; several may wait for the same."""
+        trajectory_id = live.opened.trajectory_id
+        task = self._restoring.get(trajectory_id)
+        if task is None:
+            task = self._restoring[trajectory_id] = asyncio.create_task(self._restored(live))
+            task.add_done_callback(partial(self._has_read, trajectory_id))
+        await asyncio.shield(task)
+
+    def _has_read(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
+        del self._restoring[trajectory_id]
+        if not task.cancelled():
+            task.exception()  # taken note of, also where nobody waits any more
+
+    async def _restored(self, live: LiveTrajectory) -> None:
+        doubtful, live.doubtful = live.doubtful, False  # what fails from here on makes it so again
+        try:
+            while True:
+                changes = live.changes
+                await self.settle()
+                trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
+                if trajectory is None:
+                    text = f"trajectory {live.opened.name!r} is no longer in the store"
+                    raise RequestError(404, "trajectory_dropped", text)
+                contents = await asyncio.to_thread(restored, trajectory)
+                if live.changes == changes:
+                    break
+        except BaseException:
+            live.doubtful = live.doubtful or doubtful
+            raise
+        if trajectory.finished is not None:
+            self._ended(live)
+            return
+        if doubtful:
+            live.opened = trajectory.opened
+        self.trajectories.restore(live, contents)
 
     def draft(self, wanted: OpenTrajectory, by: str | None = None) -> LiveTrajectory:
         """A trajectory that is not recorded before `record_opening`: its first request may be refused.
@@ -217,42 +221,44 @@ class Recorder:
         """
         if self._named(live.opened.name) is not None:
             return self.note(*records)
-        self._by_name[live.opened.name] = live
+        self.trajectories.add(live)
         live.opening = self.note(live.opened, *records)
         return live.opening
 
     def _named(self, name: str) -> LiveTrajectory | None:
         """The trajectory of that name, if its opening is in the log or on its way there."""
-        live = self._by_name.get(name)
+        live = self.trajectories.get(name)
         if live is not None and live.opening is not None and live.opening.done():
             if live.opening.exception() is not None:
-                del self._by_name[name]
+                self.trajectories.remove(live)
                 return None
             live.opening = None
         return live
 
-    def unnamed(self, messages: list[Json], by: str | None = None) -> LiveTrajectory:
-        """The quarantined trajectory that these messages go on from, or a new one.
+    def unnamed(self, hashes: Sequence[bytes], by: str | None = None) -> LiveTrajectory:
+        """The quarantined trajectory that messages with these hashes go on from, or a new one.
 
         Traffic that names no trajectory is kept, apart: each conversation in one of its own, never trained.
         """
-        while len(self._tips) > TIPS_KEPT:
-            del self._tips[next(iter(self._tips))]
-        for tip in reversed(chain_all(messages)[1:-1]):
-            live = self._tips.get(tip)
+        for tip in reversed(hashes[1:-1]):
+            live = self.trajectories.of_tip(tip)
             if live is not None and not live.finished and self._named(live.opened.name) is live:
                 return live
         trajectory_id = new_id()
         opened = TrajectoryOpened(trajectory_id, f"{QUARANTINE}/{trajectory_id}", split=QUARANTINE, by=by)
-        return LiveTrajectory(opened, self.lane, tips=self._tips)
+        return LiveTrajectory(opened, self.lane)
+
+    def is_open(self, live: LiveTrajectory) -> bool:
+        """Whether it is recorded, or on its way there, and not finished; one that is only drafted is not."""
+        return self.trajectories.by_id(live.opened.trajectory_id) is live
 
     def of_turn(self, turn_id: str) -> LiveTrajectory | None:
         """The open trajectory that has this turn."""
-        return next((t for t in self._by_name.values() if t.tree.by_id(turn_id)), None)
+        return self.trajectories.of_turn(turn_id)
 
     def open_trajectories(self) -> list[LiveTrajectory]:
         """Those of this lane that are not finished."""
-        return [t for t in self._by_name.values() if not t.finished and t.lane == self.lane]
+        return [live for live in self.trajectories.open() if live.lane == self.lane]
 
     async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[AnsweredTurn]:
         """Completed turns as the log has them.
@@ -260,8 +266,12 @@ class Recorder:
         Raises:
             RequestError: 404, the log has them no more.
         """
-        await self.settle()
-        trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
+        live.holds += 1
+        try:
+            await self.settle()
+            trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
+        finally:
+            live.holds -= 1
         found = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
         made = [AnsweredTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
         if len(made) < len(turn_ids):
@@ -276,7 +286,7 @@ class Recorder:
         await self.finish(live.opened.name, FinishTrajectory(status="aborted"))
 
     def known(self, name: str) -> LiveTrajectory:
-        """The trajectory of that name in this run, whichever proxy writes it.
+        """The trajectory of that name in this run, whichever proxy writes it, once it is recalled.
 
         Raises:
             RequestError: 404, the run has none.
@@ -288,7 +298,7 @@ class Recorder:
         return live
 
     def find(self, name: str) -> LiveTrajectory | None:
-        """The trajectory of that name in this run, for whoever is about to extend it.
+        """The trajectory of that name in this run, once it is recalled, for whoever is about to extend it.
 
         Raises:
             RequestError: 409, another proxy writes it.
@@ -321,60 +331,58 @@ class Recorder:
         Raises:
             RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
         """
-        live = self._ours(self.known(name))
-        while live.calls and all(call.abandoned for call in live.calls):
-            # Their clients have gone, and the engine was told to stop: it takes a moment.
-            await asyncio.wait([call.done for call in live.calls])
-        if live.finished:
-            raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
-        if live.running:
-            text = f"trajectory {name!r} has {live.running} running requests: await their replies"
-            raise RequestError(409, "trajectory_busy", text)
-        records: list[Record] = [*turn_rewards(live, body.turn_rewards, by)]
-        trajectory_id = live.opened.trajectory_id
-        if body.reward is not None:
-            records.append(RewardAssigned(trajectory_id, None, body.reward, by=by))
-        records.append(TrajectoryFinished(trajectory_id, body.status, body.success, by))
-        live.finished = True
+        live = await self._to_finish(name)
         try:
-            while live.sending:  # a reply whose last byte is on its way is delivered before the end
-                live.settled.clear()
-                await live.settled.wait()
+            trajectory_id = live.opened.trajectory_id
+            records: list[Record] = [*turn_rewards(live.known, trajectory_id, body.turn_rewards, by)]
+            if body.reward is not None:
+                records.append(RewardAssigned(trajectory_id, None, body.reward, by=by))
+            records.append(TrajectoryFinished(trajectory_id, body.status, body.success, by))
+            turns = len(live.known.completed)
             await self.write(*records, behind=[live.opening])
-        except BaseException:
+        except BaseException as error:
             live.finished = False
+            if isinstance(error, asyncio.CancelledError):
+                live.doubtful = True  # it may be durable yet
             raise
-        turns = len(live.completed)
-        live.forget()
+        self._ended(live)
         return turns
+
+    async def _to_finish(self, name: str) -> LiveTrajectory:
+        """The trajectory of that name, in which nothing is under way any more, and nothing more begins.
+
+        Raises:
+            RequestError: 404 unknown, 409 finished already or still answering.
+        """
+        while True:
+            await self.recall(name)
+            live = self._ours(self.known(name))
+            if live.finished:
+                raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
+            if live.calls and all(call.abandoned for call in live.calls):
+                # Their clients have gone, and the engine was told to stop: it takes a moment.
+                await asyncio.wait([call.done for call in live.calls])
+                continue
+            if live.running:
+                text = f"trajectory {name!r} has {live.running} running requests: await their replies"
+                raise RequestError(409, "trajectory_busy", text)
+            live.finished = True
+            try:
+                await live.all_sent()  # a reply whose last byte is on its way is delivered before the end
+            except BaseException:
+                live.finished = False
+                raise
+            if not live.doubtful:
+                return live
+            live.finished = False
+
+    def _ended(self, live: LiveTrajectory) -> None:
+        self.trajectories.end(live)
+        self.on_finished(live.opened.trajectory_id)
 
     def mark_delivered(self, live: LiveTrajectory, turn_id: str, how: str) -> None:
         """Note that a client has a turn's reply (once)."""
-        if turn_id not in live.delivered:
-            live.delivered.add(turn_id)
+        if live.contents is not None and turn_id not in live.contents.delivered:
+            live.contents.delivered.add(turn_id)
+            live.changes += 1
             self.note(TurnDelivered(live.opened.trajectory_id, turn_id, how))
-
-    def close(self) -> None:
-        """Commit what is pending and give the lane back."""
-        self.flush()
-        self.writer.close()
-
-
-def _durable(append: Future[int]) -> bool:
-    return append.done() and append.exception() is None
-
-
-async def all_durable(appends: Iterable[Future[int] | None]) -> None:
-    """Return once every append is durable; None is one that was long ago.
-
-    Raises:
-        WriteFailedError, UnstorableError: one of them is not.
-    """
-    for append in appends:
-        if append is not None:
-            await asyncio.wrap_future(append)
-
-
-def any_lost(appends: Iterable[Future[int] | None]) -> bool:
-    """Whether one of the appends is known not to be durable."""
-    return any(append is not None and append.done() and append.exception() for append in appends)

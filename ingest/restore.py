@@ -1,19 +1,20 @@
-"""A run's trajectories read back from the log, by a proxy that starts again."""
+"""A run's trajectories read back from the log: by a proxy that starts again, or that had no room for one."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.engines import weight_log
-from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.live import Contents
 from rollbook.ingest.reply import STOP_STRING
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
 from rollbook.store import Store
 from rollbook.store.events import (
-    QUARANTINE,
     Event,
     RunOpened,
     SampleDropped,
@@ -27,6 +28,8 @@ from rollbook.store.events import (
 )
 from rollbook.store.trajectory import Trajectory, Turn
 
+TOGETHER = 64
+"""Open trajectories that are read together."""
 _OF_TRAINERS = (RunOpened, StepPlanned, StepCommitted, SampleDropped, SyncStarted, SyncFinished, SyncFailed)
 
 
@@ -48,7 +51,6 @@ class RunReader:
         self._store, self._run = store, run
         self._finished: set[str] = set()
         self.cut: dict[str, int] = {}
-        self._open: list[Trajectory] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -78,12 +80,21 @@ class RunReader:
         kinds = SyncStarted | SyncFinished | SyncFailed
         self.syncs += [event.record for event in in_time if isinstance(event.record, kinds)]
         self.cut = head
-        ids = set(self.opened) - self._finished
-        self._open = list(self._store.trajectories(head, ids).values()) if ids else []
 
-    def open(self) -> list[Trajectory]:
-        """Those that are not finished."""
-        return self._open
+    def open(self) -> Iterator[Trajectory]:
+        """Those that are not finished, in the order they were opened, a few in memory at a time."""
+        ids = iter([trajectory_id for trajectory_id in self.opened if trajectory_id not in self._finished])
+        while some := list(islice(ids, TOGETHER)):
+            found = self._store.trajectories(self.cut, some)
+            yield from (found[trajectory_id] for trajectory_id in some if trajectory_id in found)
+
+    def ended(self) -> Iterator[tuple[TrajectoryOpened, str]]:
+        """The openings of those that are finished, and their lanes."""
+        return (opened for trajectory_id, opened in self.opened.items() if trajectory_id in self._finished)
+
+    def forget(self) -> None:
+        """Keep nothing of single trajectories: whoever started has taken what it needs."""
+        self.opened, self._finished = {}, set()
 
 
 def _slim(event: Event) -> Event:
@@ -96,14 +107,9 @@ def _slim(event: Event) -> Event:
     return replace(event, record=bare)
 
 
-def restored(trajectory: Trajectory, lane: str, tips: dict[bytes, LiveTrajectory]) -> LiveTrajectory:
-    """An open trajectory as it was in the memory of the proxy that recorded it.
-
-    Args:
-        tips: where one that is quarantined says how far it goes.
-    """
-    quarantined = trajectory.opened.split == QUARANTINE
-    live = LiveTrajectory(trajectory.opened, lane, tips=tips if quarantined else None)
+def restored(trajectory: Trajectory) -> Contents:
+    """What the proxy that recorded an open trajectory has of it in memory."""
+    contents = Contents()
     arrivals: dict[str, list[Turn]] = {}
     replaced = {turn.requested.wire.get("instead_of") for turn in trajectory.turns.values()}
     for turn in trajectory.turns.values():
@@ -111,19 +117,16 @@ def restored(trajectory: Trajectory, lane: str, tips: dict[bytes, LiveTrajectory
         if (digest := asked.wire.get("digest")) and turn.turn_id not in replaced:
             arrivals.setdefault(f"{digest} {asked.request_id}", []).append(turn)
         if turn.completed is not None:
-            live.take(tree_turn(live.tree, trajectory, turn))
-            live.passed(turn.completed)
             items = trajectory.items(turn)
-            if items is not None:
-                live.items[turn.turn_id] = items
-                live.requests[turn.turn_id] = asked.request
+            contents.take(tree_turn(contents.tree, trajectory, turn), asked.request, items)
+            contents.passed(turn.completed)
         if turn.delivered:
-            live.delivered.add(turn.turn_id)
+            contents.delivered.add(turn.turn_id)
     for key, turns in arrivals.items():
         done = [t.completed for t in turns if t.completed is not None]
         if len(done) == len(turns) and all(c.finish_reason != "abort" for c in done):
-            live.arrived(key.split()[0], tuple(t.turn_id for t in turns))
-    return live
+            contents.arrived(key.split()[0], tuple(t.turn_id for t in turns))
+    return contents
 
 
 def tree_turn(tree: TurnTree, trajectory: Trajectory, turn: Turn) -> TreeTurn:

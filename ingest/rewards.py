@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.live import Contents
 from rollbook.ingest.requests import AssignReward
 from rollbook.store.errors import RequestError
 from rollbook.store.events import RewardAssigned
@@ -82,7 +82,10 @@ def _check_superseded(trajectory: Trajectory, body: AssignReward, turn_id: str |
 
 
 def turn_rewards(
-    live: LiveTrajectory, given: Sequence[float] | Mapping[str, float] | None, by: str | None = None
+    known: Contents,
+    trajectory_id: str,
+    given: Sequence[float] | Mapping[str, float] | None,
+    by: str | None = None,
 ) -> list[RewardAssigned]:
     """The rewards of single turns that a finish gives: in turn order, or by the ids of their replies. Pure.
 
@@ -91,9 +94,9 @@ def turn_rewards(
     """
     if given is None:
         return []
-    completed = live.completed
+    completed = known.completed
     if isinstance(given, Mapping):
-        pairs = [(live.replies.get(key, _without_prefix(key)), value) for key, value in given.items()]
+        pairs = [(known.replies.get(key, _without_prefix(key)), value) for key, value in given.items()]
         unknown = [turn_id for turn_id, _ in pairs if turn_id not in completed]
         if unknown:
             text = f"turn_rewards names {unknown[0]!r}, which is no reply of this trajectory"
@@ -103,5 +106,4 @@ def turn_rewards(
             text = f"turn_rewards holds {len(given)} rewards, but {len(completed)} turns completed"
             raise RequestError(422, "wrong_turn_rewards", text)
         pairs = list(zip(completed, given, strict=True))
-    trajectory_id = live.opened.trajectory_id
     return [RewardAssigned(trajectory_id, turn_id, value, by=by) for turn_id, value in pairs]

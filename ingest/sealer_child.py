@@ -83,7 +83,8 @@ class SealerChild:
             self.process.wait()
 
     def _say(self, words: str) -> None:
-        self._console.print(words, soft_wrap=True, style="yellow")
+        with contextlib.suppress(OSError):  # stderr may lead to a full disk too
+            self._console.print(words, soft_wrap=True, style="yellow")
 
 
 @contextlib.contextmanager

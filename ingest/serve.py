@@ -88,7 +88,7 @@ def _recorder(options: ServeOptions) -> Iterator[Recorder]:
     log = store.open(options.store, create=True)
     # One proxy a run: a client's name means one trajectory in it.
     with log.claim(f"recording run {options.run}", "name another run with --run"):
-        yield Recorder(log, options.lane, options.run)
+        yield Recorder(log, options.lane, options.run, options.proxy.memory_bytes)
 
 
 def _run(

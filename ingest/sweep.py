@@ -7,7 +7,7 @@ import contextlib
 import time
 
 from rollbook.ingest.recorder import Recorder
-from rollbook.store.errors import RequestError, WriteFailedError
+from rollbook.store.errors import RequestError, StoreError
 
 EVERY_S = 5.0
 
@@ -19,5 +19,5 @@ async def sweep(recorder: Recorder, abandoned_s: float) -> None:
         late = time.monotonic() - abandoned_s
         for live in recorder.open_trajectories():
             if not live.running and not live.sending and live.active_s < late:
-                with contextlib.suppress(RequestError, WriteFailedError):
+                with contextlib.suppress(RequestError, StoreError, OSError):  # the next round tries again
                     await recorder.abandon(live)

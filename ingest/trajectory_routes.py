@@ -13,7 +13,7 @@ from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.front_door import FrontDoor
 from rollbook.ingest.guard import Guard, caller_of
 from rollbook.ingest.large_work import beside
-from rollbook.ingest.recorder import Recorder, all_durable
+from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.requests import (
     AddLabel,
     AssignReward,
@@ -25,6 +25,7 @@ from rollbook.ingest.requests import (
     validated,
 )
 from rollbook.ingest.rewards import assigned_reward, turn_of_reply
+from rollbook.ingest.run_writer import all_durable
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, LabelAdded
 from rollbook.store.trajectory import Trajectory
@@ -68,11 +69,14 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
     async def open_trajectory(request: Request) -> Json:
         body, caller = await desk.read(request, OpenTrajectory), caller_of(request)
         check_trajectory(caller, body.id)
+        if body.id is not None:
+            await desk.recorder.look_up(body.id)
         # Refuses a name that is taken before there is anything to wait for.
         live = desk.recorder.draft(body, caller.name)
         with contextlib.ExitStack() as places:
             await desk.door.admit(live.opened.name, body, request, places)
             if body.id is not None:
+                await desk.recorder.look_up(body.id)
                 desk.recorder.draft(body)  # refuses a name that somebody took meanwhile
             opening = desk.recorder.record_opening(live)
         await all_durable([opening])
@@ -126,11 +130,12 @@ def _is_finished(recorder: Recorder, trajectory: Trajectory) -> bool:
 
 
 async def _recorded(recorder: Recorder, name: str) -> Trajectory:
-    """The trajectory as the log has it: of a finished one only the name is in memory.
+    """The trajectory as the log has it.
 
     Raises:
         RequestError: 404, there is none.
     """
+    await recorder.look_up(name)
     opened = recorder.known(name).opened
     await recorder.settle()
     trajectory = await asyncio.to_thread(recorder.store.trajectory, opened.trajectory_id)

@@ -55,7 +55,7 @@ def requested_records(
         RequestError: 400, the request cannot be written down.
     """
     base = None if plan.base is None else plan.base.turn_id
-    items, shared_items = _known_items(live, base, call)
+    items, shared_items = known_items(live, base, call)
     shared = plan.shared_messages
     check_recordable([call.rest, plan.messages[shared:], call.items])
     request_id = new_id()
@@ -163,11 +163,11 @@ def seeds(call: ModelCall) -> list[int]:
     return [(asked.seed + choice + 2**63) % 2**64 - 2**63 for choice in range(asked.n or 1)]
 
 
-def _known_items(live: LiveTrajectory, base: str | None, call: ModelCall) -> tuple[list[Any] | None, int]:
+def known_items(live: LiveTrajectory, base: str | None, call: ModelCall) -> tuple[list[Any] | None, int]:
     """(the items as sent, those that the base turn had replaced by its own; how many they are)"""
     if call.items is None:
         return None, 0
-    earlier = live.items.get(base or "", [])
+    earlier = live.known.items.get(base or "", [])
     shared = 0
     for one, other in zip(earlier, call.items, strict=False):
         if not exactly(one, other):

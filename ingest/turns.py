@@ -11,10 +11,11 @@ from rollbook.ingest.engines.engine import Engine, Generation, Heard, Prompt, Sa
 from rollbook.ingest.large_work import LARGE_BYTES, aside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall, check_ids, check_images, images_of, sampling_of, unhonoured
-from rollbook.ingest.recorder import Recorder, any_lost
+from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.replies.detect import opens_reasoning
 from rollbook.ingest.replies.family import Family
-from rollbook.ingest.reply import Reading
+from rollbook.ingest.reply import STOP_STRING, Reading
+from rollbook.ingest.run_writer import any_lost
 from rollbook.ingest.running import RunningCall, RunningTurn
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.ingest.tokens.message_form import in_form
@@ -237,7 +238,10 @@ class TurnTaker:
                 raise
             turn.ended = False
             raise EngineError(f"the engine's answer cannot be recorded: {error}") from error
-        live.completed_turn(plan, turn.requested, completed, running.items)
+        asked, cut = turn.requested, STOP_STRING in completed.flags
+        ids = completed.completion_ids
+        made = plan.completed(asked.turn_id, asked.context_key, completed.reply, ids, cut=cut)
+        self.recorder.trajectories.take(live, made, asked.request, running.items)
         return AnsweredTurn(turn.requested, completed)
 
     async def _generated(

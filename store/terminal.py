@@ -7,6 +7,7 @@ exact values: such a character is written there as JSON's own escape.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
@@ -56,7 +57,10 @@ class Console(_RichConsole):
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line, or several, of plain text."""
-    print(visible(text, lines=True), file=file or sys.stdout, flush=file is sys.stderr)
+    told = file or sys.stdout
+    # Standard error may lead to a full disk too: nobody's request fails of that.
+    with contextlib.suppress(*([OSError] if told is sys.stderr else [])):
+        print(visible(text, lines=True), file=told, flush=told is sys.stderr)
 
 
 def json_for_terminal(data: bytes) -> str:

@@ -141,6 +141,11 @@ class AdmissionGate:
                     self._reserved[event.record.name].begun = True
         self.changed()
 
+    def unopened(self, trajectory_id: str) -> None:
+        """A trajectory that was taken for begun is not in the log: its place is free again."""
+        self.outstanding.withdraw(trajectory_id)
+        self.changed()
+
     @property
     def waiting(self) -> int:
         """How many trajectories are held now."""

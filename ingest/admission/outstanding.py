@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,9 @@ KINDS = frozenset(
 """Kinds of events that the fold is about."""
 TRAINABLE = frozenset({"train", "teacher"})
 """Splits that a training may name."""
+LOOSE_KEPT = 32_768
+"""Finished trajectories that no training counts yet, the latest: more than one admits ahead of itself. With
+so many waiting there is no room whatever came before them, and that is used up before they are."""
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class _Trajectory:
     running: bool = True
     given_up: bool = False
     """Whether it was aborted: whoever ran it begins no more of its group."""
-    sampled: set[str] = field(default_factory=set)
+    sampled: set[str] | None = None
     """Turns that may be trained once they are delivered."""
     productive: bool = False
     oldest: int | None = None
@@ -82,6 +86,8 @@ class Outstanding:
     _unit_of: dict[str, str] = field(default_factory=dict)
     _latest: dict[str, str] = field(default_factory=dict)
     """Group -> its unit that was admitted last: a name may be used for another group once one is whole."""
+    _loose: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Finished trajectories in no unit, those that finished first at the front."""
     _made: int = 0
     """How many trajectories were counted into units."""
     _spent: int = 0
@@ -155,7 +161,7 @@ class Outstanding:
 
     def _open(self, opened: TrajectoryOpened) -> None:
         known = self._trajectories.setdefault(opened.trajectory_id, _Trajectory())
-        known.opened = opened
+        known.opened = replace(opened, name="", task=None, labels={})
         self._place(opened)
         self._remove_if_over(self._unit_of.get(opened.trajectory_id))
 
@@ -164,8 +170,9 @@ class Outstanding:
         if known is None:
             return
         if isinstance(record, TurnDelivered):
-            known.productive = known.productive or record.turn_id in known.sampled
+            known.productive = known.productive or record.turn_id in (known.sampled or ())
         elif record.version_spans and not record.logprob_semantics.get("altered"):
+            known.sampled = known.sampled or set()
             known.sampled.add(record.turn_id)
             oldest = min(span.version for span in record.version_spans)
             known.oldest = oldest if known.oldest is None else min(known.oldest, oldest)
@@ -175,9 +182,32 @@ class Outstanding:
         if known is None:
             return
         known.running = False
-        known.sampled = set()
+        known.sampled = None
         known.given_up = record.status == "aborted"
         self._remove_if_over(self._unit_of.get(record.trajectory_id))
+        self._loosen([record.trajectory_id])
+
+    def _loosen(self, trajectories: Iterable[str]) -> None:
+        """Keep some of those that are finished and that no unit has."""
+        for trajectory_id in trajectories:
+            known = self._trajectories.get(trajectory_id)
+            if known is not None and not known.running and trajectory_id not in self._unit_of:
+                self._loose[trajectory_id] = None
+        while len(self._loose) > LOOSE_KEPT:
+            oldest, _ = self._loose.popitem(last=False)
+            del self._trajectories[oldest]
+
+    def withdraw(self, trajectory_id: str) -> None:
+        """A trajectory did not begin after all: its opening is not in the log."""
+        self._trajectories.pop(trajectory_id, None)
+        name = self._unit_of.pop(trajectory_id, None)
+        if name is not None:
+            unit = self._units[name]
+            unit.members.discard(trajectory_id)
+            if unit.members:
+                self._remove_if_over(name)
+            else:
+                self._remove(name)
 
     def _use(self, trajectories: Iterable[str]) -> None:
         for trajectory_id in trajectories:
@@ -186,6 +216,7 @@ class Outstanding:
                 self._remove(name)
             elif self._trajectories.pop(trajectory_id, None) is None:
                 self._closed.add(trajectory_id)
+            self._loose.pop(trajectory_id, None)
 
     # Training ---------------------------------------------------------------------------------
 
@@ -200,11 +231,13 @@ class Outstanding:
     def _regroup(self) -> None:
         """Another training groups what is there in its own way."""
         self._units, self._unit_of, self._latest, self._spent = {}, {}, {}, 0
+        self._loose = OrderedDict()
         for known in self._trajectories.values():
             if known.opened is not None:
                 self._place(known.opened)
         for name in list(self._units):
             self._remove_if_over(name)
+        self._loosen(list(self._trajectories))
 
     def _step(self, record: StepPlanned | StepCommitted) -> None:
         self._versions[record.policy] = record.policy_version

@@ -155,6 +155,10 @@ class Fleet:
                 self._of.popitem(last=False)
         return member
 
+    def forget(self, trajectory_id: str) -> None:
+        """The trajectory is finished: its engine need not be remembered."""
+        self._of.pop(trajectory_id, None)
+
     async def abort(self, request_id: str) -> None:
         """End a request where it runs."""
         for member in self.members:

@@ -7,6 +7,7 @@ matched turn are kept as they are and a bridge is appended. See `ingest.tokens.b
 from __future__ import annotations
 
 import hashlib
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,13 +147,23 @@ class TurnTree:
     _by_tip: dict[bytes, list[TreeTurn]] = field(default_factory=dict)
     _by_id: dict[str, TreeTurn] = field(default_factory=dict)
 
-    def add(self, turn: TreeTurn) -> bytes:
-        """Index a completed turn by its request and reply; the hash that stands for them."""
-        self.turns.append(turn)
-        self._by_id[turn.turn_id] = turn
+    def add(self, turn: TreeTurn) -> tuple[bytes, bool]:
+        """Index a completed turn by its request and reply: the hash that stands for both, and if it is new.
+
+        Turns stand in the order in which they were asked, whichever completed first: so the tree is the same
+        when it is read back from the log.
+        """
         tip = chain(turn.hashes[-1], turn.reply)
-        self._by_tip.setdefault(tip, []).append(turn)
-        return tip
+        if turn.turn_id in self._by_id:
+            return tip, False
+        self._by_id[turn.turn_id] = turn
+        insort(self.turns, turn, key=_asked)
+        insort(self._by_tip.setdefault(tip, []), turn, key=_asked)
+        return tip, True
+
+    def tips(self) -> list[bytes]:
+        """The hashes that stand for its turns."""
+        return list(self._by_tip)
 
     def by_id(self, turn_id: str) -> TreeTurn | None:
         """The turn of that id."""
@@ -197,6 +208,10 @@ class TurnTree:
         base = parent or (self.turns[-1] if self.turns else None)
         shared = 0 if base is None else _shared(base.messages, messages)
         return (base, shared) if shared else (None, 0)
+
+
+def _asked(turn: TreeTurn) -> str:
+    return turn.turn_id  # ids sort by when they were made
 
 
 def _shared(old: Sequence[Json], new: Sequence[Json]) -> int:

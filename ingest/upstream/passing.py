@@ -11,6 +11,7 @@ from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
+from rollbook.ingest.turn_records import known_items
 from rollbook.ingest.upstream.prompts import AskedPrompts
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
 from rollbook.store.ids import new_id
@@ -64,6 +65,10 @@ class Passing:
         self.live.running += 1
         self.live.active_s = time.monotonic()
 
+    def refused(self) -> None:
+        """It is not passed on after all."""
+        self.live.running -= 1
+
     def replying(self) -> None:
         """The reply begins. From here on a finish waits for its end: a client may be quicker than we are."""
         self.live.running -= 1
@@ -105,15 +110,8 @@ def of_choice(passing: Passing, choice: int) -> TurnRequested:
 
 def sent_items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> Json:
     """The messages as sent, where that is another form than chat's: those that the base has not."""
-    if call.items is None:
-        return {}
-    earlier = live.items.get(base.turn_id, []) if base else []
-    shared = 0
-    for one, other in zip(earlier, call.items, strict=False):
-        if one != other:
-            break
-        shared += 1
-    return {"shared_items": shared, "items": call.items[shared:]}
+    items, shared = known_items(live, base.turn_id if base else None, call)
+    return {} if items is None else {"shared_items": shared, "items": items[shared:]}
 
 
 def grown_turn(passing: Passing, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:

@@ -34,6 +34,7 @@ from rollbook.ingest.key_watch import KeyWatch
 from rollbook.ingest.large_work import beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
+from rollbook.ingest.model_call import ModelCall
 from rollbook.ingest.model_routes import ENDPOINTS
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
@@ -54,11 +55,13 @@ from rollbook.ingest.upstream.request import read_call
 from rollbook.ingest.upstream.stream import json_of
 from rollbook.ingest.upstream.target import Upstream as Upstream
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
-from rollbook.store.errors import EngineError, LimitError, RequestError
+from rollbook.store.errors import EngineError, LimitError, RequestError, StoreError
 from rollbook.store.events import QUARANTINE, Json
 from rollbook.store.redaction import secrets_in, shown
 
 CONNECT_S = 10.0
+PATIENCE_S = 2.0
+"""So long a request waits for what its trajectory was to have on disk; then it passes unrecorded."""
 KEEP_ALIVE_S = 4.0
 """An idle connection is given up before the common servers give it up: a request may not be sent twice."""
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
@@ -100,7 +103,7 @@ class UpstreamRoutes:
             if request.method == "POST" and endpoint in ENDPOINTS:
                 passing, raw = await self._asked(request, endpoint, said, caller, raw)
                 if passing is not None:
-                    await self.passages.kept(passing)
+                    await self._begin(passing)
             else:
                 self.passages.metrics.passed.labels(request.method).inc()
             return await self._passed(request, path, raw, passing)
@@ -112,8 +115,6 @@ class UpstreamRoutes:
         """The reply, once it begins."""
         watch = ClientWatch(request.receive)
         try:
-            if passing is not None:
-                passing.begin()
             reply = await watch.race(self._send(request, path, raw, plain=passing is not None))
         except BaseException as error:
             watch.close()
@@ -177,6 +178,15 @@ class UpstreamRoutes:
     def _left(self) -> None:
         self._running -= 1
 
+    async def _begin(self, passing: Passing) -> None:
+        """Let a request pass, or refuse it where it may not pass unrecorded."""
+        passing.begin()
+        try:
+            await self.passages.kept(passing)
+        except BaseException:
+            passing.refused()
+            raise
+
     async def _asked(
         self, request: Request, path: str, said: Json, caller: Caller, raw: bytes
     ) -> tuple[Passing | None, bytes]:
@@ -201,29 +211,65 @@ class UpstreamRoutes:
         if self.paths is not None and path == "/v1/responses":
             for named in named_ids(body):
                 self._check_response(said, request, caller, named)
-        known = self._known(identity, body, caller)
         try:
-            call = await beside(len(plain), read_call, ENDPOINTS[path], body, References(known))
+            async with asyncio.timeout(PATIENCE_S):
+                known = await self._known(identity, body, caller)
+            call = await self._call(path, body, known, len(plain))
+            if call is None:
+                return None, raw
+            async with asyncio.timeout(PATIENCE_S):
+                live = await self._live(identity, known, call, len(plain), caller)
+        except (StoreError, OSError, TimeoutError) as error:
+            logging.getLogger(__name__).info("rollbook: a trajectory cannot be read: %r", error)
+            self.passages.unrecordable(1)
+            return None, raw
+        # Of the body as it is kept: a digest of a weak secret would give it away.
+        kept = raw if body is sent else orjson.dumps(body)
+        arrival = Arrival.of(path, kept, retry_count(request), caller.name)
+        passing = self._recorded(live, call, arrival, redacted=changes_conversation(sent, body))
+        if self.upstream.ask and path in _TAKES_MORE:
+            raw = orjson.dumps(self.upstream.ask | sent)
+        return passing, raw
+
+    async def _call(self, path: str, body: Json, known: LiveTrajectory | None, size: int) -> ModelCall | None:
+        """What is asked; None: it cannot be read."""
+        references = References(None if known is None else known.contents)
+        try:
+            return await beside(size, read_call, ENDPOINTS[path], body, references)
         except Exception as error:
             self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
-            return None, raw
-        live = known if identity.name is None else None
-        live = live or self.door.trajectory(identity, call.messages, caller.name)
-        passing = None
+            return None
+
+    async def _live(
+        self, identity: Identity, known: LiveTrajectory | None, call: ModelCall, size: int, caller: Caller
+    ) -> LiveTrajectory:
+        """The trajectory that a request belongs to, to be used at once.
+
+        Raises:
+            RequestError: it names one that it cannot belong to.
+        """
+        if identity.name is None and known is not None:
+            again = await self.passages.recorder.recall(known.opened.name)
+            if again is known and not known.finished:
+                return known
+        return await self.door.trajectory(identity, call.messages, size, caller.name)
+
+    def _recorded(
+        self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool
+    ) -> Passing | None:
+        """The request as recorded; None: it could not be.
+
+        Raises:
+            RequestError: it may not pass unrecorded.
+        """
         try:
-            # Of the body as it is kept: a digest of a weak secret would give it away.
-            kept = raw if body is sent else orjson.dumps(body)
-            arrival = Arrival.of(path, kept, retry_count(request), caller.name)
-            redacted = changes_conversation(sent, body)
-            passing = self.passages.asked(live, call, arrival, redacted=redacted)
+            return self.passages.asked(live, call, arrival, redacted=redacted)
         except RequestError:
             raise
         except Exception as error:
             logging.getLogger(__name__).exception("rollbook: a request cannot be recorded")
             self.passages.unrecordable(1, f"a request cannot be recorded: {error!r}")
-        if self.upstream.ask and path in _TAKES_MORE:
-            raw = orjson.dumps(self.upstream.ask | sent)
-        return passing, raw
+            return None
 
     def _read(self, plain: bytes) -> tuple[Json, Json]:
         """(a body, the same as it may be recorded)
@@ -253,15 +299,18 @@ class UpstreamRoutes:
             text = f"no response {response_id[:200]!r} passed here in this trajectory or by this key"
             raise RequestError(404, "unknown_response", text)
 
-    def _known(self, identity: Identity, body: Json, caller: Caller) -> LiveTrajectory | None:
+    async def _known(self, identity: Identity, body: Json, caller: Caller) -> LiveTrajectory | None:
         """The trajectory that a request belongs to, if it is there: by its name, or by what it refers to.
 
         Raises:
             RequestError: 409, another proxy writes it.
         """
-        if identity.name is None:
-            return self.passages.referred(body, caller)
-        return self.passages.recorder.find(identity.name)
+        recorder = self.passages.recorder
+        if identity.name is not None:
+            await recorder.recall(identity.name)
+            return recorder.find(identity.name)
+        known = self.passages.referred(body, caller)
+        return None if known is None else await recorder.recall(known.opened.name)
 
 
 def _failure(error: BaseException) -> str:

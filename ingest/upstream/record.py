@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from rollbook.ingest.access import Caller, Role
@@ -15,12 +16,13 @@ from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.metrics import Metrics
 from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.recorder import Recorder, all_durable, any_lost
+from rollbook.ingest.recorder import Recorder
 from rollbook.ingest.redact import Redactor
 from rollbook.ingest.requests import check_recordable
+from rollbook.ingest.run_writer import all_durable, any_lost
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn
-from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.turn_records import Arrival, known_items
 from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.passing import (
     CONTEXT,
@@ -43,8 +45,8 @@ from rollbook.store.siblings import as_sibling
 from rollbook.store.terminal import say
 
 MOST_REPLY_BYTES = 64 * 2**20
-RESPONSES_KEPT = 65536
-"""Ids of responses and of their items of which it is known whose they are."""
+RESPONSES_KEPT = 16_384
+"""Responses whose owner is remembered; of those in open trajectories it is always known."""
 UNRESOLVED = "unresolved_reference"
 
 
@@ -80,7 +82,8 @@ class PassageRecorder:
     refuses: bool = False
     """What cannot be recorded is refused; else it passes and is counted."""
     room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
-    _owners: dict[str, Owner] = field(default_factory=dict)
+    _owners: OrderedDict[str, Owner] = field(default_factory=OrderedDict)
+    _said: int = -1
 
     def referred(self, body: Json, caller: Caller) -> LiveTrajectory | None:
         """The open trajectory that has a response which a request names, or an item of one.
@@ -89,19 +92,17 @@ class PassageRecorder:
             caller: who asks, without naming a trajectory; another's is not for him to go on with.
         """
         for named in named_ids(body):
-            owner = self.owner(named)
-            for live in self.recorder.open_trajectories() if owner and owner.lets(caller, None) else ():
-                if named in live.replies or named in live.outputs:
-                    return live
+            owner, live = self.owner(named), self.recorder.trajectories.of_response(named)
+            if live is not None and owner and owner.lets(caller, None):
+                return live
         return None
 
     def owner(self, response_id: str) -> Owner | None:
         """Whose a response is, or an item of one, if it passed here; later, if its trajectory is open."""
         if response_id in self._owners:
             return self._owners[response_id]
-        alive = self.recorder.open_trajectories()
-        has = (t for t in alive if response_id in t.replies or response_id in t.outputs)
-        return next((Owner(t.opened.name, None) for t in has), None)
+        live = self.recorder.trajectories.of_response(response_id)
+        return None if live is None else Owner(live.opened.name, None)
 
     def unrecordable(self, turns: int, why: str = "") -> None:
         """Count a request that passes unrecorded, or refuse it.
@@ -118,7 +119,11 @@ class PassageRecorder:
         remedy = "what cannot be recorded is refused (--on-store-failure refuse)"
         if why:
             raise RequestError(400, "not_recordable", f"{why}: {remedy}")
-        raise RequestError(503, "store_failed", f"{self.recorder.writer.failure}: {remedy}")
+        raise RequestError(503, "store_failed", f"{self._trouble()}: {remedy}")
+
+    def _trouble(self) -> str:
+        writer = self.recorder.writer
+        return writer.failure or writer.waiting or "it does not become durable in time"
 
     async def kept(self, passing: Passing) -> None:
         """Where nothing may pass unrecorded, wait until what is known of a request so far is durable.
@@ -135,9 +140,11 @@ class PassageRecorder:
             raise RequestError(503, "store_failed", text) from error
 
     def lost(self, turns: int, why: str = "") -> None:
-        """Count what passes unrecorded; say so the first time, and where it is no fault of the store."""
-        if not self.unrecorded or why:
-            why = why or f"the store fails: {self.recorder.writer.failure}"
+        """Count what passes unrecorded; say so once in each spell, and where it is no fault of the store."""
+        spells = self.recorder.writer.spells
+        if self._said != spells or why:
+            self._said = spells
+            why = why or f"the store fails: {self._trouble()}"
             say(
                 f"rollbook: traffic passes and is NOT recorded, see rollbook_unrecorded_total: {shown(why)}",
                 sys.stderr,
@@ -239,9 +246,9 @@ class PassageRecorder:
         if passing.call.endpoint == "/v1/responses":
             owner = Owner(passing.live.opened.name, passing.requested[0].wire.get("key"))
             outputs = [i.get("id") for choice in reply.choices for i in choice.told.get("output", ())]
-            self._owners |= {i: owner for i in (reply.rest.get("id"), *outputs) if isinstance(i, str)}
+            self._owners.update({i: owner for i in (reply.rest.get("id"), *outputs) if isinstance(i, str)})
             while len(self._owners) > RESPONSES_KEPT:
-                del self._owners[next(iter(self._owners))]
+                self._owners.popitem(last=False)
 
     def _outcome(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> list[Record]:
         """The records of a reply; its completed turns may be extended from now on."""
@@ -285,12 +292,11 @@ class PassageRecorder:
     def _take(
         self, passing: Passing, requested: TurnRequested, completed: TurnCompleted, turn: TreeTurn
     ) -> None:
-        live, call = passing.live, passing.call
-        live.take(turn)
-        if call.items is not None:
-            live.items[turn.turn_id] = call.items
-            live.requests[turn.turn_id] = requested.request
-        live.passed(completed)
+        live = passing.live
+        if live.contents is None:
+            return  # written off meanwhile: it is read back from the log
+        items, _ = known_items(live, requested.base_turn_id, passing.call)
+        self.recorder.trajectories.take(live, turn, requested.request, items, completed)
 
     def failed(self, passing: Passing, error: str) -> None:
         """Record that nothing came back."""

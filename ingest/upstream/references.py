@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.live import Contents
 from rollbook.store.events import Json
 
 
@@ -25,26 +25,25 @@ class References:
     """The responses of one trajectory and their items, by the ids that the upstream gave them.
 
     Attributes:
-        live: None: of a trajectory that is new, and has none.
+        known: None: of a trajectory that is new, and has none.
     """
 
-    live: LiveTrajectory | None = None
+    known: Contents | None = None
 
     def response(self, response_id: Any) -> EarlierResponse | None:
         """The response of that id."""
-        live = self.live
-        if live is None or not isinstance(response_id, str) or response_id not in live.replies:
+        known = self.known
+        if known is None or not isinstance(response_id, str) or response_id not in known.replies:
             return None
-        turn = live.tree.by_id(live.replies[response_id])
+        turn = known.tree.by_id(known.replies[response_id])
         if turn is None:
             return None
-        asked = live.requests.get(turn.turn_id, {})
+        asked = known.requests.get(turn.turn_id, {})
         return EarlierResponse(turn.messages, turn.reply, bool(asked.get("instructions")))
 
     def item(self, item_id: Any) -> Json | None:
         """The item of that id, of the output of any of them."""
-        found = self.live is not None and isinstance(item_id, str)
-        return self.live.outputs.get(item_id) if found and self.live is not None else None
+        return None if self.known is None or not isinstance(item_id, str) else self.known.outputs.get(item_id)
 
     def resolved(self, body: Json) -> tuple[Json, tuple[str, ...]]:
         """(the body with items for references to them; what it names that did not pass here)"""

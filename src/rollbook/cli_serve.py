@@ -143,6 +143,9 @@ def serve(  # size: one option a line
     max_consumers: Annotated[
         int, typer.Option(help="Most readers of /v1/events at once; more get a 503.")
     ] = 64,
+    memory_mb: Annotated[
+        float, typer.Option(help="Memory of open trajectories; beyond it they are read back when asked for.")
+    ] = 512.0,
     admission: Annotated[
         bool,
         typer.Option(help="Hold new trajectories that would be too old before an online training uses them."),
@@ -176,6 +179,7 @@ def serve(  # size: one option a line
         max_running=max_running,
         max_connections=max_connections,
         max_consumers=max_consumers,
+        memory_bytes=int(memory_mb * 2**20),
         abandoned_s=abandon_s,
         admission=admission,
         image_hosts=tuple(image_host or ()),

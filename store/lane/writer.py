@@ -103,17 +103,15 @@ class LaneWriter:
         self._gate = threading.Lock()
         self._failure: Exception | None = WriteFailedError("it has not begun")
         self._damaged = False
+        self._alone = True
+        """Whether nobody else can have written the lane since its lock was taken."""
         self._next_try = 0.0
         self._closed = False
         self._crowded = False
         folder = files.lane_folder(store, lane)
         make_folder(folder)
         files.fsync_folder(folder.parent)
-        self._lock_fd = files.take_lock(
-            folder / "LOCK",
-            f"lane {lane!r} of {store} is being written by",
-            "name another lane with --lane",
-        )
+        self._lock_fd = self._take_lock()
         try:
             self.recovered: LaneState = recover_lane(store, lane)
             self._framer, self._flusher = self._begin(self.recovered)
@@ -126,6 +124,40 @@ class LaneWriter:
         self._failure = None
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
+
+    def _take_lock(self) -> int:
+        return files.take_lock(
+            files.lane_folder(self._store, self.lane) / "LOCK",
+            f"lane {self.lane!r} of {self._store} is being written by",
+            "name another lane with --lane",
+        )
+
+    def _hold_lock(self) -> None:
+        """See that the lock that is held is the lane's: its disk may have been mounted anew.
+
+        Raises:
+            LaneLockedError: another process writes the lane by now.
+        """
+        there = (files.lane_folder(self._store, self.lane) / "LOCK").stat()
+        if not os.path.samestat(there, os.fstat(self._lock_fd)):
+            self._alone = False
+            before, self._lock_fd = self._lock_fd, self._take_lock()
+            os.close(before)
+
+    def _recovered(self, acknowledged: files.Watermark) -> LaneState:
+        """The lane as it is to go on, which holds what was acknowledged.
+
+        Raises:
+            CorruptionError: it does not, or somebody else has written it meanwhile.
+        """
+        state = recover_lane(self._store, self.lane, acknowledged if self._alone else None)
+        if state.next_seq != acknowledged.next_seq:
+            raise CorruptionError(
+                f"lane {self.lane!r} holds {state.next_seq} events, and its writer has acknowledged "
+                f"{acknowledged.next_seq}: another process has written it meanwhile; restart this one"
+            )
+        self._alone = True
+        return state
 
     def _begin(self, state: LaneState) -> tuple[Framer, Flusher]:
         """What writes from here on: a segment that was recovered is never written again, so in a fresh one.
@@ -279,7 +311,8 @@ class LaneWriter:
             self._flusher.close()
             room = max(self._flusher.wanted, PROBE_BYTES)
             self._disk.probe(files.lane_folder(self._store, self.lane), room)
-            state = recover_lane(self._store, self.lane, self._flusher.mark)
+            self._hold_lock()
+            state = self._recovered(self._flusher.mark)
             framer, flusher = self._begin(state)
         except CorruptionError as error:
             self._damaged = True

@@ -82,7 +82,8 @@ def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -
             troubles = [str(error)]  # such as a full disk: nothing is sealed meanwhile, and then it goes on
         for trouble in troubles:
             if trouble not in said:
-                Console(stderr=True).print(f"sealer: {trouble}", soft_wrap=True)
+                with contextlib.suppress(OSError):  # stderr may lead to a full disk too
+                    Console(stderr=True).print(f"sealer: {trouble}", soft_wrap=True)
         said = set(troubles)
         stop.wait(poll_s)
 

@@ -536,8 +536,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     """Starts servers; stops those that still run."""
     made: list[Served] = []
 
-    def make(*arguments: str, descriptors: int | None = None) -> Served:
-        made.append(Served(tmp_path_factory.mktemp("served") / "store", list(arguments), descriptors))
+    def make(*arguments: str, descriptors: int | None = None, folder: Path | None = None) -> Served:
+        folder = folder or tmp_path_factory.mktemp("served") / "store"
+        made.append(Served(folder, list(arguments), descriptors))
         return made[-1]
 
     yield make

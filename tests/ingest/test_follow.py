@@ -378,11 +378,12 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
     log = store.open(tmp_path / "store", create=True)
     said: list[str | None] = []
     heard: list[Event] = []
-    real, left = Tail.poll, [3]
+    real, polls = Tail.poll, []
 
     def scarce(tail: Tail, limit: int | None = None) -> list[Event]:
-        if heard and left[0]:
-            left[0] -= 1
+        ours = tail._store == log.path  # the proxies of other tests follow their own stores
+        polls.extend([1] * ours)
+        if ours and 1 < len(polls) < 5:
             raise OSError(errno.EMFILE, "Too many open files")
         return real(tail, limit)
 
@@ -395,6 +396,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
             for i in range(2):
                 writer.append([Event(TrajectoryFinished(f"t{i}", "completed", None), RUN)]).result(10)
                 await until(lambda i=i: len(heard) == i + 1)
+        await until(lambda: len(polls) > 5)
         await follower.stop()
 
     asyncio.run(scenario())

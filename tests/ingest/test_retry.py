@@ -91,7 +91,8 @@ def test_a_retry_joins_the_request_that_runs(proxy: Any, kind: str, stream: bool
             await first.until(lambda: first.parts)
         second = proxy.exchange(path, body, headers=AGAIN)
         third = proxy.exchange(path, body, headers=AGAIN)
-        await asyncio.sleep(0.02)
+        (call,) = proxy.recorder.known(name).calls
+        await second.until(lambda: len(call._listeners) == 3)
         first.leave()
         await first.end()
         for _ in range(50):

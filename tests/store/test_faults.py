@@ -341,6 +341,29 @@ def test_damage_that_a_spell_brings_to_light(store: Store, soon: None) -> None:
     writer.close()
 
 
+def test_a_disk_that_was_mounted_anew(store: Store, soon: None) -> None:
+    """Its lock is another file then: the lane goes on only where nobody else has taken that."""
+    disk = Ending()
+    lane = lane_folder(store.path, "a")
+    with LaneWriter(store.path, store.store_id, "a", SMALL, disk) as writer:
+        writer.append(_append(0, 1)).result(30)
+        disk.on = True
+        with pytest.raises(WriteFailedError):
+            writer.append(_append(1, 1)).result(30)
+        (lane / "LOCK").rename(lane / "LOCK.before")
+        with _writer(store) as other:
+            disk.on = False
+            other.append(_append(2, 1)).result(30)
+            tries = time.monotonic() + 0.2
+            _until(lambda: time.monotonic() > tries)
+            assert writer.failure is not None
+            assert other.append(_append(3, 1)).result(30) == 2
+        _until(
+            lambda: "another process has written it" in (writer.failure or "")
+        )  # it knows of fewer than there are
+    assert _whole_appends(_read(store), [_append(0, 1), _append(2, 1), _append(3, 1)]) == 3
+
+
 def test_a_fault_in_the_framer_is_a_spell_too(
     store: Store, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,11 +47,10 @@ def test_before_a_request(passed: Any, upstream: Any, monkeypatch: pytest.Monkey
     """A store that has failed already: all passes, each turn is counted, and each reply says so."""
     assert "x-rollbook-unrecorded" not in passed.chat(USER).headers
     passed.turn()
-    with monkeypatch.context() as patch:
-        _break_the_disk(patch)
-        passed.chat(USER, name="first")  # finds out
-        while passed.recorder.writer.failure is None:
-            pass
+    _break_the_disk(monkeypatch)
+    passed.chat(USER, name="first")  # finds out
+    while passed.recorder.writer.failure is None:
+        pass
     for path, told in ENDPOINTS.items():
         upstream.answers += [whole(told["whole"]), streamed(told["stream"], [50])]
         one = passed.post(path, told["asks"])
@@ -76,16 +75,15 @@ def test_during_a_request(passed: Any, upstream: Any, monkeypatch: pytest.Monkey
         parts = reply.iter_raw()
         data = next(parts)
         passed.turns(ended=False)  # what was asked is durable
-        with monkeypatch.context() as patch:
-            _break_the_disk(patch)
-            if when == "during":
-                passed.chat(USER, name="other")
-                while passed.recorder.writer.failure is None:
-                    pass
-            hold.set()
-            data += b"".join(parts)
+        _break_the_disk(monkeypatch)
+        if when == "during":
+            passed.chat(USER, name="other")
             while passed.recorder.writer.failure is None:
                 pass
+        hold.set()
+        data += b"".join(parts)
+        while passed.recorder.writer.failure is None:
+            pass
     assert data == STREAM
     lost = 2 if when == "during" else 1
     _settled(passed, lost)
@@ -109,6 +107,32 @@ def test_a_request_that_cannot_be_written(
     upstream.close()
     assert passed.chat(USER, name="c").status_code == 200  # the connection was kept
     _settled(passed, 3)
+
+
+def test_recording_goes_on_by_itself(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the disk takes events again; what passed unrecorded meanwhile is nobody's parent."""
+    reply = passed.chat(USER).json()["choices"][0]["message"]
+    passed.turn()
+    with monkeypatch.context() as patch:
+        _break_the_disk(patch)
+        upstream.answers.append(whole(chat_reply("unseen")))
+        unseen = passed.chat(USER, reply, USER).json()["choices"][0]["message"]
+        while passed.recorder.writer.failure is None:
+            pass
+        assert passed.chat(USER, name="other").headers["x-rollbook-unrecorded"] == "1"
+    deadline = time.monotonic() + 10
+    while passed.recorder.writer.failure is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert _gap(passed) == (2, 2, 200)
+    again = passed.chat(USER, reply, USER, unseen, USER)
+    assert "x-rollbook-unrecorded" not in again.headers
+    assert "x-rollbook-unrecorded" not in passed.chat(USER, name="other").headers
+    one, two = passed.turns(count=2)
+    assert two.requested.parent_turn_id == one.turn_id  # the last that the log knows
+    assert passed.trajectories()["t"].messages(two) == [USER, reply, USER, unseen, USER]
+    assert passed.metric("rollbook_store_failures_total") == 1
+    assert _gap(passed) == (2, 2, 200)
 
 
 def test_recording_goes_on_after_a_restart(
