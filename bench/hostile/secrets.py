@@ -25,7 +25,13 @@ KNOWN: Mapping[str, Callable[[random.Random], str]] = {
     "sk-ant-": lambda rng: "sk-ant-api03-" + _random(rng, 80),
     "AKIA": lambda rng: "AKIA" + _random(rng, 16, string.ascii_uppercase + "234567"),
     "ghp_": lambda rng: "ghp_" + _random(rng, 36),
+    "github_pat_": lambda rng: f"github_pat_{_random(rng, 22)}_{_random(rng, 59)}",
+    "glpat-": lambda rng: "glpat-" + _random(rng, 20),
+    "AIza": lambda rng: "AIza" + _random(rng, 35),
+    "hf_": lambda rng: "hf_" + _random(rng, 34, string.ascii_letters),
+    "sk_live_": lambda rng: "sk_live_" + _random(rng, 24),
     "xoxb-": lambda rng: f"xoxb-{_random(rng, 12, string.digits)}-{_random(rng, 24)}",
+    "JWT": lambda rng: f"eyJ{_random(rng, 33)}.eyJ{_random(rng, 61)}.{_random(rng, 43)}",
 }
 """Formats that are told by their look."""
 
