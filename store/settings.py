@@ -100,10 +100,10 @@ def read_settings(store: Path) -> StoreSettings:
     try:
         values = tomllib.loads(read_small(path).decode()) if path.exists() else {}
         settings = StoreSettings.model_validate(values)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"{path}: {wrong}") from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end, too
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     url = os.environ.get("ROLLBOOK_CATALOG_URL")
     return settings.model_copy(update={"catalog": CatalogSettings(url=url)}) if url else settings

@@ -6,6 +6,7 @@ ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import logging
@@ -22,6 +23,8 @@ from typing import Any
 NO, BAD, UNFORESEEN = 1, 2, 70
 INTERRUPTED, NO_READER, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGPIPE, 128 + signal.SIGTERM
 TRACEBACK = "ROLLBOOK_TRACEBACK"
+PATIENCE_S = 20.0
+"""How long a command that was told to stop may take. What it was writing is then cut off, as by a crash."""
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
     "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 130, 143 "
@@ -41,9 +44,14 @@ _REMEDIES = {
 }
 
 
+_signals: list[int] = []
+"""The signals that told this process to stop."""
+
+
 def run(command: Callable[[], object]) -> None:
     """Run the command line and end the process, with an exit code that `EPILOG` explains."""
     code: int | str | None = 0
+    _signals.clear()
     try:
         with _prepared():
             command()
@@ -57,6 +65,8 @@ def run(command: Callable[[], object]) -> None:
         code = NO_READER if _output_is_gone() else _told(error)
     except BaseException as error:
         code = _told(error)
+    if _signals and code != 0:  # whatever a library made of it
+        code = 128 + _signals[0]
     sys.exit(_flushed(code))
 
 
@@ -73,14 +83,26 @@ def _prepared() -> Iterator[None]:
         handler.setLevel(logging.WARNING)
         root.addHandler(handler)
     is_main = threading.current_thread() is threading.main_thread()
-    hook, threading.excepthook = threading.excepthook, _told_of_thread
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)) if is_main else None
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = _told_of_thread, _told_of_callback
+    handlers = {n: signal.signal(n, _stopped) for n in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         yield
     finally:
-        threading.excepthook = hook
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
+        threading.excepthook, sys.unraisablehook = hooks
+        for number, before in handlers.items():
+            signal.signal(number, before)
+
+
+def _stopped(number: int, _: object) -> None:
+    """End orderly; and at all events, where a library does not come back from what it was doing."""
+    _signals.append(number)
+    patience = threading.Timer(PATIENCE_S, os._exit, (128 + number,))
+    patience.daemon = True
+    patience.start()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 class _LazyFormatter(logging.Formatter):
@@ -97,6 +119,8 @@ class _LazyFormatter(logging.Formatter):
 
 def _told(error: BaseException) -> int:
     """Say what went wrong; the exit code."""
+    if _signals:
+        return 128 + _signals[0]
     if isinstance(error, KeyboardInterrupt) or _is_interrupt(error):
         return INTERRUPTED
     told = foreseen(error)
@@ -188,6 +212,18 @@ def _told_of_thread(args: Any) -> None:
     _say(f"error: {name} ended: {type(args.exc_value).__name__}: {_first_line(args.exc_value)}")
     if foreseen(args.exc_value) is None:
         _say(_kept(args.exc_value))
+
+
+def _told_of_callback(args: Any) -> None:
+    """Say what was raised where nobody can catch it; a signal that came to such a place comes again."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(args.exc_type)
+    if number is not None:
+        again = threading.Timer(0.05, _thread.interrupt_main, (number,))
+        again.daemon = True
+        again.start()
+    elif args.exc_value is not None:
+        error = args.exc_value
+        _say(f"error: {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
 
 
 def _say(text: str) -> None:

@@ -61,7 +61,7 @@ def _messages(source: Any) -> Iterator[Any]:
     while True:
         try:
             yield _arrow(reader.read_next_message)
-        except (StopIteration, EOFError):
+        except StopIteration:
             return
 
 
@@ -110,5 +110,5 @@ def _arrow(read: Callable[..., Any], *args: Any) -> Any:
     """What pyarrow reads; some of what is no Arrow message it calls an OSError."""
     try:
         return read(*args)
-    except OSError as error:
+    except (OSError, EOFError) as error:
         raise pa.ArrowInvalid(str(error)) from error

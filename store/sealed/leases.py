@@ -32,7 +32,7 @@ from rollbook.store.sealed.unit import MANIFEST, Unit, current_units, lane_units
 PATIENCE_S = 10.0
 """How long to wait for others to take leases, or to remove units."""
 _SUFFIX = ".lease"
-_NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors with which a store can still be read: it is another's, a backup, or its disk is full."""
 
 UnitName = tuple[str, str]

@@ -41,6 +41,8 @@ def run_query(
         result = connection.execute(query)
         names = [column[0] for column in result.description or ()]
         rows = result.fetchall()
+    except duckdb.InterruptException:
+        raise KeyboardInterrupt from None
     except duckdb.Error as error:
         raise outage(error) or explained(error) from error
     if format_ == "json":

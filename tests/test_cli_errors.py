@@ -1,0 +1,304 @@
+"""What is said of an error: one line, an exit code, and never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from rollbook import store as rb
+from rollbook.cli_errors import foreseen, run
+from rollbook.store.errors import CorruptionError
+from rollbook.store.sealed.derived import build_derived
+from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.settings import AppendSettings, SealSettings
+
+NOT_UTF8 = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
+@pytest.fixture(autouse=True)
+def _own_temporaries(tmp_path: Path, monkeypatch: Any) -> None:
+    """Kept tracebacks of these tests are beside them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("rollbook.cli_errors._file", [])
+    monkeypatch.delenv("ROLLBOOK_TRACEBACK", raising=False)
+
+
+def _ends(error: BaseException | None) -> int | str | None:
+    def command() -> None:
+        if error is not None:
+            raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run(command)
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CorruptionError("x.wal: damaged"), "x.wal: damaged"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/a/b"),
+            "/a/b: No space left on device: make room",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/a"), "/a: Read-only file system: what is mounted"),
+        (PermissionError(errno.EACCES, "Permission denied", b"/a"), "/a: Permission denied: see whose it is"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/a"), "/a: No such file or directory"),
+        (OSError("without a number"), "without a number"),
+        (RecursionError("maximum recursion depth"), "nested deeper"),
+        (MemoryError(), "not enough memory"),
+        (pa.ArrowMemoryError("malloc of size 1"), "not enough memory: malloc of size 1"),
+        (pa.ArrowInvalid("bad\nlines"), "columns cannot be read or written: bad"),
+        (NOT_UTF8, "a text is not UTF-8"),
+        (duckdb.ParserException("Parser Error: at 7"), "Parser Error: at 7"),
+        (sqlite3.OperationalError("disk I/O error"), "the catalog: disk I/O error"),
+        (OperationalError("select", {}, Exception("locked")), "the catalog: "),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_was_foreseen(error: Exception, said: str, capsys: Any, tmp_path: Path) -> None:
+    """One line with what failed and what to do, exit code 2; nothing is kept."""
+    assert said in str(foreseen(error))
+    assert _ends(error) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_not_foreseen(capsys: Any, tmp_path: Path) -> None:
+    """One line, which says where the traceback is; exit code 70."""
+    assert _ends(KeyError("a \x1b[2J key")) == 70
+    err = capsys.readouterr().err
+    [kept] = tmp_path.iterdir()
+    assert err == (
+        "error: unexpected KeyError: 'a \\x1b[2J key' (a fault of Rollbook's; where it happened is in "
+        f"{kept})\n"
+    )
+    assert "Traceback" in kept.read_text()
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_where_it_cannot_be_kept(capsys: Any, monkeypatch: Any) -> None:
+    """A full disk: the line says how to see it."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    assert _ends(KeyError("x")) == 70
+    assert "ROLLBOOK_TRACEBACK=1 in the environment shows where" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), CorruptionError("x")])
+def test_who_asks_sees_it(error: Exception, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    """ROLLBOOK_TRACEBACK=1 prints it, for every error."""
+    monkeypatch.setenv("ROLLBOOK_TRACEBACK", "1")
+    _ends(error)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (SystemExit(1), 1), (SystemExit(0), 0), (KeyboardInterrupt(), 130), (SystemExit(143), 143)],
+)
+def test_what_is_no_error(error: BaseException | None, code: int, capsys: Any) -> None:
+    """Exit codes pass as they are, and nothing is said."""
+    assert _ends(error) == code
+    assert capsys.readouterr().err == ""
+
+
+def test_a_thread_that_ends_with_an_error(capsys: Any) -> None:
+    """It is said in a line as well."""
+
+    def command() -> None:
+        thread = threading.Thread(target=lambda: [][0], name="flush-serve")
+        thread.start()
+        thread.join()
+
+    with pytest.raises(SystemExit):
+        run(command)
+    err = capsys.readouterr().err
+    assert err.startswith("error: flush-serve ended: IndexError: list index out of range\n")
+    assert "Traceback" not in err
+
+
+def test_a_log_record_with_an_exception(run_python: Any, tmp_path: Path) -> None:
+    """What libraries log is a line each, an exception's traceback goes to the file."""
+    code = (
+        "import logging, sys\nfrom rollbook.cli_errors import run\n"
+        "def command():\n    try:\n        {}['\\x1b[2J']\n    except KeyError:\n"
+        "        logging.getLogger('lib').exception('it \\x9b failed')\n"
+        "run(command)\n"
+    )
+    status, _, err = run_python(code)
+    assert status == 0
+    assert err.startswith("it \\x9b failed: KeyError: '\\x1b[2J' (a fault of Rollbook's; where")
+    Path(err.split(" is in ")[1].rstrip(")\n")).unlink()
+    assert logging.getLogger().handlers
+
+
+# Real processes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sealed(story: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The story, a lane of it sealed."""
+    log = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
+    for lane, events in story.items():
+        with log.writer(lane, AppendSettings(segment_bytes=1)) as writer:
+            for event in events:
+                writer.append([event]).result(30)
+    for unit in seal_closed(log.path, "serve", SealSettings()):
+        build_derived(log.path, unit)
+    return log.path
+
+
+@pytest.fixture
+def started(root: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """A function that starts `rollbook ...` as its own process."""
+
+    def start(*words: object, **options: Any) -> subprocess.Popen[str]:
+        env = os.environ | {"PYTHONPATH": str(root / "src"), "TMPDIR": str(tmp_path)}
+        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        command = [sys.executable, "-m", "rollbook", *map(str, words)]
+        return subprocess.Popen(command, env=env, cwd=tmp_path, text=True, **given)
+
+    return start
+
+
+def _without_rights() -> None:
+    """No right to pass over modes, which root has: the process is like any other account's."""
+    for right in (1, 2, 3):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+        ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def _small_files() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+
+
+READS = [["sql", "select count(*) from turns"], ["store", "verify"], ["store", "info"]]
+WRITES = [["store", "seal"], ["store", "retire", "--run", "demo", "--reason", "x", "--steps", "0"]]
+
+
+def _codes(
+    started: Any, commands: list[list[str]], folder: Path, before: Callable[[], None]
+) -> dict[str, tuple[int, str]]:
+    """Exit code and what was said of each command, run all together."""
+    running = {" ".join(w): started(*w, "--store", folder, preexec_fn=before) for w in commands}
+    ended = {}
+    for name, process in running.items():
+        _, err = process.communicate(timeout=120)
+        assert "Traceback" not in err, err
+        assert "Exception ignored" not in err, err
+        ended[name] = (process.returncode, err)
+    return ended
+
+
+def _state(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rights of root are dropped as Linux does it")
+def test_a_backup_that_may_only_be_read(started: Any, sealed: Path, tmp_path: Path) -> None:
+    """All that reads gives its answer, damage is told though it cannot be noted, nothing is written."""
+    folder = Path(shutil.copytree(sealed, tmp_path / "store"))
+    damaged = Path(shutil.copytree(sealed, tmp_path / "damaged"))
+    os.truncate(damaged / "lanes" / "train" / "00000003.wal", 100)
+    before = _state(tmp_path)
+    places = [*folder.rglob("*"), *damaged.rglob("*"), folder, damaged]
+    for path in places:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        ended = _codes(started, [*READS, WRITES[1]], folder, _without_rights)
+        assert [code for code, _ in ended.values()] == [0, 0, 0, 2]
+        [(code, _)] = _codes(started, [["store", "verify"]], damaged, _without_rights).values()
+        assert code == 1
+        assert {path: data for path, data in _state(tmp_path).items() if path in before} == before
+        assert set(_state(tmp_path)) == set(before)
+    finally:
+        for path in places:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def test_a_full_disk(started: Any, sealed: Path, tmp_path: Path) -> None:
+    """Where no byte can be written, all that reads gives its answer; what writes says why it cannot."""
+    folder = Path(shutil.copytree(sealed, tmp_path / "store"))
+    ended = _codes(started, [*READS, WRITES[1]], folder, _small_files)
+    assert [code for code, _ in ended.values()] == [0, 0, 0, 2]
+    assert "error: " in ended[" ".join(WRITES[1])][1]
+
+
+def test_signals_end_it_cleanly(started: Any, sealed: Path) -> None:
+    """In the middle of a query, and while it is loaded: 130 and 143, and nothing is said."""
+    endless = "select count(*) from range(1000000000000) a where a.range % 7 = 3"
+    waiting = []
+    for number, words, wait in (
+        (signal.SIGINT, ["sql", endless, "--store", sealed], 3.0),
+        (signal.SIGTERM, ["sql", endless, "--store", sealed], 3.0),
+        (signal.SIGINT, ["sql", endless, "--store", sealed], 0.25),
+    ):
+        waiting.append((number, started(*words), wait))
+    for number, process, wait in sorted(waiting, key=lambda w: w[2]):
+        if wait > 1:
+            time.sleep(wait)
+        process.send_signal(number)
+    for number, process, _ in waiting:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, err = process.communicate(timeout=60)
+            assert "Traceback" not in err, err
+            assert process.returncode in (128 + number, -number), (out, err)
+            continue
+        process.kill()
+        pytest.fail("it does not end")
+
+
+def test_nobody_reads_the_output(started: Any, sealed: Path) -> None:
+    """A closed pipe ends it quietly with 141; an output that is full is said, with 2."""
+    for words in (["tail", "--no-follow", "--json"],):
+        read, write = os.pipe()
+        os.close(read)
+        process = started(*words, "--store", sealed, stdout=write)
+        os.close(write)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (141, "")
+        with open("/dev/full", "w") as full:
+            process = started(*words, "--store", sealed, stdout=full)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert err.startswith("error: ")
+        assert "No space left on device" in err
+        assert err.count("\n") == 1
+
+
+def test_help_says_the_exit_codes(run_python: Any) -> None:
+    """--help ends with them."""
+    code = "import sys\nsys.argv = ['rollbook', '--help']\nfrom rollbook.__main__ import main\nmain()\n"
+    status, out, _ = run_python(code)
+    assert status == 0
+    words = " ".join(out.replace("│", " ").split())
+    assert "2 bad input" in words
+    assert "70 an error that nobody foresaw" in words
+    assert "ROLLBOOK_TRACEBACK=1" in words
