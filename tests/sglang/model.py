@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 EXPERTS, TOP_K, LAYERS, HIDDEN = 8, 2, 3, 64
 
 
-def make(folder: Path, kind: str, seed: int, *, tied: bool, like: Path | None = None) -> Path:
+def make(
+    folder: Path, kind: str, seed: int, *, tied: bool, like: Path | None = None, hidden: int = HIDDEN
+) -> Path:
     """Write a model directory with random float32 weights.
 
     Args:
@@ -31,7 +33,7 @@ def make(folder: Path, kind: str, seed: int, *, tied: bool, like: Path | None = 
             (folder / name).write_bytes((like / name).read_bytes())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(seed)
-    model = _model(kind, tokenizer, tied)
+    model = _model(kind, tokenizer, tied, hidden)
     # Weights of the usual size would make every token as likely as any other: nothing could be told apart.
     with torch.no_grad():
         for name, weights in model.named_parameters():
@@ -41,7 +43,7 @@ def make(folder: Path, kind: str, seed: int, *, tied: bool, like: Path | None = 
     return folder
 
 
-def _model(kind: str, tokenizer: Tokenizer, tied: bool) -> Any:
+def _model(kind: str, tokenizer: Tokenizer, tied: bool, hidden: int) -> Any:
     from transformers import (
         GenerationConfig,
         Qwen3Config,
@@ -56,8 +58,8 @@ def _model(kind: str, tokenizer: Tokenizer, tied: bool) -> Any:
     }
     shape = {
         "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -71,7 +73,7 @@ def _model(kind: str, tokenizer: Tokenizer, tied: bool) -> Any:
     if kind == "dense":
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
     else:
-        routed = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": HIDDEN}
+        routed = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": hidden}
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**shape, **routed, norm_topk_prob=True, decoder_sparse_step=1)
         )
