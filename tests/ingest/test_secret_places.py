@@ -18,12 +18,12 @@ from rollbook import store
 from rollbook.ingest.key_watch import KeyWatch
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.redact import Redactor, changes_conversation
-from rollbook.ingest.serve import _CleanFormatter
 from rollbook.store import Event
 from rollbook.store.errors import EngineError
 from rollbook.store.event_json import json_bytes
 from rollbook.store.events import TurnCompleted, TurnRequested, token_ids
 from rollbook.store.redaction import PLACEHOLDER
+from rollbook.store.terminal import LogFormatter
 
 CHAT = PATHS["chat"]
 
@@ -204,9 +204,9 @@ def test_a_line_of_the_log_holds_none_either(capsys: Any) -> None:
         raise RuntimeError(f"password={S[0]}")
     except RuntimeError:
         record = logging.LogRecord("n", logging.ERROR, "f", 1, "at https://u:%s@h", (S[1],), sys.exc_info())
-    line = _CleanFormatter(logging.Formatter("%(levelname)s %(message)s")).format(record)
-    assert line.startswith("ERROR at https://[secret:")
-    assert "Traceback" in line
+    line = LogFormatter().format(record)
+    assert line.startswith("at https://[secret:")
+    assert "RuntimeError" in line
     assert S[0] not in line
     assert S[1] not in line
 
