@@ -22,7 +22,7 @@ import orjson
 from rollbook.ingest.engines.rank_checksums import RankChecksums, ranks_digest
 from rollbook.ingest.engines.weight_log import Verified, WeightLog
 from rollbook.ingest.engines.weight_name import weight_name
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, StoreError
 from rollbook.store.events import Json, PolicyActivated
 
 COMPARE = "rollbook.ingest.engines.compare_weights"
@@ -73,8 +73,15 @@ class Identity:
         return name in self._gave
 
     async def hear(self) -> None:
-        """Take what the log says by now: a trainer binds names too."""
-        await asyncio.to_thread(self.log.refresh)
+        """Take what the log says by now: a trainer binds names too.
+
+        Raises:
+            EngineError: the log cannot be read now.
+        """
+        try:
+            await asyncio.to_thread(self.log.refresh)
+        except (StoreError, OSError) as error:
+            raise EngineError(f"the log cannot be read to see which weights are known: {error}") from error
 
     async def identify(self, server: Server) -> int:
         """Find out which version the server holds, bind a new name to it, and give the server that name.

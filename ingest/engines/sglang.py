@@ -8,6 +8,7 @@ httpx takes 27 times the CPU.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -197,7 +198,8 @@ class SglangEngine:
     async def _spoken_of(self, names: Sequence[str]) -> None:
         """Take note of what an answer called the weights that made its tokens."""
         if any(self._weights.version_of(name) is None for name in names):
-            await self._weights.hear()  # a sync may have bound it a moment ago
+            with contextlib.suppress(EngineError):  # then they have none for now
+                await self._weights.hear()  # a sync may have bound it a moment ago
         if not names:
             return
         self._version = self._weights.version_of(names[-1])

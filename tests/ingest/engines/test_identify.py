@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
@@ -42,6 +43,7 @@ from rollbook.store.events import (
     SyncStarted,
     token_ids,
 )
+from rollbook.store.tail import Tail
 
 LAYER = "model.layers.0"
 SHAPES = {
@@ -513,6 +515,29 @@ def test_a_name_that_another_store_gave(world: World) -> None:
         await ours.start(activated)
         assert await asked(ours, "r1") == [0]
         await ours.close()
+
+    run(scenario)
+
+
+def test_a_log_that_cannot_be_read_for_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply comes all the same; its tokens have no version, since nobody could look up the name."""
+    app, url = world.server()
+
+    def scarce(_: Any, limit: int | None = None) -> list[Event]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scenario() -> None:
+        engine = SglangEngine(url, world.identity(world.model))
+        await engine.start(activated)
+        name, app.weight_version = app.weight_version, "default"
+        with monkeypatch.context() as want:
+            want.setattr(Tail, "poll", scarce)
+            assert await asked(engine, "r0") == []
+            await engine.verify()
+            assert "the log cannot be read" in str(engine.unverified())
+        app.weight_version = name
+        assert await asked(engine, "r1") == [0]
+        await engine.close()
 
     run(scenario)
 
