@@ -11,7 +11,7 @@ from rollbook.store.errors import LimitError
 
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 1_024
-MOST_STOPS, STOP_LENGTH = 64, 1_024
+MOST_STOPS, STOPS_LENGTH = 64, 2_048
 MOST_BIASES = 4_096
 SCHEMA_BYTES = 256 << 10
 TEMPLATE_KEYS, TEMPLATE_BYTES = 64, 64 << 10
@@ -38,7 +38,7 @@ def check_call(call: ModelCall, size: int, most: int) -> None:
     _check_count("messages", len(call.messages), MOST_MESSAGES)
     _check_count("tools", len(call.tools or ()), MOST_TOOLS)
     _check_count("stop", len(call.stops), MOST_STOPS)
-    _check_count("stop: the longest", max(map(len, call.stops), default=0), STOP_LENGTH)
+    _check_count("stop, in characters,", sum(map(len, call.stops)), STOPS_LENGTH)
     _check_count("logit_bias", len(fields.logit_bias or ()), MOST_BIASES)
     _check_count("chat_template_kwargs", len(call.template_kwargs), TEMPLATE_KEYS)
     _check_bytes("chat_template_kwargs", call.template_kwargs, TEMPLATE_BYTES)

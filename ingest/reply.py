@@ -119,7 +119,8 @@ class GrowingReply:
     def certain(self) -> Parsed:
         """Reasoning and content that the whole reply will begin with, whatever is still to come."""
         reading, text = self._reading, self._text
-        cut = first_stop(text, reading.stops)
+        # `feed` looks at what is new; all of it is looked through once, where there is something to find.
+        cut = first_stop(text, reading.stops) if self.stopped else None
         text = _without_open_stop(text, reading.stops) if cut is None else text[:cut]
         if reading.raw:
             return Parsed(None, text, (), ())

@@ -66,6 +66,16 @@ class _Message:
         return _recipient(self.header)
 
 
+def _search(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
+    """As `pattern.search`, a hundred times faster: what it looks for begins as markers do, and few others."""
+    at = text.find("<|", start)
+    while at >= 0:
+        if found := pattern.match(text, at):
+            return found
+        at = text.find("<|", at + 1)
+    return None
+
+
 def _recipient(header: str) -> str | None:
     found = _RECIPIENT.search(header)
     return found[1].removeprefix("functions.") if found and found[1] not in _NOBODY else None
@@ -77,7 +87,7 @@ def _messages(text: str, final: bool) -> Iterator[_Message]:
     while position < len(text):
         begin = position
         named = begin + len(_START) if text.startswith(_START, begin) else begin
-        end = _HEADER_END.search(text, named)
+        end = _search(_HEADER_END, text, named)
         header = text[named : end.start() if end else len(text)]
         if end is not None and end.group() == _MESSAGE:
             message = _message(text, begin, header, end.end(), final)
@@ -101,7 +111,7 @@ def _message(text: str, begin: int, header: str, start: int, final: bool) -> _Me
     if text.startswith("{", brace) and _recipient(header) is not None:
         # Markers inside the arguments are text. An object without an end is no call, nor is what follows.
         search = object_end(text, brace) or len(text)
-    close = _END.search(text, search)
+    close = _search(_END, text, search)
     stop = close.start() if close else len(text) if final else certain(text, _MARKERS, start)
     return _Message(header, text[start:stop], begin, close.end() if close else len(text), close is not None)
 

@@ -142,7 +142,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
         ({"n": 128, "user": "x" * 20_000}, "n_too_large", "104 completions|10[0-9] completions"),
         ({"tools": [FUNCTION] * 1100}, "field_too_large", "tools holds 1100"),
         ({"stop": ["x"] * 65}, "field_too_large", "stop holds 65"),
-        ({"stop": "x" * 2000}, "field_too_large", "stop: the longest holds 2000"),
+        ({"stop": ["x" * 1500, "y" * 1500]}, "field_too_large", "stop, in characters, holds 3000"),
         ({"logit_bias": {str(i): 1 for i in range(5000)}}, "field_too_large", "logit_bias holds 5000"),
         ({"chat_template_kwargs": {f"k{i}": 1 for i in range(70)}}, "field_too_large", "kwargs holds 70"),
         ({"chat_template_kwargs": {"k": "x" * 70_000}}, "field_too_large", "bytes of JSON"),
