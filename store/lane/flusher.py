@@ -102,8 +102,9 @@ class RealDisk:
 
     def probe(self, folder: Path, size: int) -> None:
         """Allocate so much in a file without a name, and `fsync` a block of it."""
-        path = folder / "PROBE"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        path = folder / ".probe"
+        path.unlink(missing_ok=True)  # of a process that was killed just here
+        fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             path.unlink()
             try:
