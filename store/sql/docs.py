@@ -10,15 +10,29 @@ INTRODUCTION = """# SQL over the log
 
 <!-- Generated: python -m rollbook.store.sql.docs > docs/sql.md -->
 
-`rollbook sql "..." --store DIR` asks the log in DuckDB's SQL; `rollbook.store.connect(DIR)` gives Python
-the same DuckDB connection. Both see what was durable when they connected, and only read: the processes
-that write are not disturbed. `--as-of` (Python: `as_of=`) takes an earlier cut: `lane=count,lane=count`, or
-`step:N` for what step N was planned on; all views then say what was known at that cut.
+`rollbook sql "..." --store DIR` asks the log in DuckDB's SQL; `rollbook.store.connect(DIR)` gives Python a
+DuckDB connection with the same views. Both see what was durable when they connected, and only read: the
+processes that write are not disturbed. `--as-of` (Python: `as_of=`) takes an earlier cut:
+`lane=count,lane=count`, or `step:N` for what step N was planned on; all views then say what was known at that cut.
 
 ```bash
 rollbook sql "select trajectory, reward from trajectories limit 5" --store demo-store
 rollbook sql "select count(*) as n from events" --store demo-store --as-of step:3 --format json
 ```
+
+A query reads the store and reaches nothing else: it opens no other file, writes none (`COPY`, `EXPORT` and
+`ATTACH` are refused), loads no extension, asks no host, and throws no switch but `threads`, `timezone` and a
+few that order rows. So a query may come from somebody else, or from a model. Tables, macros and variables of
+its own are in memory, and go with the connection. To join files of yours, or to write some, say so:
+`--allow-files` (Python: `allow_files=True`).
+
+```bash
+rollbook sql "copy (select trajectory, reward from trajectories) to 'r.csv'" --store demo-store --allow-files
+```
+
+What does not fit into memory is put into a folder in `TMPDIR` that only its owner may enter, up to half of
+what is free there. In Python, `connection.raw` is DuckDB's own connection, for a library that asks for one;
+`COPY` is not refused there.
 
 Times are UTC. A JSON column is taken apart with `->>'$.key'`. Lists count from 1, but token positions,
 steps and versions from 0. No view is stored: each is a query over `events`.

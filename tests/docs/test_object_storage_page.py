@@ -32,13 +32,18 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server.stop()
 
 
-def test_the_commands_run(one_of_everything: Store, storage: Any, tmp_path: Path, root: Path) -> None:
+def test_the_commands_run(
+    one_of_everything: Store, storage: Any, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the page's store.toml the files move, and the attached store has what was sealed."""
     shutil.copytree(one_of_everything.path, tmp_path / "demo-store")
     log = rb.open(tmp_path / "demo-store")
     assert Sealer(log).run_once().damage == {}
     page = (root / "docs" / "object-storage.md").read_text()
     page = page.replace("https://s3.example.org:9000", storage.endpoint).replace("STORE-ID", log.store_id)
+    [allowed] = re.findall(r"^export ROLLBOOK_ALLOW=(.*)$", page, re.MULTILINE)
+    allowed = allowed.replace("s3.example.org:9000", storage.endpoint.removeprefix("http://"))
+    monkeypatch.setenv("ROLLBOOK_ALLOW", allowed)
     [settings] = re.findall(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (log.path / "store.toml").write_text(settings)
     commands = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)).splitlines()

@@ -102,12 +102,16 @@ def test_the_layers_have_their_documents() -> None:
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
-def test_commands_parse(block: Block, one_of_everything: Store) -> None:
+def test_commands_parse(
+    block: Block, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every `rollbook` command has a sub-command, options and values that exist; its SQL runs."""
+    monkeypatch.chdir(tmp_path)  # a query may write files, if its command says so
     for words in commands(block.code):
         params = parse(words)
         if "query" in params:
-            rb.connect(one_of_everything.path).execute(params["query"])
+            with rb.connect(one_of_everything.path, allow_files=params["allow_files"]) as connection:
+                connection.execute(params["query"])
 
 
 @pytest.mark.parametrize("block", blocks("sql"), ids=str)
