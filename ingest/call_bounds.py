@@ -8,6 +8,8 @@ import orjson
 
 from rollbook.ingest.model_call import ModelCall
 from rollbook.store.errors import LimitError
+from rollbook.store.events import Json
+from rollbook.store.redaction.places import outside
 
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 1_024
@@ -15,6 +17,8 @@ MOST_STOPS, STOPS_LENGTH = 64, 2_048
 MOST_BIASES = 4_096
 SCHEMA_BYTES = 256 << 10
 TEMPLATE_KEYS, TEMPLATE_BYTES = 64, 64 << 10
+OUTSIDE_BYTES = 2 << 20
+"""Of what is no conversation: each character of it is searched for secrets, up to two seconds a megabyte."""
 
 
 def check_call(call: ModelCall, size: int, most: int) -> None:
@@ -43,6 +47,28 @@ def check_call(call: ModelCall, size: int, most: int) -> None:
     _check_count("chat_template_kwargs", len(call.template_kwargs), TEMPLATE_KEYS)
     _check_bytes("chat_template_kwargs", call.template_kwargs, TEMPLATE_BYTES)
     _check_bytes("response_format", fields.response_format, SCHEMA_BYTES)
+
+
+def check_outside(body: Json) -> None:
+    """Refuse a body that holds more outside its conversation than is searched for secrets.
+
+    Raises:
+        LimitError: 413.
+    """
+    size = 0
+
+    def measured(_: str, value: Any) -> Any:
+        nonlocal size
+        size += len(orjson.dumps(value))
+        return value
+
+    outside(body, measured)
+    if size > OUTSIDE_BYTES:
+        text = (
+            f"fields beside the conversation (metadata, user, tools' connections ...) hold {size} bytes of "
+            f"JSON: send at most {OUTSIDE_BYTES}"
+        )
+        raise LimitError(413, "fields_too_large", text)
 
 
 def _check_count(field: str, count: int, most: int) -> None:

@@ -10,9 +10,10 @@ from starlette.requests import Request
 
 from rollbook.ingest.access import Caller
 from rollbook.ingest.admission.gate import AdmissionGate
+from rollbook.ingest.call_bounds import OUTSIDE_BYTES, check_outside
 from rollbook.ingest.guard import caller_of
 from rollbook.ingest.identity import Identity, check_said_once, split_path
-from rollbook.ingest.large_work import beside
+from rollbook.ingest.large_work import aside, beside
 from rollbook.ingest.live import LiveTrajectory
 from rollbook.ingest.options import ProxyOptions
 from rollbook.ingest.recorder import Recorder
@@ -117,7 +118,10 @@ class FrontDoor:
 
     async def redacted(self, body: Json, size: int) -> Json:
         """A request of so many bytes without secrets. A large one is looked through in a thread."""
-        return await beside(size, self.options.redactor.body, body)
+        if size <= OUTSIDE_BYTES:
+            return await beside(size, self.options.redactor.body, body)
+        await aside(check_outside, body)
+        return await aside(self.options.redactor.body, body)
 
     def hinted(self, identity: Identity) -> Identity:
         """The identity, its name without secrets where nobody chose it: a session's id may be anything."""

@@ -23,6 +23,7 @@ from yarl import URL
 
 from rollbook.ingest.access import Caller, sees_details
 from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.call_bounds import OUTSIDE_BYTES, check_outside
 from rollbook.ingest.content_encoding import decoded
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.events_api import add_event_routes
@@ -282,6 +283,8 @@ class UpstreamRoutes:
         if not isinstance(sent, dict):
             raise RequestError(400, "bad_json", "a request's body is no JSON object")
         check_depth(sent)
+        if len(plain) > OUTSIDE_BYTES:
+            check_outside(sent)
         body = self.door.options.redactor.body(sent)
         check_recordable(body)
         return sent, body

@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Iterator
 from urllib.parse import unquote
 
+from rollbook.store.redaction.long_text import LONG, may_match
 from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name
 
 _P = PLACEHOLDER.pattern
@@ -71,12 +72,19 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _without_secrets(text: str, replace: Replace) -> str:
-    if not _HINTS.search(text):
+    if not _hints(text):
         return text
     text = _LOGIN.sub(lambda found: replace(found[0]), text)
     text = _without_parameters(text, replace)
     text = _without_assigned(text, replace)
     return _CARRIED.sub(lambda m: m[1] + replace(m[2]) if _looks_random(m[2]) else m[0], text)
+
+
+def _hints(text: str) -> bool:
+    """Whether any of the searches may find something."""
+    if len(text) < LONG:
+        return _HINTS.search(text) is not None
+    return may_match(text, _HINTS.pattern, ignore_case=True)
 
 
 def settled(value: str, replace: Replace) -> str:

@@ -166,6 +166,21 @@ def test_one_call_asks_for_so_much(proxy: Any, asks: dict[str, Any], code: str, 
     assert re.search(text, reply.json["error"]["message"])
 
 
+def test_what_is_beside_the_conversation(played: Any) -> None:
+    """Two megabytes of it are searched for secrets, more are refused; a conversation may be larger."""
+    proxy = played(options=ProxyOptions(max_body_bytes=8 << 20))
+    text = "word " * 600_000
+    tool = FUNCTION | {"headers": {"x": text}}
+    for asks in ({"user": text}, {"metadata": {"a": {"b": text}}}, {"tools": [tool]}):
+        assert _refused(proxy, "/t/beside" + PATHS["chat"], asked("chat", "x", **asks)) == (
+            413,
+            "fields_too_large",
+        )
+    described = {"type": "function", "function": {"name": "f", "description": text, "parameters": {}}}
+    refused = _refused(proxy, "/t/beside" + PATHS["chat"], asked("chat", "x", tools=[described]))
+    assert refused == (400, "context_length_exceeded")
+
+
 def test_too_many_messages(proxy: Any) -> None:
     """Ten thousand pass, as far as the context goes; one more does not."""
     messages = [{"role": "user", "content": "x"}] * (call_bounds.MOST_MESSAGES + 1)

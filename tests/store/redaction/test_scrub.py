@@ -236,3 +236,35 @@ def test_what_is_nested_deeper_than_can_be_stored_is_left() -> None:
     for _ in range(5000):
         deep = [deep]
     assert SCRUB.value({"api_key": deep}) == {"api_key": deep}
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        [
+            "password=",
+            "PaSsWoRd",
+            "&sig=",
+            "://",
+            "%3D",
+            "b\u0131earer",
+            "\u017fecret",
+            "x",
+            " ",
+            "=",
+            "&",
+            "e=",
+            "\ud800",
+        ]
+    )
+    | st.characters(),
+    max_size=12,
+).map("".join)
+
+
+@given(TEXTS, st.integers(0, 9000))
+def test_long_texts_are_searched_as_short_ones(text: str, place: int) -> None:
+    """What is found in a short text is found in a long one, wherever it stands in it."""
+    long = "." * place + text + "." * 9000
+    assert "." * place + SCRUB.text(text + "." * 9000) == SCRUB.text(long)
+    planted = f"{text} password={SECRET} "
+    assert SECRET not in SCRUB.text("." * place + planted + "." * 9000)
