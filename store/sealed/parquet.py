@@ -174,7 +174,7 @@ def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> p
         system, folder = place(store, unit)
         with (
             system.open_input_file(f"{folder}/{name}") as source,
-            pq.ParquetFile(source, page_checksum_verification=True) as file,
+            checked_parquet(source) as file,
         ):
             for group in _groups_between(file.metadata, first, end):
                 table = file.read_row_group(group).select(LOG_SCHEMA.names).cast(LOG_SCHEMA)

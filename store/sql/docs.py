@@ -13,7 +13,7 @@ INTRODUCTION = """# SQL over the log
 `rollbook sql "..." --store DIR` asks the log in DuckDB's SQL; `rollbook.store.connect(DIR)` gives Python a
 DuckDB connection with the same views. Both see what was durable when they connected, and only read: the
 processes that write are not disturbed. `--as-of` (Python: `as_of=`) takes an earlier cut:
-`lane=count,lane=count`, or `step:N` for what step N was planned on; all views then say what was known at that cut.
+`lane=count,lane=count`, or `step:N` for what step N was planned on; all views then say what was known then.
 
 ```bash
 rollbook sql "select trajectory, reward from trajectories limit 5" --store demo-store

@@ -224,7 +224,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "negative temperature": ({"messages": [USER], "temperature": -0.1}, "bad_request"),
     "no tokens": ({"messages": [USER], "max_tokens": 0}, "bad_request"),
     "seed too large": ({"messages": [USER], "seed": "9" * 25}, "bad_request"),
-    "too deep": ({"messages": [USER], "metadata": DEEP}, "bad_json"),
+    "too deep": ({"messages": [USER], "metadata": DEEP}, "json_too_deep"),
     "too long": ({"messages": [{"role": "user", "content": "天" * 40000}]}, "context_length_exceeded"),
     "too many tokens": ({"messages": [USER], "max_completion_tokens": 32768}, "context_length_exceeded"),
     "no JSON": (b"{", "bad_json"),
