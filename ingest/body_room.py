@@ -14,11 +14,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from rollbook.ingest.content_encoding import codings, decoded
-from rollbook.ingest.large_work import aside
+from rollbook.ingest.large_work import LARGE_BYTES, aside, started
+from rollbook.ingest.memory import GivingBack, give_back
 from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError
 
@@ -82,6 +85,7 @@ class BodyRoom:
         self._waiting: dict[_Upload, None] = {}
         self._beyond: _Upload | None = None
         self._press: asyncio.TimerHandle | None = None
+        self._memory = GivingBack(partial(started, give_back))
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:
@@ -228,6 +232,8 @@ class BodyRoom:
         if upload is self._beyond:
             self._beyond = None
             self._wake()
+        if upload.came > LARGE_BYTES:
+            self._memory.soon()
 
     def _wake(self) -> None:
         """Let those go on for whom there is room, in the order in which they began to wait."""
@@ -258,6 +264,39 @@ class BodyRoom:
                 if upload.patience is not None and upload.slow(now):
                     upload.patience.reschedule(asyncio.get_running_loop().time())
         self._press_later()
+
+
+class PacedBodies:
+    """ASGI middleware: bodies that routes read by themselves come at a pace, too.
+
+    Args:
+        prefix: of the routes.
+        silence_s: longest silence of a client in the middle of its body.
+    """
+
+    def __init__(self, app: Any, prefix: str, silence_s: float) -> None:
+        self._app, self._prefix, self._silence_s = app, prefix, silence_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Have the application answer; a client that is silent too long counts as gone."""
+        if scope["type"] != "http" or not scope["path"].startswith(self._prefix):
+            await self._app(scope, receive, send)
+            return
+        more = True
+
+        async def paced() -> Any:
+            nonlocal more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    message = await receive()
+            except TimeoutError:
+                return {"type": "http.disconnect"}
+            more = message.get("more_body", False)
+            return message
+
+        await self._app(scope, paced, send)
 
 
 def _too_large(most: int) -> LimitError:

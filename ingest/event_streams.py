@@ -23,7 +23,7 @@ import pyarrow as pa
 from starlette.responses import Response
 
 from rollbook.ingest.event_feed import Feed
-from rollbook.ingest.memory import give_back
+from rollbook.ingest.memory import GivingBack, give_back
 from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store import Store
 from rollbook.store.errors import LimitError, RollbookError
@@ -39,8 +39,6 @@ HELD_BYTES = 64 << 20
 """Messages that wait for their clients hold so much together before nothing more is read."""
 TAKE_S, TAKE_PRESSED_S = 120.0, 5.0
 """A client may take nothing for so long, and for so long where others wait for the room of its message."""
-GIVE_BACK_S = 1.0
-"""Memory goes back to the system so long after a stream ended."""
 
 T = TypeVar("T")
 
@@ -108,7 +106,7 @@ class EventStreams:
         self._warming = Lock()
         self._held = self._pressed = 0
         self._room = asyncio.Condition()
-        self._giving_back: asyncio.TimerHandle | None = None
+        self._memory = GivingBack(self._give_back)
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Do work in a reading thread."""
@@ -142,8 +140,7 @@ class EventStreams:
         loop = asyncio.get_running_loop()
         # Not awaited: a thread may be reading for this very feed.
         loop.run_in_executor(self._pool, self._forget, feed)
-        if self._giving_back is None:
-            self._giving_back = loop.call_later(GIVE_BACK_S, self._give_back)
+        self._memory.soon()
 
     def _forget(self, feed: Feed) -> None:
         feed.rest()
@@ -151,7 +148,6 @@ class EventStreams:
             self._warm.pop(feed, None)
 
     def _give_back(self) -> None:
-        self._giving_back = None
         with contextlib.suppress(RuntimeError):  # the threads have been let go
             for _ in range(THREADS):
                 self._pool.submit(give_back)
@@ -222,8 +218,7 @@ class EventStreams:
 
     def close(self) -> None:
         """Let the threads go."""
-        if self._giving_back is not None:
-            self._giving_back.cancel()
+        self._memory.close()
         self._pool.shutdown(wait=False)
         self._watcher.shutdown(wait=False)
 

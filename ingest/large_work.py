@@ -20,6 +20,11 @@ LARGE_BYTES = 256 * 2**10
 _THREADS = ThreadPoolExecutor(max((os.cpu_count() or 2) - 1, 1), thread_name_prefix="large-work")
 
 
+def started(work: Callable[..., object], *args: Any) -> None:
+    """Have a thread do work that nobody waits for."""
+    _THREADS.submit(work, *args)
+
+
 async def aside(work: Callable[..., T], *args: Any, **options: Any) -> T:
     """The outcome of work that a thread does meanwhile."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **options))

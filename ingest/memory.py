@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-import gc
+from collections.abc import Callable
 
 import pyarrow as pa
 
+GIVE_BACK_S = 1.0
+"""So long after it was worth it: much comes free at once, and giving back takes a few milliseconds."""
 _LIBC = ctypes.CDLL(None)
 
 
 def give_back() -> None:
-    """Give back what nothing uses: Arrow's memory of this thread, Python's young objects, the C library's."""
-    gc.collect(1)
+    """Give back what nothing uses: Arrow's memory of this thread, and the C library's."""
     pa.default_memory_pool().release_unused()
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
+
+
+class GivingBack:
+    """Has memory given back a moment after it was said to be worth it, once however often it was.
+
+    Args:
+        work: gives it back, without holding up the loop.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self) -> None:
+        """Much has come free."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GIVE_BACK_S, self._now)
+
+    def close(self) -> None:
+        """Not any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _now(self) -> None:
+        self._timer = None
+        self._work()

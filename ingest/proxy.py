@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from rollbook.ingest.access import sees_details
 from rollbook.ingest.admission.gate import AdmissionGate
 from rollbook.ingest.admission.outstanding import KINDS
-from rollbook.ingest.body_room import BodyRoom
+from rollbook.ingest.body_room import BodyRoom, PacedBodies
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.identify import Identity
@@ -97,7 +97,7 @@ def build_app(
     routes.add(app)
     _add_health(app, taker, deaf, options.keys)
     _add_metrics(app, taker, metrics, gate)
-    _add_control(app, recorder, engine)
+    _add_control(app, recorder, engine, options)
     add_guards(app, guard, options.own, metrics.failed)
     return app
 
@@ -112,9 +112,10 @@ def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[N
     return controlled
 
 
-def _add_control(app: FastAPI, recorder: Recorder, engine: Engine) -> None:
+def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: ProxyOptions) -> None:
     control = engine.control()
     if control is not None:
+        app.add_middleware(PacedBodies, prefix="/engine", silence_s=options.body_timeout_s)
         app.state.controlled = _controlled(recorder, engine)
         app.include_router(control, prefix="/engine")
 

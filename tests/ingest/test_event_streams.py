@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.ingest import event_streams
+from rollbook.ingest import event_streams, memory
 from rollbook.ingest.error_replies import add_error_replies, error_form
 from rollbook.ingest.event_feed import ArrowFeed, Feed, SseFeed
 from rollbook.ingest.event_streams import EventStreams
@@ -278,7 +278,7 @@ def test_memory_goes_back(streams: Any, tmp_path: Path, monkeypatch: pytest.Monk
     """Some time after streams ended, what reading took is given back to the system, once for all of them."""
     given: list[float] = []
     monkeypatch.setattr(event_streams, "give_back", lambda: given.append(time.monotonic()))
-    monkeypatch.setattr(event_streams, "GIVE_BACK_S", 0.1)
+    monkeypatch.setattr(memory, "GIVE_BACK_S", 0.1)
     one = streams()
 
     async def scenario() -> None:

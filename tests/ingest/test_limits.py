@@ -14,7 +14,7 @@ import orjson
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest import body_room
+from rollbook.ingest import body_room, memory
 from rollbook.ingest.body_room import BodyRoom
 from rollbook.ingest.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
@@ -280,6 +280,54 @@ def test_a_trickle_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
         return time.monotonic() - begun
 
     assert asyncio.run(scenario()) < 0.8
+
+
+def test_routes_that_read_by_themselves_have_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that stops is over for them; one that comes, and what is heard after it, is as ever."""
+    seen: list[str] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(3):
+            seen.append((await receive())["type"])
+
+    async def scenario(path: str, parts: int) -> None:
+        upload = Upload(2 * PART)
+        upload.send(parts)
+        paced = body_room.PacedBodies(application, "/engine", 0.05)
+        async with asyncio.timeout(0.3):
+            await paced({"type": "http", "path": path}, upload.receive, None)
+
+    with pytest.raises(TimeoutError):  # after its last part nothing is hurried: it is when a client leaves
+        asyncio.run(scenario("/engine/x", 2))
+    assert seen == ["http.request"] * 2
+    seen.clear()
+    asyncio.run(scenario("/engine/x", 1))
+    assert seen == ["http.request", "http.disconnect", "http.disconnect"]
+    seen.clear()
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario("/v1/x", 1))
+    assert seen == ["http.request"]
+
+
+def test_memory_goes_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a burst of them, and not for small ones."""
+    given: list[None] = []
+    monkeypatch.setattr(body_room, "give_back", lambda: given.append(None))
+    monkeypatch.setattr(memory, "GIVE_BACK_S", 0.05)
+
+    async def scenario(size: int) -> None:
+        room, leave = BodyRoom(ProxyOptions()), asyncio.Event()
+        leave.set()
+        for _ in range(5):
+            upload = Upload(size)
+            upload.send()
+            await upload.run(room, leave)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(scenario(10_000))
+    assert given == []
+    asyncio.run(scenario(1 << 20))
+    assert given == [None]
 
 
 def test_room_comes_back_however_a_body_ends() -> None:
