@@ -121,7 +121,7 @@ def test_who_is_held_too_long_is_told_to_come_again(proxy: Any, kind: str) -> No
 
 def gate(proxy: Any) -> Any:
     """The proxy's gate."""
-    return proxy.recorder.on_events.__self__
+    return proxy.recorder.on_unopened.__self__
 
 
 def test_who_is_never_held(proxy: Any) -> None:

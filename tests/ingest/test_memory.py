@@ -496,6 +496,35 @@ def test_what_is_used_without_being_recalled_is_a_fault() -> None:
         _ = live.tree
 
 
+def test_what_runs_goes_on_while_its_trajectory_is_read_back(played: Any) -> None:
+    """An append about its trajectory has failed, and another request comes: it is not disturbed."""
+    proxy = played()
+    engine, path, body = proxy.engine, "/t/t/v1/chat/completions", {"messages": [USER]}
+    first = proxy.ask(path, body).json["choices"][0]["message"]
+
+    async def scenario() -> Any:
+        engine.pace = asyncio.Semaphore(0)
+        engine.prompts.clear()
+        slow = proxy.exchange(path, {"messages": [USER, first, USER]})
+        await slow.until(lambda: engine.prompts)
+        live = proxy.recorder.known("t")
+        before, live.doubtful = live.contents, True
+        again = proxy.exchange(path, {"messages": [USER, first, USER]}, headers=AGAIN)
+        (call,) = live.calls
+        await again.until(lambda: len(call._listeners) == 2)  # it has joined the one that runs
+        assert live.contents is not before
+        for _ in range(50):
+            engine.pace.release()
+        return await slow.end(), await again.end()
+
+    slow, again = proxy.run(scenario())
+    assert slow.json == again.json
+    assert len(engine.prompts) == 1
+    one, two = proxy.trajectories()["t"].turns.values()
+    assert two.requested.parent_turn_id == one.turn_id
+    _check_memory(proxy)
+
+
 def test_several_wait_for_one_reading(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that come together to a trajectory that is away read it back once."""
     reads: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.consumer import Cursors, consumer_lane, last_cursor, union
-from rollbook.store.errors import CutError, LaneLockedError
+from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import CursorMoved
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
@@ -278,3 +279,32 @@ def test_kill_9_at_any_moment_skips_nothing(
         assert after == _of_lanes(parse_cut(line["cut"]))
     assert after == head
     assert len(lines) > 20
+
+
+def test_a_commit_that_failed_is_made_once_the_disk_takes_it(
+    store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cursor stays where it was; the same consumer moves it when there is room again."""
+    monkeypatch.setattr("rollbook.store.lane.writer.MEND_S", 0.01)
+    _append(store, "a", notes(5))
+    with store.consumer("c") as consumer:
+        assert len(consumer.poll()) == 5
+        with monkeypatch.context() as patch:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            patch.setattr(os, "fdatasync", lambda fd: (_ for _ in ()).throw(full))
+            with pytest.raises(WriteFailedError, match="No space"):
+                consumer.commit()
+            assert last_cursor(store.path, consumer_lane("c"), "c") is None
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                consumer.commit()
+                break
+            except WriteFailedError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        _append(store, "a", notes(2, 5))
+        assert len(consumer.poll()) == 2
+        consumer.commit()
+    with store.consumer("c") as again:
+        assert again.poll() == []
