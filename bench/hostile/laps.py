@@ -79,7 +79,7 @@ def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: rando
     """Attack for so long.
 
     Raises:
-        BenchError: the proxy ended by itself.
+        BenchError: the proxy ended by itself, or does not resume.
     """
     printed_before, memory_before = len(proxy.log()), proxy.memory("VmRSS")
     proxy.forget_peak()
@@ -91,6 +91,8 @@ def fight(one: Attack, proxy: Proxy, agents: Process, seconds: float, rng: rando
     felt = lap(agents, attacked)
     if not proxy.victim.running:
         raise proxy.victim.failed(f"ended under {one.name}")
+    if one.refuses:
+        proxy.await_ready()  # it resumes by itself
     printed = proxy.log()[printed_before:]
     return Fought(one.name, felt, tally, proxy.memory(), memory_before, one.refuses, tracebacks(printed))
 
