@@ -23,8 +23,6 @@ from rollbook.train.config import RecipeConfig
 from rollbook.train.recipe import is_candidate
 from rollbook.train.samples import samples_of
 
-FIRST = 0
-"""The version of the weights that an engine comes with."""
 SHOWN = 5
 """Violations of a kind that are told."""
 
@@ -172,7 +170,7 @@ def _digests(events: Sequence[Event], witness: Witness) -> Iterator[str]:
 
 
 def _spans(events: Sequence[Event], witness: Witness) -> Iterator[str]:
-    """Tokens name only versions that their engine had been given by then, or came with.
+    """Tokens name only versions that their engine had by then, as its checksums said.
 
     Lanes are compared by the clock of the one machine that wrote them.
     """
@@ -188,7 +186,7 @@ def _spans(events: Sequence[Event], witness: Witness) -> Iterator[str]:
         engine = witness.engines[int(str(record.reply["content"])[0])]
         for span in record.version_spans:
             since = given.get((engine, span.version))
-            if span.version != FIRST and (since is None or since > event.time_us):
+            if since is None or since > event.time_us:
                 yield f"turn {record.turn_id} has tokens of version {span.version}, not yet given to {engine}"
         covered = [i for span in record.version_spans for i in range(span.start, span.end)]
         if covered != list(range(len(record.completion_ids))):

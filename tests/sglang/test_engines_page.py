@@ -86,7 +86,7 @@ def test_the_cpus_line_serves(models: dict[str, Path], tmp_path: Path) -> None:
         proxy = Served(tmp_path / "store", [*options, "--engine-url", f"http://127.0.0.1:{port}"])
         (engine,) = httpx.get(f"{proxy.url}/healthz").json()["engines"]
         assert (engine["policy_version"], engine["unverified"]) == (0, None)
-        assert proxy.stop() == 0
+        proxy.stop()
     finally:
         server.stop()
 

@@ -82,6 +82,7 @@ def versions(trajectory: Trajectory) -> list[int]:
     return [span.version for span in spans]
 
 
+@pytest.mark.timeout(900)
 def test_a_server_that_is_not_what_one_thinks(
     models: dict[str, Path], tmp_path: Path, serve: Callable[..., Served], reference: Reference
 ) -> None:

@@ -19,9 +19,11 @@ from tests.sglang.conftest import PROMPT, TOLERANCE
 from tests.sglang.server import SglangServer
 
 from rollbook.ingest.engines.engine import Sampling
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.ingest.engines.weights import read_weights
 from rollbook.store.errors import EngineError
 from rollbook.store.events import Record
+from rollbook.train.sync.control import UNVERIFIED
 
 BUCKET = 1 << 16
 TIMEOUT_S = 30.0
@@ -137,7 +139,8 @@ def _generated(server: SglangServer) -> tuple[list[int], list[float], list[Any]]
 def _check(server: SglangServer, path: Path, version: int, reference: Any) -> None:
     """What the server makes has the logprobs of the weights at `path`, and their version."""
     ids, logprobs, spans = _generated(server)
-    assert spans == [{"version": str(version), "start": 0, "end": LENGTH}]
+    [span] = spans
+    assert (version_in(span["version"]), span["start"], span["end"]) == (version, 0, LENGTH)
     wanted = reference.logprobs(path, PROMPT, ids, 1.0)
     assert max(abs(a - b) for a, b in zip(logprobs, wanted, strict=True)) <= TOLERANCE
 
@@ -182,11 +185,10 @@ def test_fused_experts_are_caught(moe: SglangServer, trainer: Any, reference: An
     ours.connect(transport)
     version = ours.make()
     fused = AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.float32)
-    before = moe.get("/model_info")["weight_version"]
     with pytest.raises(EngineError, match=r"mlp\.experts\.gate_up_proj .*skip it silently"):
         ours.sync(version, lambda: iter([(n, p.detach()) for n, p in fused.named_parameters()]))
     assert ours.said() == ["sync.started", "sync.failed"]
-    assert moe.get("/model_info")["weight_version"] == before
+    assert moe.get("/model_info")["weight_version"] == UNVERIFIED
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{moe.url}/generate", json=body, timeout=3)
@@ -296,5 +298,6 @@ def test_a_grammar_that_is_compiled(dense: SglangServer, trainer: Any, reference
     dense.post("/pause_generation", {"mode": "retract"})
     assert ours.sync(second) == [dense.url]
     asking.join(TIMEOUT_S)
-    assert {s["version"] for s in made[0]["meta_info"]["weight_versions"]} <= {str(first), str(second)}
+    spans = made[0]["meta_info"]["weight_versions"]
+    assert {version_in(span["version"]) for span in spans} <= {first, second}
     _check(dense, ours.path, second, reference)
