@@ -112,14 +112,23 @@ def checked_parquet(source: Any) -> pq.ParquetFile:
     """
     file = pq.ParquetFile(source, page_checksum_verification=True)
     for group in range(file.num_row_groups):
-        told = file.metadata.row_group(group)
-        columns = [told.column(i) for i in range(told.num_columns)]
-        size = sum(max(c.total_uncompressed_size, 4 * c.num_values) for c in columns)
-        if told.num_rows > MOST_ROWS or size > MOST_BYTES:
-            raise pa.ArrowInvalid(
-                f"row group {group} has {told.num_rows:,} rows in {size:,} bytes, which none of ours has"
-            )
+        refuse_large(file.metadata, group)
     return file
+
+
+def refuse_large(metadata: Any, group: int) -> None:
+    """See that a row group is of a size that ours can have, before it is read.
+
+    Raises:
+        pa.ArrowInvalid: it is larger.
+    """
+    told = metadata.row_group(group)
+    columns = [told.column(i) for i in range(told.num_columns)]
+    size = sum(max(c.total_uncompressed_size, 4 * c.num_values) for c in columns)
+    if told.num_rows > MOST_ROWS or size > MOST_BYTES:
+        raise pa.ArrowInvalid(
+            f"row group {group} has {told.num_rows:,} rows in {size:,} bytes, which none of ours has"
+        )
 
 
 def damaged(store: Path, unit: Unit, name: str, error: object) -> StoreError:
@@ -177,6 +186,7 @@ def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> p
             checked_parquet(source) as file,
         ):
             for group in _groups_between(file.metadata, first, end):
+                refuse_large(file.metadata, group)
                 table = file.read_row_group(group).select(LOG_SCHEMA.names).cast(LOG_SCHEMA)
                 seq = table.column("seq")
                 inside = pc.and_(pc.greater_equal(seq, first), pc.less(seq, end))
@@ -188,10 +198,13 @@ def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> p
 
 def _groups_between(metadata: Any, first: int, end: int) -> Iterator[int]:
     """Row groups that may hold a row with `first <= seq < end`, by their statistics."""
-    column = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "seq")
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    if "seq" not in paths:
+        raise pa.ArrowInvalid("it has no column seq")
+    column = paths.index("seq")
     for group in range(metadata.num_row_groups):
         told = metadata.row_group(group).column(column).statistics
-        if told is None or not told.has_min_max or (told.min < end and told.max >= first):
+        if told is None or not isinstance(told.min, int) or (told.min < end and told.max >= first):
             yield group
 
 
