@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import httpx
 import orjson
 
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.store.errors import RollbookError
 
 READY_S, STOP_S = 120.0, 30.0
@@ -113,9 +114,10 @@ class Server(Process):
         raise DemoError(f"{self.name} did not answer within {READY_S:.0f} s:\n{self.tail()}")
 
     def version(self) -> int:
-        """Policy version that its engine serves."""
+        """Policy version that its engine serves; -1 while it names none."""
         info = httpx.get(f"{self.url}/engine/model_info", timeout=30).json()
-        return int(info["weight_version"])
+        version = version_in(info["weight_version"])
+        return -1 if version is None else version
 
 
 class Agent(Process):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.ingest.engines.weight_name import version_in
 from rollbook.ingest.upstream.reply import UpstreamChoice, UpstreamReply
 from rollbook.store.events import Json, TurnCompleted, TurnRequested, VersionSpan, token_ids
 from rollbook.store.trajectory import prompt_sha256
@@ -82,5 +83,4 @@ def _float32(values: list[float]) -> Any:
 def _version(rest: Json) -> int | None:
     """The policy version that SGLang's replies name in their metadata."""
     metadata = rest.get("metadata")
-    text = str(metadata.get("weight_version", "")) if isinstance(metadata, dict) else ""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+    return version_in(metadata.get("weight_version")) if isinstance(metadata, dict) else None

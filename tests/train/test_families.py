@@ -105,6 +105,7 @@ def _micro(rows: int = 3, length: int = 11) -> MicroBatch:
         np.zeros(shape, np.float32),
         temperatures,
         np.ones(shape, np.float32),
+        np.zeros(shape, np.int64),
     )
 
 
@@ -204,7 +205,7 @@ def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
 
     policy.forward_backward((micro,), loss_of)
     whole = {name: g.clone() for name, g in policy.gradients().items()}
-    names = ("tokens", "loss_mask", "old_logprobs", "temperatures", "advantages")
+    names = ("tokens", "loss_mask", "old_logprobs", "temperatures", "advantages", "versions")
     rows = tuple(MicroBatch(*(getattr(micro, n)[i : i + 1] for n in names)) for i in range(3))
     policy.forward_backward(rows, loss_of)
     for name, gradient in policy.gradients().items():

@@ -37,9 +37,9 @@ def _vllm(**more: Any) -> dict[str, Any]:
     return chat_reply(choices=[_choice()], prompt_token_ids=PROMPT, prompt_logprobs=None) | more
 
 
-def _sglang() -> dict[str, Any]:
+def _sglang(name: str = "12") -> dict[str, Any]:
     choice = _choice(None, matched_stop=103, response_token_ids=IDS, prompt_token_ids=PROMPT)
-    return chat_reply(choices=[choice], metadata={"weight_version": "12"})
+    return chat_reply(choices=[choice], metadata={"weight_version": name})
 
 
 def _vllm_stream() -> bytes:
@@ -77,9 +77,10 @@ def _samples(passed: Any) -> list[Any]:
         (CHAT, whole(_vllm()), None),
         (CHAT, streamed(_vllm_stream(), range(9, 900, 37)), None),
         (CHAT, whole(_sglang()), 12),
+        (CHAT, whole(_sglang("run/actor/12/0123456789ab")), 12),
         ("/v1/completions", whole(_completions()), None),
     ],
-    ids=["vllm", "vllm stream", "sglang", "completions"],
+    ids=["vllm", "vllm stream", "sglang", "sglang after a sync", "completions"],
 )
 def test_told_ids_are_an_exact_turn(
     passed: Any, upstream: Any, path: str, answer: Any, version: int | None
