@@ -201,7 +201,7 @@ def write_model(folder: Path) -> Tokenizer:
     stops = [tokenizer.token_to_id(END), tokenizer.token_to_id("<|endoftext|>")]
     files = {
         "generation_config.json": {"eos_token_id": stops},
-        "config.json": {"max_position_embeddings": CONTEXT, "model_type": "qwen3"},
+        "config.json": {"max_position_embeddings": CONTEXT, "model_type": "qwen3", "head_dim": 8},
         "tokenizer_config.json": {"eos_token": END},
     }
     for name, content in files.items():

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from rollbook.bench import litellm_peer
 from rollbook.bench.dialogues import Material, make_material, write_model, write_replies
 from rollbook.bench.figure import Outcome
@@ -71,9 +74,10 @@ class Stage:
 
     @classmethod
     def set(cls, folder: Path, plan: Plan) -> Stage:
-        """Write the model directory and the conversations."""
+        """Write the model directory, with weights for engine and proxy to agree on, and the conversations."""
         material = make_material()
         tokenizer = write_model(folder / "model")
+        save_file({"model.norm.weight": np.ones(8, np.float32)}, folder / "model" / "model.safetensors")
         write_replies(folder / "replies.json", material, tokenizer)
         material.write(folder / "material.json")
         return cls(folder, some_cores(plan.cores), material)
@@ -81,7 +85,8 @@ class Stage:
     def engine(self) -> Process:
         """The scripted engine. It remembers one request, to be asked again."""
         words = ["--script", "rollbook.bench.dialogues:by_mark", "--given", self.folder / "replies.json"]
-        words += ["--log", 1, "--images", "--stream-interval", 8, "--weight-version", 1]
+        words += ["--log", 1, "--images", "--stream-interval", 8]
+        words += ["--model-path", self.folder / "model", "--weights", "float32"]
         name = "rollbook.bench.scripted_sglang"
         return Process("engine", module(name, *words), self.folder, self.cores)
 

@@ -45,6 +45,7 @@ class Held:
 class ModelFiles:
     """A model directory's weights: name -> open file, and -> size in bytes."""
 
+    model: Path
     config: Mapping[str, Any]
     handles: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -64,9 +65,17 @@ class ModelFiles:
 
     @property
     def head_dim(self) -> int:
-        """Of the model's attention."""
-        told = self.config.get("head_dim")
-        return int(told or self.config["hidden_size"] // self.config["num_attention_heads"])
+        """Of the model's attention.
+
+        Raises:
+            ModelError: its configuration does not say.
+        """
+        try:
+            told = self.config.get("head_dim")
+            return int(told or self.config["hidden_size"] // self.config["num_attention_heads"])
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            text = "give head_dim, or hidden_size and num_attention_heads, as whole numbers"
+            raise ModelError(f"{self.model}/config.json does not say how large a head is: {text}") from None
 
 
 def compare(model: Path, held: Held) -> tuple[int, str]:
@@ -102,7 +111,7 @@ def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
     if not found:
         raise ModelError(f"{model} holds no safetensors weights")
     config = read_json(model, "config.json")
-    files = ModelFiles(config.get("text_config", config))
+    files = ModelFiles(model, config.get("text_config", config))
     try:
         for file in found:
             files.open(file, stack)

@@ -194,9 +194,9 @@ async def compare_elsewhere(asked: Json) -> Json:
         raise
     if process.returncode:
         last = (errors.decode(errors="replace").strip().splitlines() or ["it was killed"])[-1]
-        raise EngineError(
-            f"the weights of {asked['url']} could not be compared: {last}. That needs torch and safetensors: "
-            f"pip install 'rollbook[engine]', or let the trainer sync it"
-        )
+        lacking = "ModuleNotFoundError" in last
+        remedy = "install torch and safetensors with pip install 'rollbook[engine]', or " if lacking else ""
+        text = f"the weights of {asked['url']} could not be compared: {last}: {remedy}let the trainer sync it"
+        raise EngineError(text)
     told: Json = orjson.loads(output)
     return told

@@ -54,9 +54,13 @@ def _step(number: int, turns: list[str], begins: str, ends: str, cut: str = "ser
 
 
 def _log(*train: Any, serve: list[Any] | None = None) -> list[Event]:
-    """Two lanes; what the trainer did comes a second after the proxy's."""
+    """The engine is known to hold version 0; then the proxy's events, and a second later the trainer's."""
     records = _trajectory("a") + _trajectory("b") if serve is None else serve
-    lanes = (("serve", records, 1_000_000), ("train", list(train), 2_000_000))
+    lanes = (
+        ("begin", [kinds.PolicyPublished("actor", 0, 0, "p", "w0"), _activated(0, "w0")], 0),
+        ("serve", records, 1_000_000),
+        ("train", list(train), 2_000_000),
+    )
     return [
         Event(record, "loop", f"{lane}-{seq}", at + seq, lane, seq)
         for lane, found, at in lanes

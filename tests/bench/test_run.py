@@ -69,7 +69,8 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[
 def test_what_cannot_be_run(tmp_path: Path) -> None:
     """An unknown name lists the names; a folder that is not there is named."""
     with pytest.raises(
-        ConfigError, match="'nope': use one of append, loop, proxy, recover, seal, sql, stream, sync, tail"
+        ConfigError,
+        match="'nope': use one of append, hostile, loop, proxy, recover, seal, sql, stream, sync, tail",
     ):
         run_bench("nope", tmp_path, True)
     with pytest.raises(ConfigError, match="is not a folder"):

@@ -19,7 +19,7 @@ from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.ingest.engines import fleet as fleets
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.restore import restored
 from rollbook.ingest.running import RunningTurn
 from rollbook.store.errors import EngineLostError
 from rollbook.store.events import Event, SyncFailed, SyncFinished, SyncStarted
@@ -297,13 +297,7 @@ def test_a_retry_of_what_was_asked_again_is_the_same_answer(two: Any) -> None:
     assert second.json == first.json
     assert len(only(two).turns) == 2
     digest = next(iter(only(two).turns.values())).requested.wire["digest"]
-    again = Recorder(two.store, "later", RUN)
-    try:
-        arrivals = again.known("a").arrivals
-    finally:
-        again.close()
-    # Its lane is the living proxy's, so this one only reads it.
-    assert arrivals == {digest: (list(only(two).turns)[1],)}
+    assert restored(only(two)).arrivals == {digest: (list(only(two).turns)[1],)}
 
 
 def test_a_failed_sync_in_another_lane_moves_what_runs(two: Any) -> None:

@@ -12,6 +12,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from told_weights import ToldWeights
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.sglang import SglangEngine
@@ -89,16 +90,17 @@ def test_serve_is_told_and_records_addresses_without_logins(tmp_path: Path, chat
     options = _options(tmp_path, url, engine="sglang", engine_key=None)
     assert options.as_json()["engine_urls"] == ["http://h:1"]
     assert SECRET not in repr(options)
-    fleet: Any = make_engine(options, chat())
+    weights: Any = ToldWeights()
+    fleet: Any = make_engine(options, chat())(weights)
     assert fleet.states()[0]["url"] == "http://h:1"
-    assert fleet.members[0].engine._headers["authorization"].startswith("Basic ")
+    assert fleet.members[0].engine._keys.headers()["authorization"].startswith("Basic ")
     for refused, match in (
         (_options(tmp_path, url, "http://h:1/", engine="sglang"), "twice"),
         (_options(tmp_path, url, engine="sglang", engine_key="k"), "give one of them"),
         (_options(tmp_path, f"http://h?key={SECRET}", engine="sglang"), "has no query"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
-            make_engine(refused, chat())
+            make_engine(refused, chat())(weights)
         assert SECRET not in str(error.value)
     with pytest.raises(ConfigError, match="give one of them"):
         upstream_of(_options(tmp_path, url, engine="upstream", engine_key="k"))
@@ -112,7 +114,7 @@ async def _never(*_: Any) -> None:
 def test_a_server_that_is_away_is_named_without_its_login() -> None:
     """By an engine and by the trainer."""
     with pytest.raises(EngineError) as error:
-        asyncio.run(SglangEngine(f"http://u:{SECRET}@127.0.0.1:9").start(_never))
+        asyncio.run(SglangEngine(f"http://u:{SECRET}@127.0.0.1:9", ToldWeights()).start(_never))
     assert "http://127.0.0.1:9" in str(error.value)
     assert SECRET not in repr(error.value)
     control = EngineControl(f"http://u:{SECRET}@127.0.0.1:9/", 1.0)
@@ -121,8 +123,9 @@ def test_a_server_that_is_away_is_named_without_its_login() -> None:
     assert control.url == "http://127.0.0.1:9"
     assert SECRET not in repr(lost.value) + repr(control)
     again = EngineControl(control.url, 1.0, control.key, control.login)
-    assert again._client.headers["authorization"] == control._client.headers["authorization"]
-    assert base64.b64decode(control._client.headers["authorization"][6:]) == f"u:{SECRET}".encode()
+    sent = again._address.headers(None)["authorization"]
+    assert sent == control._address.headers(None)["authorization"]
+    assert base64.b64decode(sent[6:]) == f"u:{SECRET}".encode()
     control.close()
     again.close()
 

@@ -212,6 +212,17 @@ def test_files_that_cannot_be_read(world: World) -> None:
         compare(world.model, held_by(world, path=make_model(world.folder / "well", 0)))
 
 
+@pytest.mark.parametrize("config", [{}, {"hidden_size": 8, "num_attention_heads": 0}, {"head_dim": "wide"}])
+def test_a_configuration_without_sizes(world: World, config: Any) -> None:
+    """It says which file lacks what."""
+    held = held_by(world)
+    (world.model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(
+        ModelError, match=r"model/config.json does not say how large a head is: give head_dim"
+    ):
+        compare(world.model, held)
+
+
 def test_a_digest_of_all_ranks() -> None:
     """The same for the same tensors in the same cut, whatever the order; data-parallel copies count once."""
     one, two = RankChecksums(0, 2, {"a": "1", "b": "2"}), RankChecksums(1, 2, {"a": "3"})
@@ -243,7 +254,7 @@ def test_comparing_elsewhere(world: World) -> None:
     assert found["found"] == {"path": str(world.model), "version": 0, "digest": digest}
     assert list(found["reasons"]) == [str(other)]
     with pytest.raises(
-        EngineError, match=r"could not be compared: KeyError.*pip install 'rollbook\[engine\]'"
+        EngineError, match="could not be compared: KeyError: 'ranks': let the trainer sync it"
     ):
         run(lambda: identify.compare_elsewhere({"url": held.url}))
 

@@ -12,6 +12,7 @@ import pytest
 
 from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.turn_records import Arrival
 from rollbook.store.errors import EngineError, RequestError, WriteFailedError
 from rollbook.store.events import TurnCompleted
@@ -307,7 +308,7 @@ def test_a_quarantined_conversation_goes_on_after_a_restart(desk: Any) -> None:
     asked = [{"role": "user", "content": "who am I?"}]
 
     async def take(messages: list[Any]) -> tuple[str, str]:
-        live = d.recorder.unnamed(messages)
+        live = d.recorder.unnamed(chain_all(messages))
         raw = orjson.dumps({"messages": messages})
         call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
         [turn] = await d.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done

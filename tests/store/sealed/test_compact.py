@@ -126,7 +126,7 @@ def test_a_merged_unit_counts_before_its_parts_are_gone(store: Store, notes: Any
 def test_dropped_and_remote_units_are_left_alone(store: Store, notes: Any) -> None:
     """A unit whose files are elsewhere or gone is not merged, and parts the units around it."""
     units = _sealed(store, [notes(2, i) for i in range(0, 12, 2)])
-    units[2] = Unit(**_values(units[2]) | {"remote": "s3://bucket/x"})
+    units[2] = Unit(**_values(units[2]) | {"remote": f"s3://bucket/x/sealed/a/{units[2].name}"})
     write_manifest(unit_folder(store.path, units[2]), units[2])
     ((new, old),) = compact(store.path, "a", SealSettings())
     assert [unit.name for unit in old] == [units[0].name, units[1].name]

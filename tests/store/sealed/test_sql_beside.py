@@ -158,7 +158,7 @@ def test_a_filter_does_not_scan_the_world(store: Store, start_python: Any, query
     from rollbook.store.sealed.sealer import Sealer
 
     Sealer(store).run_once()
-    connection = rb.connect(store.path)
+    connection = rb.connect(store.path, allow_files=True)
     profile = store.path / "profile.json"
     connection.execute(f"PRAGMA enable_profiling = 'json'; PRAGMA profiling_output = '{profile}'")
     assert connection.execute(query).fetchall()
