@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
-import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -90,7 +89,7 @@ class ModelRoutes:
                     identity = self.door.hinted(identify(said, request.headers, body, caller.key))
                     retry = retry_count(request)
                     arrival = await beside(
-                        len(raw), _arrival, endpoint.path, raw, sent, body, retry, caller.name
+                        len(raw), Arrival.kept, endpoint.path, raw, sent, body, retry, caller.name
                     )
                     live, call, planned = await self._read(
                         endpoint, identity, body, len(raw), request, places
@@ -246,11 +245,6 @@ class ModelRoutes:
         if "model" in request.path_params:
             return JSONResponse(model | {"id": request.path_params["model"]})
         return JSONResponse({"object": "list", "data": [model], "first_id": None, "has_more": False})
-
-
-def _arrival(path: str, raw: bytes, sent: Json, body: Json, retry: int, key: str | None) -> Arrival:
-    """The arrival of a body, as it is kept: a digest of a weak secret would give it away."""
-    return Arrival.of(path, raw if body is sent else orjson.dumps(body), retry, key)
 
 
 def _recorded_call(turn: AnsweredTurn) -> ModelCall:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 import xxhash
 
 from rollbook.ingest.engines.engine import Generation, Sampling
@@ -36,6 +37,16 @@ class Arrival:
         digest = xxhash.xxh3_128(endpoint.encode() + b"\n")
         digest.update(body)
         return cls(digest.hexdigest(), retry, key)
+
+    @classmethod
+    def kept(cls, endpoint: str, raw: bytes, sent: Json, body: Json, retry: int, key: str | None) -> Arrival:
+        """The arrival of a body as it is kept: a digest of a weak secret would give it away.
+
+        Args:
+            sent: what the raw body says.
+            body: the same, or what is left of it without secrets.
+        """
+        return cls.of(endpoint, raw if body is sent else orjson.dumps(body), retry, key)
 
 
 def requested_records(

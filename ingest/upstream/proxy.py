@@ -224,9 +224,7 @@ class UpstreamRoutes:
             logging.getLogger(__name__).info("rollbook: a trajectory cannot be read: %r", error)
             self.passages.unrecordable(1)
             return None, raw
-        # Of the body as it is kept: a digest of a weak secret would give it away.
-        kept = raw if body is sent else orjson.dumps(body)
-        arrival = Arrival.of(path, kept, retry_count(request), caller.name)
+        arrival = Arrival.kept(path, raw, sent, body, retry_count(request), caller.name)
         passing = self._recorded(live, call, arrival, redacted=changes_conversation(sent, body))
         if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)
