@@ -19,7 +19,6 @@ from pydantic import (
 )
 
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.store.digest import digest_json
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SPLITS, Json
 from rollbook.store.redaction import shown
@@ -187,24 +186,6 @@ class TrainConfig(_Table):
     def as_json(self) -> Json:
         """Plain JSON values."""
         return self.model_dump(mode="json")
-
-    def phase(self, source: str) -> str:
-        """Digest of what decides the course of training: restarts of one phase go on, others start.
-
-        Left out is what may change between restarts of the same training.
-        """
-        free = {
-            "steps",
-            "checkpoint_every",
-            "threads",
-            "device",
-            "engine_gap_alarm",
-            "idle_timeout_s",
-            "sync",
-            "model",
-            "admission",
-        }
-        return digest_json([{k: v for k, v in self.as_json().items() if k not in free}, source])
 
 
 def load_config(path: Path, overrides: list[str]) -> TrainConfig:

@@ -17,6 +17,7 @@ from rollbook.store.versions import VersionDigests
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
 from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.phase import family_in
 from rollbook.train.publish import check_model
 from rollbook.train.selection import Selection, Source
 from rollbook.train.source import make_source
@@ -38,7 +39,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
         versions = VersionDigests()
         history = fold_history(_noted(log.events(), versions), config.run, config.policy)
         check_model(config, versions)
-        family = config.phase(source)
+        family = family_in(history, config, source)
         done = len(history.of_family(family))
         if done >= config.steps and family != _last_family(history):
             console.print("nothing to do: every step of this configuration is committed")

@@ -170,19 +170,6 @@ def test_a_configuration_survives_its_text(fabric: Any, tmp_path: Path) -> None:
         assert _load(tmp_path, fabric.toml(config)) == config
 
 
-def test_a_phase_is_what_decides_the_course(fabric: Any) -> None:
-    """What may change between restarts leaves the phase alone; everything else, and the source, do not."""
-    base = fabric.config(fabric.SFT).phase("cut")
-    free = {"steps": 99, "checkpoint_every": 1, "threads": 2, "device": "cpu", "idle_timeout_s": 1.0}
-    free |= {"sync": {"engines": ["http://x"]}, "model": "elsewhere"}
-    for key, value in free.items():
-        assert fabric.config(fabric.SFT, **{key: value}).phase("cut") == base, key
-    bound = {"seed": 4, "micro_batch_size": 2, "recipe": {"splits": ["train"]}, "optimizer": {"lr": 1.0}}
-    bound |= {"algorithm": {"name": "sft", "batch_size": 5}, "run": "other", "policy": "critic"}
-    phases = {key: fabric.config(fabric.SFT, **{key: value}).phase("cut") for key, value in bound.items()}
-    assert len({base, *phases.values(), fabric.config(fabric.SFT).phase("tail")}) == len(phases) + 2
-
-
 def test_the_command_says_what_is_wrong(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`rollbook train` on a bad CONFIG exits with 2 and one line per key on stderr, no traceback."""
     (tmp_path / "bad.toml").write_text(GOOD.replace("steps", "stepz"))
