@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollbook import store
 from rollbook.store import Event, Store
@@ -18,14 +17,18 @@ from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
 from rollbook.train.history import History, family_of, fold_history
 from rollbook.train.phase import family_in
+from rollbook.train.progress import TrainingProgress
 from rollbook.train.publish import check_model
 from rollbook.train.selection import Selection, Source
 from rollbook.train.source import make_source
+from rollbook.train.stopping import Stopped, Stopping
 from rollbook.train.trainer import StepOutcome, Trainer
 
 
 def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -> None:
     """Train a phase to its end. A phase that was interrupted goes on where it stopped.
+
+    SIGINT and SIGTERM end it after the step in hand, with a checkpoint, and then the process.
 
     Raises:
         RollbookError: the configuration, the model or the log cannot be used.
@@ -35,6 +38,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
     if source == "tail" and as_of != "head":
         raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
     what = f"training policy {config.policy} of run {config.run}"
+    stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
         versions = VersionDigests()
         history = fold_history(_noted(log.events(), versions), config.run, config.policy)
@@ -48,6 +52,8 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
         trainer = Trainer(config, log, writer, history, family)
         try:
             _announce(console, trainer, config, source, cut)
+            progress = TrainingProgress(console, config.steps, trainer.done)
+            trainer.tells(progress.tell)
             trainer.write(
                 RunOpened(
                     "train",
@@ -57,12 +63,12 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
                 )
             )
             trainer.sync_current()
-            feed = make_source(
-                config, log, history, source, cut, family, trainer.version, trainer.keep_served
-            )
-            _steps(console, trainer, config, feed)
+            keep_served = stopping.in_hand(trainer.keep_served)
+            feed = make_source(config, log, history, source, cut, family, trainer.version, keep_served)
+            _steps(console, trainer, config, feed, progress, stopping)
         finally:
             trainer.close()
+    stopping.end()
 
 
 def _noted(events: Iterable[Event], versions: VersionDigests) -> Iterator[Event]:
@@ -104,36 +110,42 @@ def _announce(console: Console, trainer: Trainer, config: TrainConfig, source: s
     console.tell("training run ", (config.run, "bold"), how)
 
 
-def _steps(console: Console, trainer: Trainer, config: TrainConfig, source: Source) -> None:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+def _steps(
+    console: Console,
+    trainer: Trainer,
+    config: TrainConfig,
+    source: Source,
+    progress: TrainingProgress,
+    stopping: Stopping,
+) -> None:
     if trainer.done >= config.steps:
         console.print("nothing to do: every step of this configuration is committed")
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("steps", total=config.steps, completed=trainer.done)
-        while trainer.done < config.steps:
-            selection = _next(trainer, source)
-            if selection is None:
-                console.print(f"{trainer.done} of {config.steps} steps: no further batch fills at this cut")
-                break
-            outcome = trainer.take_step(selection)
-            if (alarm := gap_alarm(config, outcome)) is not None:
-                console.print(alarm, style="yellow", markup=False, soft_wrap=True)
-            trainer.publish()
-            progress.update(bar, completed=trainer.done, description=_describe(outcome))
+    with progress, stopping:
+        with contextlib.suppress(Stopped):
+            while trainer.done < config.steps:
+                with stopping.waiting():
+                    selection = _next(trainer, source, stopping)
+                if selection is None:
+                    done = f"{trainer.done} of {config.steps} steps"
+                    console.print(f"{done}: no further batch fills at this cut")
+                    break
+                outcome = trainer.take_step(selection)
+                if (alarm := gap_alarm(config, outcome)) is not None:
+                    console.print(alarm, style="yellow", markup=False, soft_wrap=True)
+                trainer.publish()
+                progress.committed(trainer.done, outcome.step, outcome.metrics)
         # Also where a crash came between the last step and its checkpoint: what follows starts from it.
         trainer.ensure_checkpoint()
+    if stopping.number is not None and trainer.done < config.steps:
+        console.print(f"stopped after {trainer.done} of {config.steps} steps: the same command goes on")
 
 
-def _next(trainer: Trainer, source: Source) -> Selection | None:
+def _next(trainer: Trainer, source: Source, stopping: Stopping) -> Selection | None:
     """The next selection; where none comes, what the recipe dropped is recorded all the same."""
-    selection = source.take(trainer.version, trainer.served, trainer.note_drops)
+    note_drops = stopping.in_hand(trainer.note_drops)
+    selection = source.take(trainer.version, trainer.served, note_drops)
     if selection is None:
-        trainer.note_drops(source.unfilled(trainer.version))
+        note_drops(source.unfilled(trainer.version))
     return selection
 
 
@@ -151,10 +163,3 @@ def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:
         f"that the step starts from, differ by {gap:.3g} from the trainer's (engine_gap_alarm is "
         f"{config.engine_gap_alarm:g}): it computes otherwise, or served other weights. See docs/engines.md"
     )
-
-
-def _describe(outcome: StepOutcome) -> str:
-    metrics = outcome.metrics
-    reward = metrics["reward"]
-    shown = "" if reward is None else f"  reward {reward:.3f}"
-    return f"step {outcome.step}  loss {metrics['loss']:.4f}{shown}"

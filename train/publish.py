@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -76,11 +76,15 @@ class Publisher:
         self._transport: Transport | None = None
         self._checkpointed: int | None = None
         """The version of which there is a checkpoint that training can go on from."""
+        self.on_written: Callable[..., None] = lambda *records: None
+        """Told of records once they are durable."""
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
         clean = (cleaned(record, self._scrub.text, self._scrub.value) for record in records)
-        self._writer.append([Event(record, self._config.run) for record in clean]).result()
+        events = [Event(record, self._config.run) for record in clean]
+        self._writer.append(events).result()
+        self.on_written(*(event.record for event in events))
 
     def adopt_model(self) -> None:
         """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,10 @@ class Trainer:
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
         self._publisher.write(*records)
+
+    def tells(self, listener: Callable[..., None]) -> None:
+        """Let somebody hear of all records that are written from now on."""
+        self._publisher.on_written = listener
 
     # Steps ------------------------------------------------------------------------------------
 
