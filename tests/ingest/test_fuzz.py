@@ -23,7 +23,7 @@ OPERATIONS = {
     for one in (result.ok() for result in schemathesis.openapi.from_dict(openapi()).get_all_operations())
 }
 KINDS = {path: kind for kind, path in streamed.PATHS.items()}
-STATUSES = {200, 201, 400, 404, 405, 409, 413, 422}
+STATUSES = {200, 201, 400, 404, 405, 409, 413, 415, 422}
 NAMES = itertools.count()
 
 
