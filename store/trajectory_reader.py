@@ -115,9 +115,10 @@ class TrajectoryReader:
     def _of_lane(self, lane: str, ids: Collection[str], units: Sequence[Unit]) -> list[Event]:
         live = self._live_lane(lane, units[-1].next_seq if units else 0)
         found: list[Event] = []
-        for trajectory_id in ids:
-            for unit in units:
+        for unit in units:  # the outer loop: what was read of a unit serves all of them
+            for trajectory_id in ids:
                 found += self._sealed(unit, trajectory_id)
+        for trajectory_id in ids:
             found += live.events(trajectory_id)
         return found
 

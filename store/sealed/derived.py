@@ -7,6 +7,7 @@ comes back the same. A file is written under another name and renamed, so one th
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +82,15 @@ def _quoted(path: Path) -> str:
     return str(path).replace("'", "''")
 
 
-def _write_locations(tables: dict[str, pa.Table], path: Path) -> None:
-    """Runs of rows with one trajectory: both files are sorted by it."""
+def locations(ids: Mapping[str, pa.ChunkedArray]) -> pa.Table:
+    """Where each trajectory lies in a unit's files, in the columns of `LOCATION_SCHEMA`, by trajectory.
+
+    Args:
+        ids: file -> the trajectory of each of its rows. Both files are sorted by it.
+    """
     parts = []
-    for name, table in tables.items():
-        encoded = table["trajectory_id"].combine_chunks().dictionary_encode()
+    for name, column in ids.items():
+        encoded = column.combine_chunks().dictionary_encode()
         codes = encoded.indices.fill_null(-1).to_numpy()
         starts = np.flatnonzero(np.diff(codes, prepend=codes[:1] - 1)) if len(codes) else codes
         rows = np.diff(np.append(starts, len(codes)))
@@ -95,6 +100,10 @@ def _write_locations(tables: dict[str, pa.Table], path: Path) -> None:
         columns = [names.cast(pa.string()), pa.array([name] * count, pa.string())]
         columns += [pa.array(starts[known].astype(np.int64)), pa.array(rows[known].astype(np.int64))]
         parts.append(pa.Table.from_arrays(columns, schema=LOCATION_SCHEMA))
-    sorted_ = pa.concat_tables(parts).sort_by("trajectory_id").combine_chunks()
+    return pa.concat_tables(parts).sort_by("trajectory_id").combine_chunks()
+
+
+def _write_locations(tables: dict[str, pa.Table], path: Path) -> None:
+    found = locations({name: table["trajectory_id"] for name, table in tables.items()})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, LOCATION_SCHEMA) as writer:
-        writer.write_table(sorted_)
+        writer.write_table(found)

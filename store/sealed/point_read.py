@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import TrajectoryOpened
 from rollbook.store.lane.arrow_bytes import read_file as read_arrow_file
-from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, TRAJECTORIES
+from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, TRAJECTORIES, locations
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged, read_file
 from rollbook.store.sealed.remote import place
 from rollbook.store.sealed.unit import MARKS, MOST, TURNS, Unit, derived_folder
@@ -26,6 +26,8 @@ from rollbook.store.upkeep_events import BodyStored
 
 KEPT_OPEN = 256
 """Sealed files that a process keeps open, and units whose locations it keeps mapped."""
+KEPT_FOUND = 8
+"""Units whose locations it keeps in memory, where they were not derived."""
 _SMALL = [name for name in TABLE_SCHEMA.names if not pa.types.is_list(TABLE_SCHEMA.field(name).type)]
 """Columns that the rows of small kinds use: no tokens."""
 _NO_ROWS = TABLE_SCHEMA.empty_table()
@@ -41,11 +43,9 @@ class Run:
 
 
 class _Locations:
-    """A unit's derived table of where each trajectory lies, memory-mapped."""
+    """A unit's table of where each trajectory lies."""
 
-    def __init__(self, path: str) -> None:
-        with pa.memory_map(path) as source:
-            table = read_arrow_file(source.read_buffer(), LOCATION_SCHEMA)
+    def __init__(self, table: pa.Table, path: object) -> None:
         numbers = (table.column(name) for name in ("first_row", "rows"))
         within = all(
             pc.all(pc.and_(pc.less_equal(0, n), pc.less(n, MOST))).as_py() is not False for n in numbers
@@ -74,8 +74,16 @@ def _locations_path(store: Path, unit: Unit) -> str:
 
 
 @lru_cache(maxsize=KEPT_OPEN)
-def _locations(path: str, _inode: int) -> _Locations:
-    return _Locations(path)
+def _derived_locations(path: str, _inode: int) -> _Locations:
+    with pa.memory_map(path) as source:
+        return _Locations(read_arrow_file(source.read_buffer(), LOCATION_SCHEMA), path)
+
+
+@lru_cache(maxsize=KEPT_FOUND)
+def _found_locations(store: Path, unit: Unit) -> _Locations:
+    """Those of a unit whose derived files are not there yet, or are of something else: by its own files."""
+    ids = {name: read_file(store, unit, name, ["trajectory_id"])["trajectory_id"] for name in (TURNS, MARKS)}
+    return _Locations(locations(ids), unit.name)
 
 
 class _OpenFile:
@@ -115,7 +123,7 @@ def _known_locations(store: Path, unit: Unit) -> _Locations | None:
     """Where the unit's trajectories lie; None where that was not derived."""
     path = _locations_path(store, unit)
     try:
-        return _locations(path, os.stat(path).st_ino)
+        return _derived_locations(path, os.stat(path).st_ino)
     except (FileNotFoundError, pa.ArrowException):
         return None
 
@@ -135,9 +143,15 @@ def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
     if unit.dropped_us is not None:
         return _NO_ROWS
     known = _known_locations(store, unit)
-    if known is None:
-        return _without_locations(store, unit, trajectory_id)
-    runs = known.find(trajectory_id)
+    if known is not None:
+        rows = _rows_at(store, unit, known.find(trajectory_id))
+        if pc.all(pc.equal(rows["trajectory_id"], trajectory_id)).as_py() is not False:
+            return rows
+        # The derived file is of something else.
+    return _rows_at(store, unit, _found_locations(store, unit).find(trajectory_id))
+
+
+def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:
     if not runs:  # so it is in most units
         return _NO_ROWS
     parts = []
@@ -146,17 +160,7 @@ def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
             parts.append(_open_file(store, unit, run.file).read(run))
         except (pa.ArrowException, OSError) as error:
             raise damaged(store, unit, run.file, error) from error
-    table = pa.concat_tables(parts)
-    found = table.column("trajectory_id")
-    if not pc.all(pc.equal(found, trajectory_id)).as_py():
-        return _without_locations(store, unit, trajectory_id)  # the derived file is of something else
-    return _in_lane_order(table)
-
-
-def _without_locations(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
-    parts = [read_file(store, unit, name) for name in (TURNS, MARKS)]
-    chosen = [part.filter(pc.equal(part["trajectory_id"], trajectory_id)) for part in parts]
-    return _in_lane_order(pa.concat_tables(chosen))
+    return _in_lane_order(pa.concat_tables(parts))
 
 
 def _in_lane_order(table: pa.Table) -> pa.Table:

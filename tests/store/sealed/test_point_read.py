@@ -12,9 +12,10 @@ import pytest
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError
+from rollbook.store.sealed import point_read
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
-from rollbook.store.sealed.unit import current_units
+from rollbook.store.sealed.unit import MARKS, TURNS, current_units
 from rollbook.store.settings import AppendSettings, SealSettings
 from rollbook.store.trajectory import Trajectory, fold
 
@@ -129,3 +130,26 @@ def test_an_opening_is_found_by_its_name(scattered: Store, state: str) -> None:
         opened = kinds.TrajectoryOpened("t10", "new")
         writer.append([Event(opened, "demo")]).result(30)
         assert scattered.opening("demo", "new") == (opened, "late")
+
+
+def test_units_without_locations_are_read_once(scattered: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for many trajectories does not read all of a unit for each, be it derived or not."""
+    read: list[Any] = []
+    whole = point_read.read_file
+
+    def counted(store: Any, unit: Any, name: str, columns: Any = None) -> Any:
+        read.append((unit.lane, unit.name, name, *columns))
+        return whole(store, unit, name, columns)
+
+    _seal(scattered)
+    _drop_wal(scattered)
+    units = [unit for lane in scattered.lanes() for unit in current_units(scattered.path, lane)]
+    monkeypatch.setattr(point_read, "read_file", counted)
+    found = scattered.trajectories(None, ["t1", "t2", "t9", "zz"])
+    assert set(found) == {"t1", "t2", "t9"}
+    assert len(set(read)) == len(read), "some of it twice"
+    located = {
+        (*file, "trajectory_id") for u in units for file in ((u.lane, u.name, MARKS), (u.lane, u.name, TURNS))
+    }
+    bodies = {(u.lane, u.name, MARKS, "kind", "extra") for u in units}
+    assert located <= set(read) <= located | bodies
