@@ -25,6 +25,7 @@
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── TrainError               a training run that cannot go on
+    │   └── NotFiniteError       a step's numbers overflowed, or are none; nothing of it was committed
     └── ReplayError              a step that cannot be replayed at all
 
 A message names the thing, the value, and the remedy. All of them survive pickling.
@@ -140,6 +141,10 @@ class ConfigError(RollbookError, ValueError):
 
 class TrainError(RollbookError):
     """A training run cannot go on."""
+
+
+class NotFiniteError(TrainError):
+    """A step's numbers overflowed, or are none; nothing of it was committed."""
 
 
 class ReplayError(RollbookError):

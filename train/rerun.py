@@ -77,6 +77,6 @@ def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedSt
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
         found = input_digests(policy, plan.seed)
-        result = run_step(policy, plan, batch_of(plan, samples_at_cut(log, plan)))
+        result = run_step(policy, plan, batch_of(plan, samples_at_cut(log, plan)), finite=False)
         recorded = plan.input_digests | step.committed.digests
         yield RerunStep(plan.step, recorded, found | result.digests, result.metrics)

@@ -18,6 +18,7 @@ from rollbook.store.events import Json, StepPlanned
 from rollbook.train.backend import TrainablePolicy
 from rollbook.train.batch import Batch, MicroBatch, build_batch
 from rollbook.train.config import GrpoConfig, SftConfig
+from rollbook.train.finite import check_batch, check_tensors, check_tokens
 from rollbook.train.losses import grpo_loss, sft_loss, token_logprobs
 from rollbook.train.samples import Sample
 
@@ -84,8 +85,16 @@ def batch_of(plan: StepPlanned, samples: dict[str, Sample]) -> Batch:
     return build_batch(ordered, algorithm, plan.partition)
 
 
-def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch) -> StepResult:
-    """Forward, backward, optimizer. The generators were seeded by `input_digests`."""
+def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite: bool = True) -> StepResult:
+    """Forward, backward, optimizer. The generators were seeded by `input_digests`.
+
+    Args:
+        finite: end before the optimizer's step where a number is not finite. Steps that were committed with
+            such numbers, by an earlier Rollbook, are run again without it.
+
+    Raises:
+        NotFiniteError: it names the stage, and the sample or tensor, in which it began.
+    """
     algorithm = _ALGORITHM.validate_python(plan.algorithm)
     trained = max(batch.trained_tokens, 1)
     kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "ratios": []}
@@ -96,9 +105,17 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch) -> StepRe
             kept[name].append(value.detach())
         return loss.sum() / trained  # the mean over the batch's trained tokens
 
+    if finite:
+        check_batch(batch)
     policy.forward_backward(batch.micro_batches, loss_of)
+    if finite:
+        for stage in ("logprobs", "losses"):
+            check_tokens(stage, kept[stage], batch, plan.partition)
+        check_tensors("gradients", policy.gradients().items())
     gradients = digest_tensors(policy.gradients())
     norm = policy.optimizer_step(plan.learning_rate)
+    if finite:
+        check_tensors("weights", policy.stream_weights())
     digests = batch.digests() | {
         "logprobs": digest_tensors({str(i): t for i, t in enumerate(kept["logprobs"])}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(kept["losses"])}),
@@ -106,7 +123,7 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch) -> StepRe
         "optimizer": policy.optimizer_digest(),
         "weights": policy.weights_digest(),
     }
-    metrics = _metrics(batch, kept, norm, trained)
+    metrics = _metrics(batch, kept, norm)
     if isinstance(algorithm, GrpoConfig):
         metrics |= logprob_gaps(batch, kept["ratios"], plan.policy_version)
     return StepResult(digests, metrics)
@@ -131,10 +148,11 @@ def _micro_loss(
     return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0), ratios
 
 
-def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float, trained: int) -> Json:
+def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float) -> Json:
+    trained = batch.trained_tokens
     rewards = [float(r) for r in batch.rewards if r == r]
     return {
-        "loss": float(sum(t.sum() for t in kept["losses"])) / trained,
+        "loss": float(sum(t.sum() for t in kept["losses"])) / max(trained, 1),
         "gradient_norm": norm,
         "trained_tokens": trained,
         "samples": len(batch.samples),
