@@ -66,6 +66,11 @@ class History:
         """Leaf turns of every sample that a committed step consumed."""
         return {ref["turn_id"] for step in self.steps.values() for ref in step.planned.samples}
 
+    @property
+    def version(self) -> int:
+        """The policy's newest version, which training goes on from."""
+        return self._version_before(self.next_step)
+
     def base_for(self, step: int, phase: str) -> tuple[CheckpointWritten, list[CommittedStep]]:
         """Where to start to get the state before `step`, and the steps to take from there.
 

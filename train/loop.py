@@ -9,18 +9,17 @@ from pathlib import Path
 from rollbook import store
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
-from rollbook.store.errors import ConfigError
+from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened
 from rollbook.store.terminal import Console
 from rollbook.store.versions import VersionDigests
 from rollbook.train.config import TrainConfig
 from rollbook.train.environment import fingerprint
+from rollbook.train.feed import Feed
 from rollbook.train.history import History, family_of, fold_history
 from rollbook.train.phase import family_in
 from rollbook.train.progress import TrainingProgress
 from rollbook.train.publish import check_model
-from rollbook.train.selection import Selection, Source
-from rollbook.train.source import make_source
 from rollbook.train.stopping import Stopped, Stopping
 from rollbook.train.trainer import StepOutcome, Trainer
 
@@ -49,6 +48,8 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
             console.print("nothing to do: every step of this configuration is committed")
             return
         cut = _phase_cut(log, history, family, as_of, config.run)
+        feed = Feed(config, log, source, cut, family)
+        feed.look(history, done)
         trainer = Trainer(config, log, writer, history, family)
         try:
             _announce(console, trainer, config, source, cut)
@@ -63,9 +64,11 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str) -
                 )
             )
             trainer.sync_current()
-            keep_served = stopping.in_hand(trainer.keep_served)
-            feed = make_source(config, log, history, source, cut, family, trainer.version, keep_served)
-            _steps(console, trainer, config, feed, progress, stopping)
+            feed.begin(history, trainer, stopping)
+            if _steps(console, trainer, config, feed, progress, stopping):
+                if trainer.done == done:
+                    raise TrainError(feed.unfilled(done))
+                console.tell(feed.unfilled(trainer.done))
         finally:
             trainer.close()
     stopping.end()
@@ -114,21 +117,22 @@ def _steps(
     console: Console,
     trainer: Trainer,
     config: TrainConfig,
-    source: Source,
+    feed: Feed,
     progress: TrainingProgress,
     stopping: Stopping,
-) -> None:
+) -> bool:
+    """Take the steps that are left; whether too few samples were there for them."""
+    unfilled = False
     if trainer.done >= config.steps:
         console.print("nothing to do: every step of this configuration is committed")
     with progress, stopping:
         with contextlib.suppress(Stopped):
-            while trainer.done < config.steps:
+            while trainer.done < config.steps and not unfilled:
                 with stopping.waiting():
-                    selection = _next(trainer, source, stopping)
+                    selection = feed.take(trainer, stopping)
                 if selection is None:
-                    done = f"{trainer.done} of {config.steps} steps"
-                    console.print(f"{done}: no further batch fills at this cut")
-                    break
+                    unfilled = True
+                    continue
                 outcome = trainer.take_step(selection)
                 if (alarm := gap_alarm(config, outcome)) is not None:
                     console.print(alarm, style="yellow", markup=False, soft_wrap=True)
@@ -138,15 +142,7 @@ def _steps(
         trainer.ensure_checkpoint()
     if stopping.number is not None and trainer.done < config.steps:
         console.print(f"stopped after {trainer.done} of {config.steps} steps: the same command goes on")
-
-
-def _next(trainer: Trainer, source: Source, stopping: Stopping) -> Selection | None:
-    """The next selection; where none comes, what the recipe dropped is recorded all the same."""
-    note_drops = stopping.in_hand(trainer.note_drops)
-    selection = source.take(trainer.version, trainer.served, note_drops)
-    if selection is None:
-        note_drops(source.unfilled(trainer.version))
-    return selection
+    return unfilled
 
 
 def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
-from rollbook.store.errors import TrainError
 from rollbook.store.events import Event
 from rollbook.store.trajectory import fold
 from rollbook.train.config import GrpoConfig, TrainConfig
@@ -39,14 +38,11 @@ class EpochSource:
         self._drops = [] if done else drops  # recorded once, with the first step
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.batch_size
         self._next = done
-        if not self._samples:
-            raise TrainError(
-                f"no sample of splits {config.recipe.splits} at this cut: "
-                f"{len(samples)} samples in all, {len(drops)} dropped by the recipe"
-            )
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
-        """The next slice of the endless row of epochs."""
+        """The next slice of the endless row of epochs; None where there is no sample at all."""
+        if not self._samples:
+            return None
         first = self._next * self._size
         self._next += 1
         places = [divmod(position, len(self._samples)) for position in range(first, first + self._size)]
@@ -56,8 +52,8 @@ class EpochSource:
         return Selection(picked, drops, self._cut)
 
     def unfilled(self, version: int) -> list[Drop]:
-        """Nothing: epochs have no end."""
-        return []
+        """What the recipe drops where it leaves nothing; else epochs have no end."""
+        return self._drops
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         """The epoch's permutation of the samples, decided by the seed."""

@@ -80,11 +80,13 @@ def test_the_seed_decides_the_order(fabric: Any) -> None:
 
 
 def test_no_sample_at_the_cut(fabric: Any) -> None:
-    """Nothing to train on is an error that says how many samples were left out."""
-    config = fabric.config(fabric.SFT)
-    samples = all_samples(fold(fabric.events(fabric.records("t", split="eval"))).values())
-    with pytest.raises(TrainError, match="1 samples in all"):
-        EpochSource(config, samples, {}, 0, 0)
+    """There is no step to take; what the recipe drops is told."""
+    config = fabric.config(fabric.SFT, recipe={"max_staleness": 0})
+    made = [*fabric.records("t", split="eval"), *fabric.records("old")]
+    samples = all_samples(fold(fabric.events(made)).values())
+    source = EpochSource(config, samples, {}, 0, 3)
+    assert source.take(3, 3, lambda drops: None) is None
+    assert [(drop.sample.name, drop.rule) for drop in source.unfilled(3)] == [("old", "staleness")]
 
 
 def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store: Store) -> None:

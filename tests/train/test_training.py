@@ -167,7 +167,8 @@ def test_a_finished_run_has_nothing_to_do(fabric: Any, trained: Stores) -> None:
     fabric.train(log, fabric.config(fabric.GRPO))
     assert len(_of(log, StepPlanned, CheckpointWritten)) == before
     fabric.append(log, fabric.rollout_records(2, 4, first=6))
-    fabric.train(log, fabric.config(fabric.GRPO, steps=4))
+    with pytest.raises(TrainError, match=r"3 of 4 steps; the log at serve=402,train=27 fills no further one"):
+        fabric.train(log, fabric.config(fabric.GRPO, steps=4))
     assert _final(log)[0] == 12, "the phase keeps the cut it began with, which holds no more groups"
 
 
@@ -218,8 +219,8 @@ def test_inputs_that_cannot_be_used(fabric: Any, recorded: Stores, cli: Any, tmp
         (("train", tmp_path / "train.toml", "--store", tmp_path / "none"), "not a Rollbook store"),
         ((*command, "--set", f"model={tmp_path}"), "holds no config.json"),
         ((*command, "--as-of", "serve=99999"), "holds 99999 events"),
-        ((*command, "--as-of", "serve=0"), "0 samples in all"),
-        ((*command, "--set", "run=nobody"), "0 samples in all"),
+        ((*command, "--as-of", "serve=0"), "fills no further one: there is no trajectory"),
+        ((*command, "--set", "run=nobody"), "43 are of run 'demo'"),
     ):
         code, _, err = cli(*arguments)
         assert code == 2, arguments
