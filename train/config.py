@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,28 +35,38 @@ assert {"train", "teacher", "eval"} == set(SPLITS)
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class SftConfig(_Table):
     """Supervised fine-tuning: cross-entropy on the recorded completions."""
 
     name: Literal["sft"]
+    """Says which algorithm the other keys of the table are for."""
     batch_size: Positive = 64
     """Samples per step."""
 
 
 class GrpoConfig(_Table):
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300)."""
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300), averaged as in DAPO.
+
+    The loss is the mean over the batch's trained tokens (Yu et al. 2025, arXiv:2503.14476), not the mean of
+    each sample's mean. Advantages are divided by the group's unbiased standard deviation. There is no dual
+    clip, no KL term and no critic.
+    """
 
     name: Literal["grpo"]
+    """Says which algorithm the other keys of the table are for."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories per group; a group is used once it has this many."""
     groups: Positive = 16
     """Groups per step."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
+    """The ratio of new to sampled probabilities is clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """It is clipped from above at 1 + clip_high."""
     std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Added to the group's standard deviation."""
 
@@ -64,8 +75,9 @@ class RecipeConfig(_Table):
     """Which samples of the log are trained on."""
 
     splits: tuple[Split, ...] = ("train",)
-    """`eval` can never be named here."""
+    """Splits of the trajectories that are trained on; `eval` can never be named here."""
     reward_source: str = "agent"
+    """Whose rewards count: the `source` that `reward.assigned` names."""
     max_staleness: Count | None = None
     """Drop samples whose oldest token is more than so many versions old; absent: never."""
     drop_zero_variance: bool = True
@@ -76,17 +88,25 @@ class OptimizerConfig(_Table):
     """Adam with Megatron's learning-rate schedules."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Learning rate, after the warm-up."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the schedule."""
     warmup_steps: Count = 0
+    """Steps in which the rate rises linearly from 0."""
     decay: Literal["constant", "linear", "cosine", "WSD"] = "constant"
+    """How the rate falls from `lr` to `min_lr`; WSD: warm up, stay, then decay."""
     decay_steps: Positive | None = None
     """Step at which the schedule ends; absent: `steps`."""
     wsd_decay_steps: Positive | None = None
     """WSD: steps of the final, linear decay."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Adam's decay rates of the mean gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to Adam's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled, as in AdamW."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Greatest norm of the whole gradient; 0: not clipped."""
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
@@ -117,7 +137,7 @@ class SyncConfig(_Table):
     """With partial_rollout: compute their KV cache anew, keep the old one, or end and resume them. To keep,
     start SGLang with --disable-overlap-schedule."""
     drain_s: Annotated[float, Field(ge=0)] = 600.0
-    """Without: longest wait for them to end; then they are retracted."""
+    """Without partial_rollout: longest wait for running requests to end; then they are retracted."""
     bucket_mb: Positive = 512
     """Size of a bucket of tensors; two are in flight."""
     address: str = "127.0.0.1"
@@ -158,13 +178,16 @@ class TrainConfig(_Table):
     """All of a CONFIG file."""
 
     run: Name = "default"
+    """The run whose trajectories are trained on; checkpoints and steps are recorded under it."""
     policy: Name = "actor"
+    """Which line of weights of the run is trained."""
     model: Path
     """Hugging Face model directory the run starts from (version 0). Read when the run is new; afterwards only
     compared, where it is still there."""
     steps: Positive
     """Optimizer steps this configuration takes in all, restarts included."""
     seed: Count = 0
+    """Decides the order of samples and the random generators of every step."""
     micro_batch_size: Positive | None = None
     """Samples per forward pass; absent: the whole batch."""
     checkpoint_every: Positive = 50
@@ -172,16 +195,22 @@ class TrainConfig(_Table):
     threads: Positive = 1
     """Torch threads on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it is trained; auto: on a GPU if there is one."""
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Warn where an engine's logprobs under the version that a step starts from differ by more from the
     trainer's. Sums in another order differ by 1e-5 in float32; other weights by 1 and more."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """--source tail: give up after so long without a full batch."""
     algorithm: Annotated[SftConfig | GrpoConfig, Field(discriminator="name")]
+    """What is learned from a batch, and how."""
     recipe: RecipeConfig = RecipeConfig()
+    """Which samples are used."""
     admission: AdmissionConfig = AdmissionConfig()
+    """How data stays fresh, with `--source tail`."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """How weights change."""
     sync: SyncConfig | None = None
+    """Which engines are given new weights; absent: none."""
 
     def as_json(self) -> Json:
         """Plain JSON values."""
@@ -215,19 +244,54 @@ def parse_config(values: Json, name: str) -> TrainConfig:
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         return TrainConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(str(p) for p in e['loc'] if p not in ('sft', 'grpo')) or 'file'}: {_say(e)}"
-            for e in error.errors()
-        ]
+        lines = [f"  {_place(e['loc'])}: {_say(e)}" for e in error.errors()]
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
+
+
+TABLES: Mapping[str, Mapping[str, type[_Table]]] = {
+    "": {"": TrainConfig},
+    "algorithm": {"sft": SftConfig, "grpo": GrpoConfig},
+    "recipe": {"": RecipeConfig},
+    "admission": {"": AdmissionConfig},
+    "optimizer": {"": OptimizerConfig},
+    "sync": {"": SyncConfig},
+}
+"""Table -> kind, where it has several, -> its keys, in the order in which they are shown."""
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    return ".".join(str(part) for part in loc if part not in TABLES["algorithm"]) or "file"
 
 
 def _say(error: Any) -> str:
     if error["type"] == "extra_forbidden":
-        return "unknown key"
+        return f"unknown key: {_meant(error['loc'])}"
     if error["type"] == "missing":
         return "is missing"
     return shown(f"{error['msg']} (got {error['input']!r})")
+
+
+def _meant(loc: Sequence[int | str]) -> str:
+    """Which key an unknown one may have been meant for."""
+    *path, key = map(str, loc)
+    table, kind = path[0] if path else "", path[1] if len(path) > 1 else ""
+    held = {
+        name: {key for model in kinds.values() for key in model.model_fields}
+        for name, kinds in TABLES.items()
+    }
+    here = set(TABLES.get(table, {}).get(kind, TrainConfig).model_fields)
+    where = f"[{table}]" if table else "the top of the file"
+    if near := difflib.get_close_matches(key, sorted(here), 1):
+        return f"did you mean {near[0]}?"
+    others = TABLES.get(table, {}).items()
+    if fitting := [other for other, model in others if key in model.model_fields]:
+        return f'it goes with name = "{fitting[0]}"'
+    if elsewhere := [name for name, keys in held.items() if key in keys and name != table]:
+        places = " and ".join(
+            f"[{name}]" if name else "the top of the file, before all tables" for name in elsewhere
+        )
+        return f"it belongs to {places}"
+    return f"{where} has {', '.join(sorted(here))}"
 
 
 def _override(values: Json, text: str) -> None:

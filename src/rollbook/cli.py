@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from rollbook import __version__
 from rollbook.cli_bench import bench, demo
 from rollbook.cli_errors import EPILOG, run
 from rollbook.cli_keys import keys_app
-from rollbook.cli_options import AsJson, AsOf, Run, RunOfStep, StoreOption
+from rollbook.cli_options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
 from rollbook.cli_serve import serve
 from rollbook.cli_store import store_app
 
@@ -91,7 +92,10 @@ def sql(
 
 @app.command()
 def tail(
-    store: Annotated[Path | None, typer.Option(help="Folder of the store, if it is on this machine.")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of the store, if it is on this machine; without --url: {STORE_VARIABLE}."),
+    ] = None,
     url: Annotated[str | None, typer.Option(help="Or the address of a `rollbook serve`.")] = None,
     start: Annotated[
         str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
@@ -117,6 +121,8 @@ def tail(
     """
     from rollbook.store.print_events import run_tail
 
+    if store is None and url is None and (named := os.environ.get(STORE_VARIABLE)):
+        store = Path(named)
     run_tail(store, url, start, kinds, run, follow, events, json, key)
 
 
@@ -200,11 +206,24 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
     ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
+    ] = False,
 ) -> None:
-    """Train from the log. Every step is planned and committed as events, so it can be replayed."""
+    """Train from the log. Every step is planned and committed as events, so it can be replayed.
+
+    SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on.
+    The keys of CONFIG are in docs/configuration.md.
+    """
     from rollbook.train.config import load_config
 
     settings = load_config(config, set_ or [])
+    if show_config:
+        from rollbook.store.terminal import say
+        from rollbook.train.config_docs import as_toml
+
+        say(as_toml(settings))
+        return
     from rollbook.train.loop import train as run_training
 
     run_training(settings, store, source.value, as_of, lane)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-StoreOption = Annotated[Path, typer.Option("--store", help="Folder of the store.")]
+STORE_VARIABLE = "ROLLBOOK_STORE"
+StoreOption = Annotated[Path, typer.Option("--store", envvar=STORE_VARIABLE, help="Folder of the store.")]
 AsOf = Annotated[str, typer.Option("--as-of", help="Cut: head, step:N, or lane=count,lane=count.")]
 Run = Annotated[str | None, typer.Option("--run", help="Run, where the store holds several.")]
 RunOfStep = Annotated[

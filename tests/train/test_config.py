@@ -35,9 +35,21 @@ def test_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"stepz": 3}, "stepz: unknown key"),
-        ({"algorithm": {"name": "sft", "groups": 2}}, "algorithm.groups: unknown key"),
-        ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate: unknown key"),
+        ({"stepz": 3}, "stepz: unknown key: did you mean steps?"),
+        ({"optimiser": {"lr": 1.0}}, "optimiser: unknown key: did you mean optimizer?"),
+        (
+            {"algorithm": {"name": "sft", "groups": 2}},
+            'algorithm.groups: unknown key: it goes with name = "grpo"',
+        ),
+        (
+            {"optimizer": {"learn": 1.0}},
+            "optimizer.learn: unknown key: [optimizer] has betas, clip_grad, ",
+        ),
+        (
+            {"optimizer": {"seed": 1}},
+            "optimizer.seed: unknown key: it belongs to the top of the file, before",
+        ),
+        ({"lr": 1.0}, "lr: unknown key: it belongs to [optimizer]"),
         ({"steps": "3"}, "steps: "),
         ({"steps": 1.5}, "steps: "),
         ({"steps": True}, "steps: "),
