@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -20,6 +20,7 @@ from rollbook.store.lane.writer import append_future
 from rollbook.store.redaction import cleaned
 from rollbook.store.secret import SECRETS, store_secret
 
+_Append = tuple[list[Event], "Future[int]"]
 NOTE_S = 0.004
 """How long what was noted may wait for a write to go with."""
 
@@ -100,17 +101,21 @@ class RunWriter:
         return events
 
     def _append(self, events: list[Event]) -> Future[int]:
-        self.flush()
-        return self._put(events, append_future())
-
-    def _put(self, events: list[Event], future: Future[int]) -> Future[int]:
-        # A future keeps its callbacks, and whoever keeps it would keep the events too.
-        about = frozenset(filter(None, (getattr(e.record, "trajectory_id", None) for e in events)))
-        future.add_done_callback(partial(self._put_down, len(events), about))
-        self._last = self.writer.append(events, future)
-        self._untold.append((future, events))
-        self._tell()
+        future = append_future()
+        self._put([*self._noted(), (events, future)])
         return future
+
+    def _put(self, appends: Sequence[_Append]) -> None:
+        """Hand appends to the lane in one go: one after the other they would be a commit each."""
+        for events, future in appends:
+            # A future keeps its callbacks, and whoever keeps it would keep the events too.
+            about = frozenset(filter(None, (getattr(e.record, "trajectory_id", None) for e in events)))
+            future.add_done_callback(partial(self._put_down, len(events), about))
+        if appends:
+            self._last = appends[-1][1]
+            self.writer.append_each(appends)
+            self._untold += [(future, events) for events, future in appends]
+        self._tell()
 
     def _put_down(self, events: int, about: frozenset[str], future: Future[int]) -> None:
         """Hear, in any thread, what became of an append."""
@@ -146,12 +151,15 @@ class RunWriter:
 
     def flush(self) -> None:
         """Append what was noted, each client's by itself."""
+        self._put(self._noted())
+
+    def _noted(self) -> list[_Append]:
+        """What was noted, to be appended now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         noted, self._waiting = self._waiting, {}
-        for future, events in noted.items():
-            self._put(events, future)
+        return [(events, future) for future, events in noted.items()]
 
     async def settle(self) -> None:
         """Wait until what was noted or appended so far is durable, or failed (a lane commits in order)."""

@@ -55,14 +55,18 @@ class _Group:
 
     def __init__(self, settings: AppendSettings) -> None:
         self.appends: list[_Pending] = []
+        self.callers = 0
+        """How many handed something over."""
         self._events, self._bytes = settings.group_events, settings.group_bytes
 
-    def add(self, append: _Pending) -> None:
-        """Take one more."""
-        self.appends.append(append)
-        self._events -= len(append[0])
-        if self._events > 0:
-            self._bytes -= _size(append[0])
+    def add(self, appends: Sequence[_Pending]) -> None:
+        """Take what one caller handed over."""
+        self.callers += 1
+        for append in appends:
+            self.appends.append(append)
+            self._events -= len(append[0])
+            if self._events > 0:
+                self._bytes -= _size(append[0])
 
     @property
     def full(self) -> bool:
@@ -99,7 +103,7 @@ class LaneWriter:
         """How often it had to stop taking appends."""
         self._store, self._store_id, self._disk = store, store_id, disk or RealDisk()
         self._settings = settings or AppendSettings()
-        self._queue: queue.SimpleQueue[_Pending | _Signal] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[_Pending, ...] | _Signal] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._failure: Exception | None = WriteFailedError("it has not begun")
         self._damaged = False
@@ -191,15 +195,27 @@ class LaneWriter:
         one holds a value that has no stored form, or ValueError when there are none (the lane goes on).
         """
         future = append_future() if future is None else future
+        self.append_each([(events, future)])
+        return future
+
+    def append_each(self, appends: Sequence[_Pending]) -> None:
+        """Append several, each as by `append`, but handed over in one go: they are committed together.
+
+        Args:
+            appends: events, and an `append_future` that somebody waits for.
+        """
         with self._gate:
             if self._failure is not None or self._closed:
                 reason = self._failure or "it is closed"
-                future.set_exception(WriteFailedError(f"lane {self.lane!r}: {reason}"))
-            elif not events:
-                future.set_exception(ValueError("append needs at least one event"))
-            else:
-                self._queue.put((tuple(events), future))
-        return future
+                for _, future in appends:
+                    future.set_exception(WriteFailedError(f"lane {self.lane!r}: {reason}"))
+                return
+            taken = tuple((tuple(events), future) for events, future in appends if events)
+            if taken:
+                self._queue.put(taken)
+            for events, future in appends:
+                if not events:
+                    future.set_exception(ValueError("append needs at least one event"))
 
     @property
     def failure(self) -> str | None:
@@ -278,7 +294,7 @@ class LaneWriter:
             # Asleep, not waiting at the queue: to wake up for each append costs more than to encode it.
             time.sleep(linger_s)
             open_ = self._drain(group)
-        self._crowded = len(group.appends) > 1
+        self._crowded = group.callers > 1
         return open_
 
     def _idle_s(self) -> float | None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rollbook.store.events import Event, TurnFailed
 from rollbook.store.lane import search, window
 from rollbook.store.lane.files import lane_folder, segment_numbers
 from rollbook.store.lane.reader import LaneReader
+from rollbook.store.lane.writer import append_future
 from rollbook.store.settings import AppendSettings
 
 
@@ -288,6 +290,20 @@ def test_lingering_gathers_a_group(store: Store, notes: Any) -> None:
     batches = list(LaneReader(store.path, "a").poll())
     assert len(batches) < 5
     assert [e.seq for b in batches for e in decode(b, "a")] == list(range(5))
+
+
+def test_who_hands_over_several_is_no_company(store: Store, notes: Any) -> None:
+    """Appends that came in one go share a frame, and what comes after them is not made to wait for others."""
+    with store.writer("a", AppendSettings(linger_ms=1000)) as writer:
+        begun = time.monotonic()
+        for number in range(4):
+            pair = [append_future(), append_future()]
+            writer.append_each(
+                [([one], future) for one, future in zip(notes(2, 2 * number), pair, strict=True)]
+            )
+            assert [future.result(20) for future in pair] == [2 * number, 2 * number + 1]
+        assert time.monotonic() - begun < 1, "nobody lingered"
+    assert [batch.num_rows for batch in LaneReader(store.path, "a").poll()] == [2, 2, 2, 2]
 
 
 def test_opening_what_is_no_store(tmp_path: Any) -> None:
