@@ -199,6 +199,11 @@ def _small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
 
 
+def _heard() -> None:
+    """One that is begun where interrupts are ignored would ignore those that come before it is ready."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 READS = [["sql", "select count(*) from turns"], ["store", "verify"], ["store", "info"]]
 WRITES = [["store", "seal"], ["store", "retire", "--run", "demo", "--reason", "x", "--steps", "0"]]
 
@@ -262,7 +267,7 @@ def test_signals_end_it_cleanly(started: Any, sealed: Path) -> None:
         (signal.SIGTERM, ["sql", endless, "--store", sealed], 3.0),
         (signal.SIGINT, ["sql", endless, "--store", sealed], 0.25),
     ):
-        waiting.append((number, started(*words), wait))
+        waiting.append((number, started(*words, preexec_fn=_heard), wait))
     for number, process, wait in sorted(waiting, key=lambda w: w[2]):
         if wait > 1:
             time.sleep(wait)

@@ -9,7 +9,6 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import httpx
@@ -323,16 +322,16 @@ def test_a_trajectory_that_did_not_begin_takes_no_place(proxy: Any, monkeypatch:
 def _refuse(patch: pytest.MonkeyPatch, proxy: Any, what: Callable[[Any], bool]) -> None:
     """Let appends fail that hold such an event."""
     writer = proxy.recorder.writer
-    real = writer.append
+    real = writer.append_each
 
-    def append(events: Any, future: Future[int]) -> Future[int]:
-        if any(map(what, events)):
-            future.set_exception(UnstorableError("it has no stored form"))
-            return future
-        done: Future[int] = real(events, future)
-        return done
+    def append_each(appends: Any) -> None:
+        for events, future in appends:
+            if any(map(what, events)):
+                future.set_exception(UnstorableError("it has no stored form"))
+            else:
+                real([(events, future)])
 
-    patch.setattr(writer, "append", append)
+    patch.setattr(writer, "append_each", append_each)
 
 
 # What is finished --------------------------------------------------------------------------------------

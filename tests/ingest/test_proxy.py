@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
@@ -559,12 +559,12 @@ def test_a_store_that_fails_is_a_503(proxy: Any, monkeypatch: pytest.MonkeyPatch
     first = proxy.chat("t", USER)
     assert first.status_code == 200
 
-    def append(events: Any, future: Future[int]) -> Future[int]:
-        future.set_exception(WriteFailedError("lane 'serve': no space left on device"))
-        return future
+    def append_each(appends: Any) -> None:
+        for _, future in appends:
+            future.set_exception(WriteFailedError("lane 'serve': no space left on device"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(proxy.recorder.writer, "append", append)
+        patch.setattr(proxy.recorder.writer, "append_each", append_each)
         reply = first.json()["choices"][0]["message"]
         calls: list[tuple[str, Callable[[], httpx.Response]]] = [
             ("chat", lambda: proxy.chat("t", USER, reply, USER)),

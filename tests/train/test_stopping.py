@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,14 @@ from rollbook.train.stopping import Stopped, Stopping
 from rollbook.train.trainer import Trainer
 
 Stores = Callable[..., Store]
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Interrupts are heard, as at a terminal: a worker of the tests ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _of(log: Store, *kinds: type[Any]) -> list[Any]:

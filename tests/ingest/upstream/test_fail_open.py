@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -96,11 +95,11 @@ def test_a_request_that_cannot_be_written(
 ) -> None:
     """A write that fails is counted once, whether the upstream answers, refuses or cannot be reached."""
 
-    def append(events: Any, future: Future[int]) -> Future[int]:
-        future.set_exception(WriteFailedError("lane 'serve': it is full"))
-        return future
+    def append_each(appends: Any) -> None:
+        for _, future in appends:
+            future.set_exception(WriteFailedError("lane 'serve': it is full"))
 
-    monkeypatch.setattr(passed.recorder.writer, "append", append)
+    monkeypatch.setattr(passed.recorder.writer, "append_each", append_each)
     upstream.answers += [whole(chat_reply()), whole(b"{}", "500 Internal Server Error")]
     assert passed.chat(USER, name="a").json() == chat_reply()
     assert passed.chat(USER, name="b").status_code == 500
