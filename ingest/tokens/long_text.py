@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer
 
 LONG = 1 << 19
 """Characters from which on a text is taken apart."""
-PIECE, MARGIN = 1 << 17, 1 << 10
+PIECE, MARGIN = 1 << 16, 1 << 10
 """Characters of a piece at most, and of what it is seen with behind it."""
 TRIES = 32
 """Places that are tried in a piece."""
@@ -50,7 +50,7 @@ def _pieces(tokenizer: Tokenizer, text: str) -> Iterator[Ids | None]:
     begin = 0
     while len(text) - begin > PIECE + MARGIN:
         shown = text[begin : begin + PIECE + MARGIN]
-        encoded = tokenizer.encode(shown, add_special_tokens=False)
+        [encoded] = tokenizer.encode_batch([shown], add_special_tokens=False)  # a batch lets others run
         place = _place(tokenizer, shown, encoded)
         if place is None:
             yield None
