@@ -51,6 +51,14 @@ def _interrupt(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     monkeypatch.setattr(Trainer, "write", interrupted)
 
 
+def _train_until_interrupted(fabric: Any, log: Store) -> None:
+    """Supervised training that is interrupted in its sixth step."""
+    with pytest.MonkeyPatch.context() as patch:
+        _interrupt(patch, signal.SIGINT, 5)
+        with pytest.raises(KeyboardInterrupt):
+            fabric.train(log, fabric.config(fabric.SFT))
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_the_command_ends_in_order(fabric: Any, recorded: Stores, tmp_path: Path, name: str) -> None:
     """It says how far it came, has a checkpoint of that, and exits as the signal wants."""
@@ -73,15 +81,10 @@ def test_the_command_ends_in_order(fabric: Any, recorded: Stores, tmp_path: Path
     assert _of(log, StepFailed) == []
 
 
-def test_a_signal_in_the_middle_of_a_step(
-    fabric: Any, recorded: Stores, trained: Stores, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_signal_in_the_middle_of_a_step(fabric: Any, recorded: Stores, trained: Stores, capfd: Any) -> None:
     """That step is committed, none after it is planned, and the rest gives the weights of a whole run."""
     log = recorded()
-    with monkeypatch.context() as patch:
-        _interrupt(patch, signal.SIGINT, 5)
-        with pytest.raises(KeyboardInterrupt):
-            fabric.train(log, fabric.config(fabric.SFT))
+    _train_until_interrupted(fabric, log)
     assert [plan.step for plan in _of(log, StepPlanned)] == list(range(6))
     assert _of(log, CheckpointWritten)[-1].policy_version == 6
     assert "SIGINT: the step in hand is finished first; once more ends it now" in capfd.readouterr().err
@@ -91,15 +94,10 @@ def test_a_signal_in_the_middle_of_a_step(
     assert _weights(log) == _weights(trained())[:9]
 
 
-def test_another_learning_rate_after_it(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_learning_rate_after_it(fabric: Any, recorded: Stores) -> None:
     """Another configuration begins where the interrupted one stopped, between two of its checkpoints."""
     log = recorded()
-    with monkeypatch.context() as patch:
-        _interrupt(patch, signal.SIGINT, 5)
-        with pytest.raises(KeyboardInterrupt):
-            fabric.train(log, fabric.config(fabric.SFT))
+    _train_until_interrupted(fabric, log)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e-4}))
     plans = _of(log, StepPlanned)[6:]
     assert [(plan.step, plan.policy_version) for plan in plans] == [(6, 6), (7, 7)]
