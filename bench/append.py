@@ -20,8 +20,8 @@ from rollbook.bench.rounds import Lap, Laps, Limit, Side, Work, interleave, orde
 from rollbook.bench.sinks import Commits, DuckDBSink, JsonlSink, LogSink, RawSink, Sink, SqliteSink
 from rollbook.bench.turns import bare_bytes, make_turns
 from rollbook.store.events import TurnCompleted
-from rollbook.store.lane.files import lane_folder, segment_numbers, segment_path
-from rollbook.store.lane.frame import read_frame
+from rollbook.store.wal.files import lane_folder, segment_numbers, segment_path
+from rollbook.store.wal.frame import read_frame
 
 GROUPED, SINGLE = "grouped", "single"
 LOG, RAW, JSONL, DUCKDB, SQLITE = "log", "raw", "jsonl", "duckdb", "sqlite"

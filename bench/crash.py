@@ -23,7 +23,6 @@ from rollbook import store
 from rollbook.bench.sinks import ACK_TIMEOUT_S
 from rollbook.bench.turns import RUN
 from rollbook.store import Event, Store
-from rollbook.store.catalog import Catalog
 from rollbook.store.events import (
     RewardAssigned,
     TrajectoryFinished,
@@ -33,7 +32,7 @@ from rollbook.store.events import (
     VersionSpan,
 )
 from rollbook.store.ids import new_id
-from rollbook.store.sealed.sealer import Sealer
+from rollbook.store.upkeep.sealer import Sealer
 
 LANE = "crash"
 PHASES = ("between passes", "sealing", "merging", "deriving", "catalog and removal")
@@ -76,17 +75,6 @@ def in_phase(note: Path) -> str:
     return PHASES[note.read_bytes()[0]]
 
 
-class _WatchedStore(Store):
-    """A store that says when its catalog is opened."""
-
-    note: mmap.mmap
-
-    def catalog(self) -> Catalog:
-        """The store's catalog."""
-        self.note[0] = PHASES.index("catalog and removal")
-        return super().catalog()
-
-
 def work(folder: Path, seed: int, acks: Connection, note: Path) -> None:
     """Append to the lane and seal it until killed.
 
@@ -97,13 +85,12 @@ def work(folder: Path, seed: int, acks: Connection, note: Path) -> None:
         note: a file whose first byte is kept at the number of the sealer's phase.
     """
     rng = random.Random(seed)
-    opened = store.open(folder)
-    log = _WatchedStore(opened.path, opened.store_id)
+    log = store.open(folder)
     with note.open("r+b") as file:
-        log.note = mmap.mmap(file.fileno(), 1)
+        phase = mmap.mmap(file.fileno(), 1)
     with log.writer(LANE) as writer:
         acks.send_bytes(b"")
-        threading.Thread(target=_seal, args=(log, acks), daemon=True).start()
+        threading.Thread(target=_seal, args=(log, phase, acks), daemon=True).start()
         waiting: deque[tuple[Future[int], bytes]] = deque()
         for events in _appends(rng):
             prints = b"".join(event.event_id.encode() + fingerprint(event) for event in events)
@@ -115,15 +102,15 @@ def work(folder: Path, seed: int, acks: Connection, note: Path) -> None:
                 acks.send_bytes(prints)
 
 
-def _seal(log: _WatchedStore, acks: Connection) -> None:
+def _seal(log: Store, phase: mmap.mmap, acks: Connection) -> None:
     def on_step(_: str, step: str) -> None:
-        named = {"sealing": "sealing", "merging": "merging", "deriving": "deriving"}
-        log.note[0] = PHASES.index(named[step.split()[0]])
+        named = {p.split()[0]: p for p in PHASES} | {"telling": "catalog and removal"}
+        phase[0] = PHASES.index(named[step.split()[0]])
 
     sealer = Sealer(log, on_step=on_step)
     while True:
         report = sealer.run_once()
-        log.note[0] = 0
+        phase[0] = 0
         if report.damage:
             acks.send_bytes(f"!{report.damage}".encode()[: mmap.PAGESIZE // 2])
             os._exit(1)

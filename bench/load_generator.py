@@ -19,11 +19,11 @@ from typing import Any
 import orjson
 import uvloop
 
-from rollbook.bench.dialogues import Material, Reply, marked
 from rollbook.bench.figure import quantile
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
-from rollbook.bench.tied import end_with_parent
+from rollbook.testing.dialogues import Material, Reply, marked
+from rollbook.testing.tied import end_with_parent
 
 ECHO = "echo"
 """The kind of server that sends bodies back; others answer as OpenAI does."""

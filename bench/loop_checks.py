@@ -17,11 +17,11 @@ from rollbook.store.events import (
     TrajectoryOpened,
     TurnCompleted,
 )
-from rollbook.store.ledger import IN_FLIGHT, WAITING, fold_ledger
-from rollbook.store.trajectory import fold
-from rollbook.train.config import RecipeConfig
-from rollbook.train.recipe import is_candidate
-from rollbook.train.samples import samples_of
+from rollbook.store.fold.ledger import IN_FLIGHT, WAITING, fold_ledger
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.recipe import is_candidate
+from rollbook.train.data.samples import samples_of
 
 SHOWN = 5
 """Violations of a kind that are told."""

@@ -25,14 +25,14 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from rollbook.bench.processes import KEY_VARIABLES, BenchError
-from rollbook.bench.tied import end_with_parent
+from rollbook.testing.tied import end_with_parent
 
 READY_S, STOP_S = 60.0, 20.0
-COMMAND, ENGINE = "rollbook.cli", "rollbook.bench.scripted_serve"
+COMMAND, ENGINE = "rollbook.cli.app", "rollbook.testing.scripted_serve"
 PRELOADED = [
-    "rollbook.train.loop",
+    "rollbook.train.loop.loop",
     "rollbook.replay.step",
-    "rollbook.ingest.serve",
+    "rollbook.ingest.serve.serve",
     ENGINE,
 ]
 PORTS = range(18_000, 30_000)

@@ -22,7 +22,7 @@ from rollbook.bench.loop_processes import COMMAND, ENGINE, Victim, port
 from rollbook.bench.processes import Process, module
 from rollbook.store import Store
 from rollbook.store.events import SyncFinished
-from rollbook.store.tail import Filter
+from rollbook.store.log.tail import Filter
 
 RUN, WEIGHTS = "loop", "float32"
 

@@ -21,13 +21,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rollbook.bench import litellm_peer
-from rollbook.bench.dialogues import Material, make_material, write_model, write_replies
 from rollbook.bench.figure import Outcome
 from rollbook.bench.load_generator import ECHO
 from rollbook.bench.processes import Process, free_port, module, some_cores
 from rollbook.bench.proxy_outcome import LITELLM, PROXY, STREAM, Big, Lap, Measured, Pair, figures, spreads
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
+from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
 
 CHAT, ECHO_PATH = "/t/NAME/v1/chat/completions", "/echo"
 SEED = 1000
@@ -84,10 +84,10 @@ class Stage:
 
     def engine(self) -> Process:
         """The scripted engine. It remembers one request, to be asked again."""
-        words = ["--script", "rollbook.bench.dialogues:by_mark", "--given", self.folder / "replies.json"]
+        words = ["--script", "rollbook.testing.dialogues:by_mark", "--given", self.folder / "replies.json"]
         words += ["--log", 1, "--images", "--stream-interval", 8]
         words += ["--model-path", self.folder / "model", "--weights", "float32"]
-        name = "rollbook.bench.scripted_sglang"
+        name = "rollbook.testing.scripted_sglang"
         return Process("engine", module(name, *words), self.folder, self.cores)
 
     def proxy(self, engine: str, name: str) -> tuple[Process, str]:
@@ -95,7 +95,7 @@ class Stage:
         port = free_port()
         words = ["serve", "--engine", "sglang", "--engine-url", engine, "--model", self.folder / "model"]
         words += ["--store", self.folder / name, "--port", port, "--run", "bench", "--images"]
-        process = Process(name, module("rollbook.cli", *words), self.folder, self.cores, talks=False)
+        process = Process(name, module("rollbook.cli.app", *words), self.folder, self.cores, talks=False)
         url = f"http://127.0.0.1:{port}"
         process.await_http(f"{url}/healthz")
         return process, url

@@ -29,8 +29,8 @@ from rollbook.bench.sinks import LogSink
 from rollbook.bench.turns import make_turns
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError
-from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
-from rollbook.store.lane.recovery import recover_lane
+from rollbook.store.log.recovery import recover_lane
+from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 
 START_TIMEOUT_S = 60.0
 GIB = 1 << 30

@@ -23,10 +23,10 @@ from rollbook.bench.figure import Figure, Outcome, spread
 from rollbook.bench.rounds import Laps, Limit, Work, interleave, times_faster, walls
 from rollbook.bench.sinks import ACK_TIMEOUT_S
 from rollbook.store import Store
-from rollbook.store.lane.files import lane_folder, segment_path
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.seal import closed_segments, seal_segments
 from rollbook.store.sealed.unit import TURNS, Unit, lane_units_folder
+from rollbook.store.wal.files import lane_folder, segment_path
 
 LANE = "serve"
 SEAL, PYARROW = "seal", "pyarrow"

@@ -20,14 +20,14 @@ import xxhash
 from rollbook import store
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
-from rollbook.store.codec import encode
+from rollbook.store.events.codec import encode
 from rollbook.store.ids import new_id
-from rollbook.store.lane.files import Watermark, lane_folder
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.sealed.seal import write_unit
 from rollbook.store.sealed.unit import SealedSegment, Unit
 from rollbook.store.settings import SealSettings
+from rollbook.store.wal.files import Watermark, lane_folder
 
 LANE = "bench"
 TURNS, SPREAD, EACH = 10, 5, 2

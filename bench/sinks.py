@@ -20,11 +20,11 @@ import pyarrow as pa
 
 from rollbook.bench.turns import RUN
 from rollbook.store import Event
-from rollbook.store.codec import as_json, encode
 from rollbook.store.events import TurnCompleted
-from rollbook.store.lane.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame
-from rollbook.store.lane.writer import LaneWriter
-from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.events.codec import as_json, encode
+from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.wal.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame
 
 Commits = Sequence[Sequence[TurnCompleted]]
 ACK_TIMEOUT_S = 60.0

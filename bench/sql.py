@@ -25,10 +25,10 @@ from rollbook.bench.figure import Figure, Outcome, spread
 from rollbook.bench.rounds import Laps, Limit, Side, interleave, times_faster, walls
 from rollbook.bench.sealed_store import LANE, Shape, make
 from rollbook.store import Store
-from rollbook.store.sealed.compact import compact, remove_superseded
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.unit import TURNS, current_units
 from rollbook.store.sql.sandbox import Connection
+from rollbook.store.upkeep.compact import compact, remove_superseded
 
 BY_VERSION_AND_DAY = """
 SELECT max_version, date_trunc('day', opened) AS day, avg(reward)

@@ -25,8 +25,8 @@ from rollbook.bench.rounds import Laps, Limit, always, interleave, times_faster,
 from rollbook.bench.sinks import ACK_TIMEOUT_S, in_envelopes
 from rollbook.bench.turns import make_turn
 from rollbook.store import Store
-from rollbook.store.codec import as_json
-from rollbook.store.stream import packed
+from rollbook.store.events.codec import as_json
+from rollbook.store.log.stream import packed
 
 STREAM, JSONL, MEMCPY = "stream", "jsonl", "memcpy"
 VERSIONS, FRESH = 10, 2

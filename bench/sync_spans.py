@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollbook.bench.asgi import serving
-from rollbook.bench.scripted_answers import Answer
-from rollbook.bench.scripted_job import Job, Options
-from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
-from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.engines.sglang_http import SglangServer
+from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.ingest.engines.sglang.http import SglangServer
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, token_ids
+from rollbook.testing.asgi import serving
+from rollbook.testing.scripted_answers import Answer
+from rollbook.testing.scripted_job import Job, Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Manner, Release, Syncer
 from rollbook.train.sync.transports import FromTensors

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import httpx
 import orjson
 
-from rollbook.ingest.engines.weight_name import version_in
+from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.errors import RollbookError
 
 READY_S, STOP_S = 120.0, 30.0
@@ -86,7 +86,7 @@ def _environment() -> dict[str, str]:
 
 def rollbook_command(*words: object) -> list[str]:
     """`rollbook WORDS...`, with this interpreter."""
-    return [sys.executable, "-m", "rollbook.cli", *map(str, words)]
+    return [sys.executable, "-m", "rollbook.cli.app", *map(str, words)]
 
 
 class Server(Process):

@@ -13,12 +13,12 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollbook import store
+from rollbook.cli.terminal import Console
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import Agent, DemoError, Process, Server, rollbook_command
 from rollbook.demo.report import REWARD_BY_VERSION, plot, reward_by_version
 from rollbook.demo.task import Problem, calculate, problems
 from rollbook.store.errors import ConfigError
-from rollbook.store.terminal import Console
 
 RUN = "demo"
 TEACHER_CONVERSATIONS, OFFLINE_STEPS = 1600, 450

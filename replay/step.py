@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import orjson
-from rich.table import Table
-from rich.text import Text
 
-from rollbook import store
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepCommitted
 from rollbook.store.inside import place_inside
-from rollbook.store.terminal import Console, print_json
-from rollbook.train.backend import TrainablePolicy
-from rollbook.train.checkpoint import read_checkpoint
-from rollbook.train.config import OptimizerConfig
-from rollbook.train.environment import differences, fingerprint
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.history import CommittedStep, History, fold_history
-from rollbook.train.megatron_model import choose_device
-from rollbook.train.model_shape import read_shape
-from rollbook.train.rerun import RerunStep, rerun_steps
-from rollbook.train.step import STAGES
+from rollbook.train.loop.environment import differences, fingerprint
+from rollbook.train.loop.rerun import RerunStep, rerun_steps
+from rollbook.train.loop.step import STAGES
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import choose_device
+from rollbook.train.megatron.shape import read_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,39 +126,3 @@ def _history(log: Store, step: int, run: str | None, policy: str) -> History:
     if step not in history.steps:
         raise ReplayError(f"run {runs[0]!r} has no committed step {step} of policy {policy!r}")
     return history
-
-
-def replay_command(step: int, path: Path, run: str | None, policy: str, as_json: bool) -> int:
-    """Replay a step and print the comparison; the exit code, 0 if bit for bit and 1 if not."""
-    result = replay_step(store.open(path), step, run, policy)
-    if as_json:
-        values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
-        print_json(values)
-    else:
-        _print(result)
-    return 0 if result.bit_for_bit else 1
-
-
-def _print(result: StepReplay) -> None:
-    console = Console()
-    shown = result.differs_at_step if result.differs_at_step is not None else result.step
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("stage", "recorded", "replayed", ""):
-        table.add_column(name)
-    for stage, (recorded, found) in result.stages.items():
-        same = recorded == found
-        mark = Text("equal", "green") if same else Text("differs", "red")
-        table.add_row(stage, (recorded or "")[:16], (found or "")[:16], mark)
-    console.print(
-        f"run {result.run}, step {shown}: replayed from the checkpoint of version "
-        f"{result.from_version}, {len(result.reran)} steps run again"
-    )
-    console.print(table)
-    for line in result.environment:
-        console.tell(("environment", "yellow"), f" {line}")
-    if result.bit_for_bit:
-        console.tell(f"step {result.step}: ", ("bit for bit", "bold green"))
-    else:
-        where = f", first at step {result.differs_at_step} in stage "
-        told = (result.differs_in or "", "bold")
-        console.tell(f"step {result.step}: ", ("differs", "bold red"), where, told)

@@ -2,8 +2,8 @@
 
 from rollbook.store.cut import format_cut, parse_cut
 from rollbook.store.events import Event
-from rollbook.store.log import Store
-from rollbook.store.log import open_store as open
+from rollbook.store.log.store import Store
+from rollbook.store.open import open_store as open
 from rollbook.store.sql.query import connect
 
 __all__ = ["Event", "Store", "connect", "format_cut", "open", "parse_cut"]

@@ -14,14 +14,15 @@ from typing import Any
 
 import orjson
 
+from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import FormatError, NotAStoreError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.inside import read_small
-from rollbook.store.lane.files import fsync_folder
-from rollbook.store.lane.frame import FORMAT_VERSION
 from rollbook.store.permissions import make_empty, make_folder
 
 MARKER = "STORE.json"
+FORMAT_VERSION = 1
+"""The newest format of frames and sealed units; `docs/format.md` draws every byte."""
 _UNFINISHED = ".creating"
 
 

@@ -9,10 +9,10 @@ import os
 import secrets
 from pathlib import Path
 
+from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import NotAStoreError
 from rollbook.store.ids import new_id
 from rollbook.store.inside import read_small
-from rollbook.store.lane.files import fsync_folder
 from rollbook.store.permissions import open_file
 
 SECRET = "SECRET"

@@ -16,7 +16,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[1]
 BARE_NAMES = ("store", "ingest", "train", "replay")

@@ -25,7 +25,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from rollbook import store as rb
-from rollbook.cli_errors import foreseen, run
+from rollbook.cli.errors import foreseen, run
 from rollbook.store.errors import CorruptionError
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
@@ -38,7 +38,7 @@ NOT_UTF8 = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 def _own_temporaries(tmp_path: Path, monkeypatch: Any) -> None:
     """Kept tracebacks of these tests are beside them."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("rollbook.cli_errors._file", [])
+    monkeypatch.setattr("rollbook.cli.errors._file", [])
     monkeypatch.delenv("ROLLBOOK_TRACEBACK", raising=False)
 
 
@@ -147,7 +147,7 @@ def test_a_thread_that_ends_with_an_error(capsys: Any) -> None:
 def test_a_log_record_with_an_exception(run_python: Any, tmp_path: Path) -> None:
     """What libraries log is a line each, an exception's traceback goes to the file."""
     code = (
-        "import logging, sys\nfrom rollbook.cli_errors import run\n"
+        "import logging, sys\nfrom rollbook.cli.errors import run\n"
         "def command():\n    try:\n        {}['\\x1b[2J']\n    except KeyError:\n"
         "        logging.getLogger('lib').exception('it \\x9b failed')\n"
         "run(command)\n"

@@ -1,8 +1,12 @@
-"""Imports point down only: store <- ingest <- train <- replay, and torch stays where engines are."""
+"""Imports point down: from layer to layer, from room to room within each, and never in a circle.
+
+`docs/architecture.md` draws what is held here.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,19 +17,32 @@ BELOW = {
     "train": {"store", "ingest"},
     "replay": {"store", "ingest", "train"},
 }
+ROOMS = {
+    "store": [
+        *("events", "redaction", "fold", "wal", "sealed", "log", "catalog", "open", "sql"),
+        *("upkeep", "interchange"),
+    ],
+    "ingest": [
+        *("engines", "staleness", "requests", "tokens", "replies", "turns", "trajectories", "admission"),
+        *("recording", "endpoints", "http", "upstream", "serve"),
+    ],
+    "train": ["config", "algorithms", "data", "megatron", "checkpoints", "sync", "loop"],
+}
+"""Each room of a layer imports those before it; modules in no room are the ground that all stand on."""
+OF_INGEST_IN_TRAINING = {"engines", "staleness"}
 TORCH = {"torch", "transformers", "megatron", "safetensors"}
 # A model that ships a schema of its replies is read by transformers, which is imported only then.
 TORCH_IN_INGEST = {
-    "batching.py",
-    "compare_weights.py",
-    "embedded.py",
-    "held_weights.py",
-    "response_schema.py",
-    "sampling.py",
-    "sent_tensors.py",
-    "tensor_checksums.py",
-    "tensor_layout.py",
-    "weights.py",
+    "engines/embedded/batching.py",
+    "engines/embedded/engine.py",
+    "engines/embedded/held_weights.py",
+    "engines/embedded/sampling.py",
+    "engines/embedded/sent_tensors.py",
+    "engines/weights/compare.py",
+    "engines/weights/digests.py",
+    "engines/weights/tensor_checksums.py",
+    "engines/weights/tensor_layout.py",
+    "replies/response_schema.py",
 }
 
 
@@ -50,6 +67,59 @@ def _files(root: Path, layer: str) -> list[Path]:
     return sorted((root / layer).rglob("*.py"))
 
 
+@pytest.fixture(scope="module")
+def modules(root: Path) -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, lazily or not, applications included."""
+    named = {}
+    for folder in (*BELOW, "bench", "demo", "src/rollbook"):
+        for path in _files(root, folder):
+            inside = path.relative_to(root).with_suffix("").parts
+            if "src" in inside and path != path.resolve():
+                continue  # a link to a layer, whose own folder is listed
+            parts = ["rollbook", *(inside[2:] if inside[0] == "src" else inside)]
+            named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {
+        module: {found for name in _imports(path.read_text()) if (found := _module(name, named))} - {module}
+        for module, path in named.items()
+    }
+
+
+def _module(name: str, named: Mapping[str, object]) -> str | None:
+    """The module of ours that an imported name is, or is in."""
+    return name if name in named else parent if (parent := name.rpartition(".")[0]) in named else None
+
+
+def _room(module: str) -> tuple[str, str] | None:
+    """(layer, room) of a module, the room empty for the ground; None outside the layers with rooms."""
+    parts = module.split(".")[1:]
+    if len(parts) < 2 or parts[0] not in ROOMS:
+        return None
+    return parts[0], parts[1] if parts[1] in ROOMS[parts[0]] else ""
+
+
+def _upward(modules: Mapping[str, set[str]]) -> set[str]:
+    """The imports that lead from a room to one that stands above it."""
+    wrong = set()
+    for module, imported in modules.items():
+        for name in imported:
+            here, there = _room(module), _room(name)
+            if here is None or there is None or here[0] != there[0]:
+                continue
+            order = ["", *ROOMS[here[0]]]
+            if order.index(there[1]) > order.index(here[1]):
+                wrong.add(f"{module} imports {name}")
+    return wrong
+
+
+def _circle(modules: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, or none."""
+    left = {module: set(imported) for module, imported in modules.items()}
+    while free := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in free:
+            del left[module]
+    return sorted(left)
+
+
 @pytest.mark.parametrize("layer", BELOW)
 def test_imports_point_down(root: Path, layer: str) -> None:
     """No module imports a layer above its own, or an application (bench, demo, cli) from a layer."""
@@ -62,10 +132,40 @@ def test_imports_point_down(root: Path, layer: str) -> None:
     assert wrong == set()
 
 
+def test_rooms_import_the_rooms_below_them(modules: dict[str, set[str]]) -> None:
+    """Within a layer, no module imports a room above its own, lazily or not."""
+    assert _upward(modules) == set()
+
+
+def test_there_are_no_circles(modules: dict[str, set[str]]) -> None:
+    """No modules import each other in a circle, lazy imports included."""
+    assert _circle(modules) == []
+
+
+@pytest.mark.parametrize("layer", ROOMS)
+def test_every_room_is_listed(root: Path, layer: str) -> None:
+    """The rooms of a layer are its folders, and single modules that stand among them."""
+    folders = {p.parent.name for p in (root / layer).glob("*/__init__.py")}
+    modules = {room for room in ROOMS[layer] if (root / layer / f"{room}.py").exists()}
+    assert folders | modules == set(ROOMS[layer])
+
+
+def test_training_uses_engines_and_staleness_alone(modules: dict[str, set[str]]) -> None:
+    """Of `ingest`, `train` knows only how engines are spoken to and what is too stale."""
+    used = {
+        room[1]
+        for module, imported in modules.items()
+        if module.startswith("rollbook.train.")
+        for name in imported
+        if (room := _room(name)) and room[0] == "ingest"
+    }
+    assert used <= OF_INGEST_IN_TRAINING
+
+
 def test_torch_stays_in_engines_and_training(root: Path) -> None:
-    """The store imports no torch, and ingest only inside its embedded engine."""
+    """The store imports no torch, and ingest only where engines and their weights are."""
     users = {
-        (layer, path.name)
+        (layer, path.relative_to(root / layer).as_posix())
         for layer in ("store", "ingest")
         for path in _files(root, layer)
         if {name.split(".")[0] for name in _imports(path.read_text())} & TORCH
@@ -76,9 +176,18 @@ def test_torch_stays_in_engines_and_training(root: Path) -> None:
 def test_the_walk_sees_every_kind_of_import() -> None:
     """Imports inside functions and under TYPE_CHECKING count, and each form is understood."""
     source = (
-        "import rollbook.train.loop\nfrom rollbook import replay\n"
-        "def f():\n    from rollbook.ingest.proxy import x\n"
+        "import rollbook.train.loop.loop\nfrom rollbook import replay\n"
+        "def f():\n    from rollbook.ingest.serve.proxy import x\n"
         "if TYPE_CHECKING:\n    import torch.nn\n"
     )
     assert _layers(_imports(source)) == {"train", "replay", "ingest"}
     assert "torch.nn" in _imports(source)
+
+
+def test_an_upward_import_and_a_circle_are_found() -> None:
+    """A room that imports one above it is named, and so are modules that import each other."""
+    wal, sealed, log = (f"rollbook.store.{name}" for name in ("wal.files", "sealed.unit", "log.store"))
+    assert _upward({sealed: {wal}, wal: set()}) == set()
+    assert _upward({wal: {sealed}, sealed: set()}) == {f"{wal} imports {sealed}"}
+    assert _circle({log: {sealed}, sealed: {wal}, wal: set()}) == []
+    assert _circle({log: {sealed}, sealed: {log}, wal: {log}}) == [log, sealed, wal]

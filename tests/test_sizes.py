@@ -31,7 +31,7 @@ def test_nothing_is_too_long(root: Path) -> None:
     assert [found for p in paths for found in _too_long(str(p.relative_to(root)), p.read_text())] == []
 
 
-def test_the_measure_itself() -> None:
+def test_a_line_too_many_is_found_and_an_exception_with_a_reason_is_not() -> None:
     """A module of 401 lines and a function of 51 are found, and an exception with a reason is not."""
     body = "    x = 1\n" * 50
     assert _too_long("m", "x = 1\n" * 400) == []

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from rollbook import store
-from rollbook.store.trajectory import Trajectory
-from rollbook.store.verify import verify_store
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.store.upkeep.verify import verify_store
 
 OURS = "WHERE starts_with(trajectory, ?)"
 TURNS = f"SELECT turn_id, trajectory, status, content, request FROM turns {OURS}"

@@ -30,7 +30,7 @@ from rollbook.bench.hostile.secrets import (
 from rollbook.bench.hostile.sender import Answer, connected, request
 from rollbook.bench.hostile.stage import OPERATOR, Proxy, Stage
 from rollbook.bench.hostile.upstream import REPEATS
-from rollbook.store.sealed.sealer import Sealer
+from rollbook.store.upkeep.sealer import Sealer
 
 SEGMENT = 4096
 """So small that some is sealed and some is not."""

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from rollbook import store
 from rollbook.bench.hostile.script import reply_to
-from rollbook.store.event_json import json_bytes
+from rollbook.store.events.event_json import json_bytes
 
 LETTERS = string.ascii_letters + string.digits
 KNOWN: Mapping[str, Callable[[random.Random], str]] = {

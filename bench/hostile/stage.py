@@ -15,11 +15,11 @@ from pathlib import Path
 import orjson
 
 from rollbook import store
-from rollbook.bench.dialogues import write_model
 from rollbook.bench.hostile.agents import CHAT, Habits
 from rollbook.bench.hostile.attack import RECORD, TOKENS
 from rollbook.bench.loop_processes import COMMAND, Victim, port
 from rollbook.bench.processes import Process, module
+from rollbook.testing.dialogues import write_model
 
 HONEST = "honest"
 """What names of honest trajectories begin with."""
@@ -35,7 +35,7 @@ ROLES = {OPERATOR: "operator", WRITER: "writer", JUDGE: "judge", READER: "reader
 SCRIPT = "rollbook.bench.hostile.script:answer"
 SEGMENT_BYTES = 1 << 20
 """Small segments, so that the writer rolls and the sealer works during every attack."""
-PRELOADED = ("rollbook.ingest.serve",)
+PRELOADED = ("rollbook.ingest.serve.serve",)
 
 
 @dataclass(slots=True)

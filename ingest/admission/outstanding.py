@@ -6,19 +6,19 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from rollbook.ingest.admission.training import Training, training_of
+from rollbook.ingest.staleness.units import Training, training_of
 from rollbook.store.events import (
     Event,
     RunOpened,
     SampleDropped,
     StepCommitted,
     StepPlanned,
+    TrajectoryAdopted,
     TrajectoryFinished,
     TrajectoryOpened,
     TurnCompleted,
     TurnDelivered,
 )
-from rollbook.store.upkeep_events import TrajectoryAdopted
 
 KINDS = frozenset(
     kind.KIND

@@ -6,15 +6,15 @@ from typing import Any
 
 import orjson
 
-from rollbook.ingest.answered import AnsweredTurn, created_s, logprob_entry, usage_tokens
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.ingest.endpoints.sse import DONE, event
-from rollbook.ingest.model_call import ModelCall, check_messages, check_tools, function_tool
-from rollbook.ingest.requests import SamplingFields, validated
-from rollbook.ingest.rewards import RESPONSE_PREFIX
+from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, check_template_kwargs
 from rollbook.ingest.tokens.message_form import shown
+from rollbook.ingest.trajectories.rewards import RESPONSE_PREFIX
+from rollbook.ingest.turns.completed import AnsweredTurn, created_s, logprob_entry, usage_tokens
+from rollbook.ingest.turns.model_call import ModelCall, check_messages, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 

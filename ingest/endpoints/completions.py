@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollbook.ingest.answered import AnsweredTurn, created_s
 from rollbook.ingest.endpoints.chat import MODEL, chat_usage, finish_of
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.ingest.endpoints.sse import DONE, event
-from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.requests import SamplingFields, validated
+from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import refused
+from rollbook.ingest.turns.completed import AnsweredTurn, created_s
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds, token_ids
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
 from rollbook.ingest.endpoints.history import History
 from rollbook.ingest.endpoints.messages_stream import MessagesWriter
 from rollbook.ingest.endpoints.messages_wire import ERROR_KINDS, reply_blocks, stop_reason
-from rollbook.ingest.model_call import ModelCall, check_answerable, check_tools, function_tool
-from rollbook.ingest.requests import SamplingFields, validated
+from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import (
     arguments_in_form,
@@ -26,6 +24,8 @@ from rollbook.ingest.tokens.message_form import (
     text_of,
     unread,
 )
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.messages_wire import stop_reason, tool_block
 from rollbook.ingest.endpoints.sse import event
-from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
 
 

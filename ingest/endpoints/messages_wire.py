@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import orjson
 
-from rollbook.ingest.answered import AnsweredTurn
-from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.reply import STOP_STRING
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.turns.reply import STOP_STRING
 from rollbook.store.events import Json
 
 ERROR_KINDS = {

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
 from rollbook.ingest.endpoints.history import EarlierTurn, History
 from rollbook.ingest.endpoints.openai_error import openai_error
 from rollbook.ingest.endpoints.responses_input import chat_messages, unread_in_items
 from rollbook.ingest.endpoints.responses_stream import ResponsesWriter
 from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
-from rollbook.ingest.model_call import ModelCall, check_answerable, check_tools, function_tool
-from rollbook.ingest.requests import SamplingFields, validated
+from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import refused, shown
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.responses_wire import (
     call_item,
     message_item,
@@ -15,6 +14,7 @@ from rollbook.ingest.endpoints.responses_wire import (
     text_part,
 )
 from rollbook.ingest.endpoints.sse import event
+from rollbook.ingest.turns.completed import AnsweredTurn
 from rollbook.store.events import Json
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rollbook.ingest.answered import AnsweredTurn, created_s
+from rollbook.ingest.turns.completed import AnsweredTurn, created_s
 from rollbook.store.events import Json
 
 PREFIX = "resp_"

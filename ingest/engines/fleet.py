@@ -16,7 +16,7 @@ from fastapi import APIRouter
 
 from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
 from rollbook.ingest.engines.member import Member, VersionedEngine
-from rollbook.ingest.engines.weight_log import OWN, same_address
+from rollbook.ingest.engines.weights.log import OWN, same_address
 from rollbook.store.errors import EngineHeldError, EngineLostError, RollbookError
 from rollbook.store.events import Json, SyncFailed, SyncFinished, SyncStarted
 

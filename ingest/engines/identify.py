@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import orjson
 
-from rollbook.ingest.engines.rank_checksums import RankChecksums, ranks_digest
-from rollbook.ingest.engines.weight_log import Verified, WeightLog
-from rollbook.ingest.engines.weight_name import weight_name
+from rollbook.ingest.engines.weights.log import Verified, WeightLog
+from rollbook.ingest.engines.weights.name import weight_name
+from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.store.errors import EngineError, StoreError
 from rollbook.store.events import Json, PolicyActivated
 
-COMPARE = "rollbook.ingest.engines.compare_weights"
+COMPARE = "rollbook.ingest.engines.weights.compare"
 CLAIM_S = 60.0
 """How long to wait for another process that binds a version of the same run."""
 Write = Callable[..., Awaitable[Any]]

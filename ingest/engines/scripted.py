@@ -16,18 +16,31 @@ import importlib.util
 import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from fastapi import APIRouter
 
 from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.store.errors import EngineError, RequestError
-from rollbook.store.events import Json, token_ids
+from rollbook.store.events import Json, TokenIds, token_ids
 
 Script = Callable[[Sequence[Json], Sequence[Json] | None], Any]
+DigestOf = Callable[[Sequence[Json]], bytes]
+"""Digest of a conversation, equal for two that say the same in different JSON."""
+
+
+class Tokenizer(Protocol):
+    """The model's tokenizer and chat template, as far as a script's answer needs them."""
+
+    @property
+    def stop_ids(self) -> Sequence[int]: ...
+
+    def encode(self, text: str) -> TokenIds: ...
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool) -> str: ...
 
 
 class ScriptedEngine:
@@ -37,7 +50,7 @@ class ScriptedEngine:
     honoured: frozenset[str] = frozenset()
     takes_images = False
 
-    def __init__(self, tokenizer: ChatTokenizer, script: Script) -> None:
+    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
         self._tokenizer = tokenizer
         self._script = script
         self._aborted: dict[str, bool] = {}
@@ -124,14 +137,17 @@ def _generation(ids: list[int], finish: str) -> Generation:
     return Generation(token_ids(ids), None, (), finish, {"kind": "none", "why": "scripted"})
 
 
-def load_script(spec: str) -> Script:
+def load_script(spec: str, digest_of: DigestOf) -> Script:
     """The script a `--script` option names.
+
+    Args:
+        digest_of: what a file's replies are looked up by.
 
     Raises:
         EngineError: it cannot be loaded; the message says why.
     """
     if spec.endswith(".jsonl"):
-        return _from_file(Path(spec))
+        return _from_file(Path(spec), digest_of)
     source, _, name = spec.rpartition(":")
     if not source:
         raise EngineError(f"--script {spec!r}: write file.py:function, module:function or file.jsonl")
@@ -156,7 +172,7 @@ def _load_module(source: str) -> Any:
     return module
 
 
-def _from_file(path: Path) -> Script:
+def _from_file(path: Path, digest_of: DigestOf) -> Script:
     replies: dict[bytes, Json] = {}
     try:
         lines = path.read_bytes().splitlines()
@@ -165,12 +181,12 @@ def _from_file(path: Path) -> Script:
     for number, line in enumerate(lines, 1):
         try:
             row = orjson.loads(line)
-            replies[chain_all(row["messages"])[-1]] = row["reply"]
+            replies[digest_of(row["messages"])] = row["reply"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise EngineError(f"--script {path}: line {number}: {error!r}") from error
 
     def answer(messages: Sequence[Json], tools: Sequence[Json] | None) -> Json:
-        reply = replies.get(chain_all(list(messages))[-1])
+        reply = replies.get(digest_of(messages))
         if reply is None:
             raise LookupError(f"{path} has no reply to these {len(messages)} messages")
         return reply

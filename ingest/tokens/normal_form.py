@@ -112,3 +112,8 @@ def chain_all(messages: Sequence[Json], known: Sequence[bytes] = (b"",)) -> list
     for message in messages[len(hashes) - 1 :]:
         hashes.append(chain(hashes[-1], message))
     return hashes
+
+
+def conversation_digest(messages: Sequence[Json]) -> bytes:
+    """Hash of a whole message list."""
+    return chain_all(messages)[-1]

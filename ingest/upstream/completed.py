@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.ingest.engines.weight_name import version_in
+from rollbook.ingest.engines.weights.name import version_in
 from rollbook.ingest.upstream.reply import UpstreamChoice, UpstreamReply
 from rollbook.store.events import Json, TurnCompleted, TurnRequested, VersionSpan, token_ids
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.fold.trajectory import prompt_sha256
 
 TEXT_ONLY = "text_only"
 REDACTED = "redacted"

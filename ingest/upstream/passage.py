@@ -9,10 +9,11 @@ from typing import Any
 import aiohttp
 from starlette.responses import Response
 
-from rollbook.ingest.content_encoding import codings, decoded
-from rollbook.ingest.json_bounds import check_weight
-from rollbook.ingest.large_work import LARGE_BYTES, aside
-from rollbook.ingest.redact import Redactor, changes_conversation
+from rollbook.ingest.http.content_encoding import codings, decoded
+from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
+from rollbook.ingest.recording.redact import Redactor, changes_conversation
+from rollbook.ingest.requests.json_bounds import check_weight
+from rollbook.ingest.requests.large_work import LARGE_BYTES, aside
 from rollbook.ingest.upstream.credentials import given_cookies
 from rollbook.ingest.upstream.passing import Passing
 from rollbook.ingest.upstream.prompts import MOST_CHOICES
@@ -21,7 +22,6 @@ from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
 from rollbook.ingest.upstream.reply_copy import ReplyCopy
 from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
 from rollbook.ingest.upstream.target import end_to_end
-from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 

@@ -6,12 +6,12 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from rollbook.ingest.answered import AnsweredTurn
-from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.recording.turn_records import known_items
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
-from rollbook.ingest.turn_records import known_items
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.upstream.prompts import AskedPrompts
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
 from rollbook.store.ids import new_id

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.model_call import ModelCall
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.upstream.reply import UpstreamReply, are_ids
 from rollbook.store.events import Json
 

@@ -21,30 +21,31 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from yarl import URL
 
-from rollbook.ingest.access import Caller, sees_details
-from rollbook.ingest.body_room import BodyRoom
-from rollbook.ingest.call_bounds import OUTSIDE_BYTES, check_outside
-from rollbook.ingest.content_encoding import decoded
-from rollbook.ingest.error_replies import add_error_replies, error_form
-from rollbook.ingest.events_api import add_event_routes
-from rollbook.ingest.front_door import FrontDoor
-from rollbook.ingest.guard import Guard, add_guards, caller_of
-from rollbook.ingest.identity import Identity, identify
-from rollbook.ingest.json_bounds import check_depth, check_weight
-from rollbook.ingest.key_watch import KeyWatch
-from rollbook.ingest.large_work import beside
-from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.metrics import Metrics
-from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.model_routes import ENDPOINTS
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.redact import changes_conversation
-from rollbook.ingest.requests import check_recordable
-from rollbook.ingest.retry import retry_count
-from rollbook.ingest.sweep import sweep
-from rollbook.ingest.trajectory_routes import add_trajectory_routes
-from rollbook.ingest.turn_records import Arrival
+from rollbook.ingest.http.access import Caller, sees_details
+from rollbook.ingest.http.body_room import BodyRoom
+from rollbook.ingest.http.content_encoding import decoded
+from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
+from rollbook.ingest.http.error_replies import add_error_replies, error_form
+from rollbook.ingest.http.events_api import add_event_routes
+from rollbook.ingest.http.front_door import FrontDoor
+from rollbook.ingest.http.guard import Guard, add_guards, caller_of
+from rollbook.ingest.http.key_watch import KeyWatch
+from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.http.model_routes import ENDPOINTS
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.redact import changes_conversation
+from rollbook.ingest.recording.sweep import sweep
+from rollbook.ingest.recording.turn_records import Arrival
+from rollbook.ingest.requests.fields import check_recordable
+from rollbook.ingest.requests.json_bounds import check_depth, check_weight
+from rollbook.ingest.requests.large_work import beside
+from rollbook.ingest.trajectories.identity import Identity, identify
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.turns.call_bounds import OUTSIDE_BYTES, check_outside
+from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.turns.retry import retry_count
 from rollbook.ingest.upstream.credentials import sent_credentials
 from rollbook.ingest.upstream.passage import Passage
 from rollbook.ingest.upstream.passing import Passing
@@ -55,7 +56,6 @@ from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.ingest.upstream.request import read_call
 from rollbook.ingest.upstream.stream import json_of
 from rollbook.ingest.upstream.target import Upstream as Upstream
-from rollbook.ingest.upstream.watch import ClientGone, ClientWatch
 from rollbook.store.errors import EngineError, LimitError, RequestError, StoreError
 from rollbook.store.events import QUARANTINE, Json
 from rollbook.store.redaction import secrets_in, shown

@@ -6,23 +6,22 @@ Recording must not get in the way: what cannot be recorded is passed on and coun
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from rollbook.ingest.access import Caller, Role
-from rollbook.ingest.answered import AnsweredTurn
-from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.metrics import Metrics
-from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.redact import Redactor
-from rollbook.ingest.requests import check_recordable
-from rollbook.ingest.run_writer import all_durable, any_lost
+from rollbook.ingest.http.access import Caller, Role
+from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.recording.run_writer import all_durable, any_lost
+from rollbook.ingest.recording.turn_records import Arrival, known_items
+from rollbook.ingest.requests.fields import check_recordable
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn
-from rollbook.ingest.turn_records import Arrival, known_items
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.passing import (
     CONTEXT,
@@ -39,10 +38,11 @@ from rollbook.ingest.upstream.reply import UpstreamReply
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
+from rollbook.store.fold.siblings import as_sibling
 from rollbook.store.ids import new_id
 from rollbook.store.redaction import shown
-from rollbook.store.siblings import as_sibling
-from rollbook.store.terminal import say
+
+logger = logging.getLogger(__name__)
 
 MOST_REPLY_BYTES = 64 * 2**20
 RESPONSES_KEPT = 16_384
@@ -145,9 +145,8 @@ class PassageRecorder:
         if self._said != spells or why:
             self._said = spells
             why = why or f"the store fails: {self._trouble()}"
-            say(
-                f"rollbook: traffic passes and is NOT recorded, see rollbook_unrecorded_total: {shown(why)}",
-                sys.stderr,
+            logger.warning(
+                "traffic passes and is NOT recorded, see rollbook_unrecorded_total: %s", shown(why)
             )
         self.unrecorded += turns
         self.metrics.unrecorded.inc(turns)

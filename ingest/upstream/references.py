@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.live import Contents
+from rollbook.ingest.trajectories.live import Contents
 from rollbook.store.events import Json
 
 

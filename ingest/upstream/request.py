@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from rollbook.ingest.endpoints.history import no_history
-from rollbook.ingest.model_call import ModelCall
-from rollbook.ingest.requests import SamplingFields, validated
-from rollbook.ingest.respond import Endpoint
+from rollbook.ingest.requests.fields import SamplingFields, validated
+from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.turns.respond import Endpoint
 from rollbook.ingest.upstream.references import EarlierResponse, References
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from multidict import CIMultiDict
 
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.identity import KEY_PREFIX
+from rollbook.ingest.trajectories.identity import KEY_PREFIX
 from rollbook.store.events import Json
 
 HOP_BY_HOP = frozenset(

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line."""
     try:
-        from rollbook.cli import main as run
+        from rollbook.cli.app import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()

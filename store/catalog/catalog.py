@@ -6,28 +6,32 @@ anew from the files alone.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import orjson
 from sqlalchemy import URL, select
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.address import DEFAULT, URL_VARIABLE, look_at_files, parse_url, refuse_outside
 from rollbook.store.catalog.database import Database
-from rollbook.store.catalog.notes import NOTED, Rows, note, note_checkpoint
+from rollbook.store.catalog.notes import NOTED, Rows, checkpoint_row, note
 from rollbook.store.catalog.segments import find_lane, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
 from rollbook.store.errors import CatalogError, NotAStoreError
-from rollbook.store.events import Event
+from rollbook.store.events import CheckpointWritten, Event
 from rollbook.store.ids import now_us
 from rollbook.store.inside import read_small
-from rollbook.store.lane.recovery import LaneState
 from rollbook.store.sealed.unit import Unit
 from rollbook.store.settings import read_settings
-from rollbook.store.training_events import CheckpointWritten
+from rollbook.store.wal.check import LaneState
+
+logger = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -84,7 +88,7 @@ class Catalog:
     def record_checkpoint(self, run: str, record: CheckpointWritten) -> None:
         """Note a checkpoint."""
         with self._database.write() as session:
-            note_checkpoint(Rows(session), run, record)
+            checkpoint_row(Rows(session), run, record)
 
     def note_events(self, events: Iterable[Event]) -> None:
         """Note what events of the log say of policies, checkpoints, steps and consumers; others pass by."""
@@ -103,6 +107,34 @@ class Catalog:
     def close(self) -> None:
         """Give the database connections back."""
         self._database.close()
+
+
+def note_opening(store: Path, lane: str, state: LaneState) -> None:
+    """Note in the store's catalog that this process opened a lane, if it can be told."""
+    _note(store, f"that lane {lane} is being written", lambda catalog: catalog.record_lane(lane, state))
+
+
+def note_units(store: Path, lane: str, units: Iterable[Unit]) -> bool:
+    """Note in the store's catalog which units of a lane count now; whether it could be told."""
+    kept = list(units)
+    return _note(store, f"which units lane {lane} has", lambda catalog: catalog.record_units(lane, kept))
+
+
+def note_checkpoint(store: Path, run: str, record: CheckpointWritten) -> None:
+    """Note a checkpoint in the store's catalog, if it can be told."""
+    text = f"of checkpoint {record.path}"
+    _note(store, text, lambda catalog: catalog.record_checkpoint(run, record))
+
+
+def _note(store: Path, what: str, write: Callable[[Catalog], None]) -> bool:
+    """Tell the catalog. Nothing is lost with it, so its outage stops nobody's work."""
+    try:
+        with contextlib.closing(Catalog.of(store)) as catalog:
+            write(catalog)
+    except (CatalogError, SQLAlchemyError) as error:
+        logger.warning("the catalog does not know %s: %s", what, error)
+        return False
+    return True
 
 
 def catalog_url(store: Path) -> URL:

@@ -89,7 +89,7 @@ def note(rows: Rows, event: Event) -> None:
         fold(rows, event, event.record)
 
 
-def note_checkpoint(rows: Rows, run: str, record: Any) -> None:
+def checkpoint_row(rows: Rows, run: str, record: Any) -> None:
     """Note a `checkpoint.written` record of a run."""
     row = rows.get(CheckpointRow, record.path) or rows.add(CheckpointRow(path=record.path), record.path)
     row.run, row.policy, row.policy_version = run, record.policy, record.policy_version
@@ -97,7 +97,7 @@ def note_checkpoint(rows: Rows, run: str, record: Any) -> None:
 
 
 def _checkpoint(rows: Rows, event: Event, record: Any) -> None:
-    note_checkpoint(rows, event.run, record)
+    checkpoint_row(rows, event.run, record)
 
 
 def _published(rows: Rows, event: Event, record: Any) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sqlalchemy import URL, delete, func, select
 from sqlalchemy.orm import Session
 
@@ -24,11 +22,10 @@ from rollbook.store.errors import CorruptionError
 from rollbook.store.events import Event
 from rollbook.store.ids import now_us
 from rollbook.store.inside import open_plain, read_small
-from rollbook.store.lane.files import lane_folder, read_watermark, segment_numbers, segment_path
-from rollbook.store.lane.frame import ALIGN, first_seq_of
-from rollbook.store.log import Store, open_store
+from rollbook.store.log.store import Store
 from rollbook.store.sealed.unit import Unit, current_units
-from rollbook.store.terminal import Console, print_json, say
+from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.wal.frame import ALIGN, first_seq_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +173,3 @@ def _first_seq(path: Path) -> int:
     if first is None:
         raise CorruptionError(f"{path}: begins with no frame; restore the file from a copy")
     return first
-
-
-def run_rebuild(path: Path, as_json: bool) -> None:
-    """Rebuild the catalog of the store at `path`: progress on stderr, what was done on stdout."""
-    store = open_store(path)
-    console = Console(stderr=True)
-    columns = (TextColumn("reading the log"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    began = time.monotonic()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("events", total=sum(store.head().values()))
-        done = rebuild_catalog(store, lambda events: bar.update(task, completed=events))
-    seconds = time.monotonic() - began
-    if as_json:
-        values = {
-            "catalog": done.catalog,
-            "moved": None if done.moved is None else str(done.moved),
-            "events": done.events,
-            "rows": done.rows,
-            "seconds": round(seconds, 3),
-        }
-        print_json(values)
-        return
-    if done.moved is not None:
-        say(f"the catalog was broken; what was there is now {done.moved}")
-    say(f"{done.catalog}: made anew from {done.events} events in {seconds:.1f} s")
-    say(", ".join(f"{name} {count}" for name, count in done.rows.items()))

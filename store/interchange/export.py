@@ -1,4 +1,4 @@
-"""`rollbook export`: a store, or a part of it, as files for others."""
+"""A store, or a part of it, as files for others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from rollbook.store.cut import format_cut
 from rollbook.store.interchange.destination import destination
 from rollbook.store.interchange.hub import export_dataset
 from rollbook.store.interchange.jsonl import export_jsonl
-from rollbook.store.interchange.progress import progress
+from rollbook.store.interchange.progress import Progress, untold
 from rollbook.store.interchange.selection import Selection, count_events, select
 from rollbook.store.interchange.tables import export_tables
-from rollbook.store.log import open_store
-from rollbook.store.terminal import print_json, say
+from rollbook.store.open import open_store
 
 Exporter = Callable[[Selection, Path, Callable[[int], Any]], dict[str, int]]
 
@@ -34,6 +33,7 @@ def export_store(
     as_of: str = "head",
     run: str | None = None,
     split: str | None = None,
+    progress: Progress = untold,
 ) -> dict[str, Any]:
     """Write the trajectories at a cut, of one run or split if given, to `out`; what was written.
 
@@ -51,15 +51,3 @@ def export_store(
         with progress(f"export {format_}", count_events(selection)) as advance:
             rows = exporter(selection, temporary, advance)
     return {"to": str(out), "format": format_, "cut": format_cut(selection.cut), "rows": rows}
-
-
-def run_export(
-    store: Path, out: Path, format_: str, as_of: str, run: str | None, split: str | None, as_json: bool
-) -> None:
-    """Export, and say what was written."""
-    done = export_store(store, out, format_, as_of=as_of, run=run, split=split)
-    if as_json:
-        print_json(done)
-        return
-    rows = ", ".join(f"{count} {name}" for name, count in done["rows"].items())
-    say(f"wrote {out}: {rows}, as of {done['cut']}")

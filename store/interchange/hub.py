@@ -17,11 +17,11 @@ import pyarrow as pa
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import Json
+from rollbook.store.events.schema import SPAN
 from rollbook.store.interchange.paths import Path, paths
 from rollbook.store.interchange.rows import RowWriter
 from rollbook.store.interchange.selection import Selection, trajectories
 from rollbook.store.interchange.tables import IDS, TEXTS, json_text
-from rollbook.store.schema import SPAN
 
 SHARD_BYTES = 256 << 20
 """A Parquet file of a split that has grown beyond this is closed, and the next one begun."""

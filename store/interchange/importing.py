@@ -1,4 +1,4 @@
-"""`rollbook import`: chats from elsewhere as trajectories of text, for supervised data and comparison.
+"""Chats from elsewhere as trajectories of text, for supervised data and comparison.
 
 The file is checked whole before the first event is written. Each trajectory is one append: all of it is
 there after a crash, or nothing. Ids of trajectories and turns follow from run, name and content, so that
@@ -17,18 +17,24 @@ from typing import Any
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import SPLITS, Event, Json, RunOpened
 from rollbook.store.interchange.chat_file import ChatFile, Entry
-from rollbook.store.interchange.progress import progress
+from rollbook.store.interchange.progress import Progress, untold
 from rollbook.store.interchange.records import records_of
-from rollbook.store.log import Store, open_store
+from rollbook.store.log.store import Store
+from rollbook.store.open import open_store
 from rollbook.store.sql.query import connect
-from rollbook.store.terminal import print_json, say
 
 IN_FLIGHT = 64
 """Trajectories that may wait for the disk at one time."""
 
 
 def import_chats(
-    file: Path, store: Path, run: str, *, lane: str = "import", split: str = "teacher"
+    file: Path,
+    store: Path,
+    run: str,
+    *,
+    lane: str = "import",
+    split: str = "teacher",
+    progress: Progress = untold,
 ) -> dict[str, Any]:
     """Append the file's chats to `run`; what was added, and what was there already.
 
@@ -53,7 +59,7 @@ def import_chats(
         log = open_store(store, create=True)
         with log.claim(f"importing into run {run}", "wait for it, and import again"):
             fresh = _fresh(log, chats)
-            turns, events = _write(log, chats, fresh, lane) if fresh else (0, 0)
+            turns, events = _write(log, chats, fresh, lane, progress) if fresh else (0, 0)
         return {
             "file": str(file),
             "run": run,
@@ -89,7 +95,7 @@ def _fresh(log: Store, chats: ChatFile) -> list[Entry]:
     return [entry for entry in chats.entries if entry.name not in there]
 
 
-def _write(log: Store, chats: ChatFile, fresh: list[Entry], lane: str) -> tuple[int, int]:
+def _write(log: Store, chats: ChatFile, fresh: list[Entry], lane: str, progress: Progress) -> tuple[int, int]:
     """Append trajectories; how many turns and events."""
     config: Json = {"file": str(chats.path), "sha256": chats.sha256, "lane": lane, "split": chats.split}
     config |= {"lines": chats.lines, "trajectories": len(chats.entries), "added": len(fresh)}
@@ -122,13 +128,3 @@ def _settle(waiting: deque[Future[int]], room: int, advance: Callable[[int], Any
 def _events(chats: ChatFile, entry: Entry) -> list[Event]:
     records = records_of(entry.trajectory_id, entry.name, chats.chats(entry))
     return [Event(record, chats.run) for record in records]
-
-
-def run_import(file: Path, store: Path, run: str, lane: str, split: str, as_json: bool) -> None:
-    """Import, and say what was added."""
-    done = import_chats(file, store, run, lane=lane, split=split)
-    if as_json:
-        print_json(done)
-        return
-    there = f"; {done['already_there']} were there already" if done["already_there"] else ""
-    say(f"imported {done['added']} trajectories ({done['turns']} turns) into run {run} of {store}{there}")

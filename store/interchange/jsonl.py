@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 
 from rollbook.store.events import Json
+from rollbook.store.fold.path_tokens import PathTokens
 from rollbook.store.interchange.paths import Path, paths
 from rollbook.store.interchange.selection import Selection, trajectories
-from rollbook.store.path_tokens import PathTokens
 
 
 def export_jsonl(selection: Selection, file: FilePath, advance: Callable[[int], Any]) -> dict[str, int]:

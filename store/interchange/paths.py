@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.store.erased import TEXT_ERASED, TOKENS_ERASED
 from rollbook.store.events import Json, VersionSpan
-from rollbook.store.path_tokens import PathTokens, path_tokens
-from rollbook.store.trajectory import Trajectory, Turn
+from rollbook.store.events.erased import TEXT_ERASED, TOKENS_ERASED
+from rollbook.store.fold.path_tokens import PathTokens, path_tokens
+from rollbook.store.fold.trajectory import Trajectory, Turn
 
 ERASED = frozenset({TEXT_ERASED, TOKENS_ERASED})
 """Flags of a turn whose chat is gone: it was erased on purpose, and no path is made of what is left."""

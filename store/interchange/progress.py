@@ -1,25 +1,15 @@
-"""A bar on standard error for work that may be long; nothing where that is no terminal."""
+"""How far a long export or import is, for whoever wants to show it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
+"""Given what is being done and of how many units: a context whose function is told units as they are done."""
 
-from rollbook.store.terminal import Console
 
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that moves the bar on by so many of `total` units; the bar goes when the block ends."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+def untold(what: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:
+    """Progress that nobody is shown."""
+    return nullcontext(lambda count: None)

@@ -20,8 +20,8 @@ from rollbook.store.events import (
     TurnRequested,
     token_ids,
 )
+from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.interchange.chats import Chat
-from rollbook.store.trajectory import prompt_sha256
 
 WITHOUT_TOKENS = "without_tokens"
 """Flag of a turn that is text only: it holds nothing that could be trained."""

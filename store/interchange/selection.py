@@ -9,10 +9,10 @@ from typing import Any
 from rollbook.store.cut import Cut, format_cut
 from rollbook.store.errors import InterchangeError
 from rollbook.store.events import SPLITS
-from rollbook.store.log import Store
+from rollbook.store.fold.trajectory import Trajectory, TrajectoryFold
+from rollbook.store.log.store import Store
 from rollbook.store.sql.query import connect
 from rollbook.store.sql.sandbox import Connection
-from rollbook.store.trajectory import Trajectory, TrajectoryFold
 
 NOT_FOLDED = "sample.dropped"
 """A kind that names a trajectory and says nothing of it; training writes it long after."""

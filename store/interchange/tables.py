@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollbook.store.events import Json
+from rollbook.store.events.schema import SPAN
+from rollbook.store.fold.trajectory import Trajectory, Turn
 from rollbook.store.interchange.paths import span_rows
 from rollbook.store.interchange.rows import RowWriter
 from rollbook.store.interchange.selection import Selection, trajectories
-from rollbook.store.schema import SPAN
 from rollbook.store.sql.sandbox import Connection
-from rollbook.store.trajectory import Trajectory, Turn
 
 BATCH_ROWS = 2048
 TEXTS = pa.list_(pa.string())

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rollbook.store.events import Record, RunOpened, StepFailed, SyncFailed, TurnFailed
-from rollbook.store.training_events import EngineControlled
+from rollbook.store.events import EngineControlled, Record, RunOpened, StepFailed, SyncFailed, TurnFailed
 
 
 def cleaned(record: Record, text: Callable[[str], str], fields: Callable[[Any], Any]) -> Record:

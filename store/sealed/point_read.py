@@ -16,13 +16,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError
-from rollbook.store.events import TrajectoryOpened
-from rollbook.store.lane.arrow_bytes import read_file as read_arrow_file
+from rollbook.store.events import BodyStored, TrajectoryOpened
 from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, TRAJECTORIES, locations
 from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged, read_file
 from rollbook.store.sealed.remote import place
 from rollbook.store.sealed.unit import MARKS, MOST, TURNS, Unit, derived_folder
-from rollbook.store.upkeep_events import BodyStored
+from rollbook.store.wal.arrow_bytes import read_file as read_arrow_file
 
 KEPT_OPEN = 256
 """Sealed files that a process keeps open, and units whose locations it keeps mapped."""

@@ -12,18 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.ids import new_id, now_us
-from rollbook.store.lane.files import (
-    fsync_folder,
-    lane_folder,
-    quarantine,
-    read_watermark,
-    segment_numbers,
-    segment_path,
-)
-from rollbook.store.lane.recovery import SegmentInfo, Start, unsealed_start, verify_segment
-from rollbook.store.lane.segment import segment_batches
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
 from rollbook.store.sealed import projections
@@ -34,10 +25,14 @@ from rollbook.store.sealed.unit import (
     SealedSegment,
     Unit,
     lane_units_folder,
+    unsealed_start,
     write_manifest,
 )
 from rollbook.store.settings import SealSettings
 from rollbook.store.spill import private_database
+from rollbook.store.wal.check import SegmentInfo, Start, verify_segment
+from rollbook.store.wal.files import lane_folder, quarantine, read_watermark, segment_numbers, segment_path
+from rollbook.store.wal.segment import segment_batches
 
 UNIT_WAL_BYTES = 64 << 20
 """Small segments next to each other are sealed together up to about this many bytes of WAL."""

@@ -21,11 +21,13 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from rollbook.store.cut import LANE_NAME
+from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError, FormatError
 from rollbook.store.inside import read_small
-from rollbook.store.lane.files import fsync_folder
-from rollbook.store.lane.frame import FORMAT_VERSION
+from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.permissions import make_empty
+from rollbook.store.wal.check import Start
+from rollbook.store.wal.frame import EMPTY_CHAIN
 
 MANIFEST = "UNIT.json"
 TURNS, MARKS = "turns.parquet", "marks.parquet"
@@ -299,3 +301,22 @@ def choose(units: Iterable[Unit]) -> list[Unit]:
 def with_remote(unit: Unit, uri: str) -> Unit:
     """The same unit, its files at `uri`."""
     return replace(unit, remote=uri)
+
+
+def unsealed_start(store: Path, lane: str) -> Start:
+    """Where the segments after the last sealed unit begin.
+
+    Raises:
+        CorruptionError: units do not follow each other without a gap.
+    """
+    number, next_seq, chain, size = 1, 0, EMPTY_CHAIN.hex(), 0
+    for unit in current_units(store, lane):
+        if (unit.first, unit.first_seq, unit.chain_before) != (number, next_seq, chain):
+            raise CorruptionError(
+                f"lane {lane!r}: sealed unit {unit.name} begins at segment {unit.first}, event "
+                f"{unit.first_seq}, but the one before ends at segment {number}, event {next_seq}: restore "
+                f"the missing folder in {store / 'sealed' / lane}"
+            )
+        number, next_seq, chain = unit.last + 1, unit.next_seq, unit.chain
+        size = unit.segments[-1].bytes
+    return Start(number, next_seq, bytes.fromhex(chain), size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollbook.store.ledger import TERMS
+from rollbook.store.fold.ledger import TERMS
 from rollbook.store.sealed.projections import ONE_VERSION
 from rollbook.store.sql.ledger_view import SHARES
 from rollbook.store.sql.sandbox import Connection

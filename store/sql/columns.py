@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollbook.store.schema import COLUMNS
+from rollbook.store.events.schema import COLUMNS
 
 SPANS = 'STRUCT("policy" VARCHAR, "version" BIGINT, "start" INTEGER, "end" INTEGER)[]'
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.store.log import Store
+from rollbook.store.log.store import Store
 from rollbook.store.sql.query import connect_at
 
 _ROWS = 4096

@@ -8,7 +8,8 @@ from dataclasses import replace
 import duckdb
 from duckdb.sqltypes import VARCHAR
 
-from rollbook.store.log import Store, open_store
+from rollbook.store.log.store import Store
+from rollbook.store.open import open_store
 from rollbook.store.sealed.leases import lease_units
 from rollbook.store.spill import Spill
 from rollbook.store.sql.object_storage import outage, read_object_storage

@@ -21,8 +21,8 @@ from rollbook.bench.loop_outcome import ASYNC, NO_ADMISSION, ON_POLICY, Measured
 from rollbook.bench.rounds import Limit
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
-from rollbook.store.trajectory import prompt_sha256
-from rollbook.train.config import TrainConfig, load_config
+from rollbook.store.fold.trajectory import prompt_sha256
+from rollbook.train.config.config import TrainConfig, load_config
 
 URL = "http://engine"
 WITNESS = Witness([("a", "ua", "0a"), ("b", "ub", "0b")], ["a", "b"], [URL], 2)

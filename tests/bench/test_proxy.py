@@ -19,9 +19,21 @@ import orjson
 import pytest
 
 from rollbook import store
-from rollbook.bench import litellm_peer, proxy, tied
-from rollbook.bench.asgi import Message, Receive, Send, drop, read_body, reply, send_part, serving
-from rollbook.bench.dialogues import (
+from rollbook.bench import litellm_peer, proxy
+from rollbook.bench.http_client import Connection
+from rollbook.bench.http_client import Reply as Response
+from rollbook.bench.load_generator import Conversation, WrongReply, big, streamed, turns
+from rollbook.bench.processes import BenchError, Process, free_port
+from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
+from rollbook.bench.recorded import check
+from rollbook.bench.rounds import Limit
+from rollbook.bench.turns import make_turns
+from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
+from rollbook.store import Event
+from rollbook.store.events import VersionSpan
+from rollbook.testing import tied
+from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply, send_part, serving
+from rollbook.testing.dialogues import (
     ANSWERS,
     CALLS,
     Material,
@@ -31,18 +43,7 @@ from rollbook.bench.dialogues import (
     write_model,
     write_replies,
 )
-from rollbook.bench.http_client import Connection
-from rollbook.bench.http_client import Reply as Response
-from rollbook.bench.load_generator import Conversation, WrongReply, big, streamed, turns
-from rollbook.bench.processes import BenchError, Process, free_port
-from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
-from rollbook.bench.recorded import check
-from rollbook.bench.rounds import Limit
-from rollbook.bench.scripted_openai import ScriptedOpenAI, choice_of
-from rollbook.bench.turns import make_turns
-from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
-from rollbook.store import Event
-from rollbook.store.events import VersionSpan
+from rollbook.testing.scripted_openai import ScriptedOpenAI, choice_of
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
-from rollbook.bench.asgi import serving
-from rollbook.bench.scripted_answers import Answer, in_turn
-from rollbook.bench.scripted_faults import Fault
-from rollbook.bench.scripted_job import Options
-from rollbook.bench.scripted_sglang import ScriptedSGLang
-from rollbook.bench.scripted_weights import place_in_sglang
+from rollbook.testing.asgi import serving
+from rollbook.testing.scripted_answers import Answer, in_turn
+from rollbook.testing.scripted_faults import Fault
+from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
+from rollbook.testing.scripted_weights import place_in_sglang
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SLOW = Answer(range(100, 160), token_s=0.02)
@@ -106,7 +106,7 @@ def _expected(model: Path) -> dict[str, str]:
     """SGLang's checksums of a model, by hand."""
     import torch
 
-    from rollbook.ingest.engines.weights import read_weights
+    from rollbook.ingest.engines.weights.digests import read_weights
 
     held = read_weights(model)
     for layer, merged, parts in (("self_attn", "qkv", "q k v"), ("mlp", "gate_up", "gate up")):
@@ -122,7 +122,7 @@ def _sent(tensors: Any) -> list[str]:
 
 
 def _items(model: Path) -> list[tuple[str, Any]]:
-    from rollbook.ingest.engines.weights import read_weights
+    from rollbook.ingest.engines.weights.digests import read_weights
 
     return list(read_weights(model).items())
 
@@ -286,7 +286,7 @@ def test_a_tensor_that_comes_in_wrong(peer: Make, models: tuple[Path, Path], rou
 def test_a_process_that_dies() -> None:
     """In the middle of an update: the connection ends and the process is gone."""
     fault = '{"route": "/end_weight_update", "kind": "die"}'
-    words = [sys.executable, "-m", "rollbook.bench.scripted_sglang", "--fault", fault]
+    words = [sys.executable, "-m", "rollbook.testing.scripted_serve", "--fault", fault]
     with subprocess.Popen(
         words, env={"PYTHONPATH": str(SOURCE)}, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -301,6 +301,6 @@ def test_a_process_that_dies() -> None:
 def test_no_torch_without_weights(run_python: Any) -> None:
     """A scripted server starts quickly: torch comes only with weights."""
     code = (
-        "import sys, rollbook.bench.scripted_sglang as s; s.ScriptedSGLang(); print('torch' in sys.modules)"
+        "import sys, rollbook.testing.scripted_sglang as s; s.ScriptedSGLang(); print('torch' in sys.modules)"
     )
     assert run_python(code) == (0, "False\n", "")

@@ -24,7 +24,7 @@ from tests.ingest.conftest import Served
 from rollbook import store
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.store.events import TokenIds, token_ids
-from rollbook.store.trajectory import Trajectory, Turn, fold
+from rollbook.store.fold.trajectory import Trajectory, Turn, fold
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[1] / ".venv-clients"

@@ -6,7 +6,7 @@ from tests.clients.conftest import Proxy, Run
 from tests.clients.programs.conversation import ANSWER
 
 from rollbook.store.events import QUARANTINE
-from rollbook.store.trajectory import Trajectory
+from rollbook.store.fold.trajectory import Trajectory
 
 
 def _path(trajectory: Trajectory) -> list[str | None]:

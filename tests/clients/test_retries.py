@@ -19,8 +19,8 @@ import pytest
 from tests.clients.conftest import Proxy, Run
 from tests.clients.programs.conversation import ANSWER, QUESTION
 
-from rollbook.store.trajectory import Trajectory
-from rollbook.train.samples import samples_of
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.train.data.samples import samples_of
 
 SLOWLY = f"{QUESTION} Answer slowly."
 

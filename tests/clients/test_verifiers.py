@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.clients.conftest import ENVIRONMENT, HERE, Proxy
 
-from rollbook.store.trajectory import Trajectory
-from rollbook.train.samples import samples_of
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.train.data.samples import samples_of
 
 
 def _trace(proxy: Proxy, folder: Path, *words: str) -> dict[str, Any]:

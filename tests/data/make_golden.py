@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 
 from rollbook.store import events as kinds
-from rollbook.store.event_json import as_json
 from rollbook.store.events import Event
-from rollbook.store.log import Store, open_store
-from rollbook.store.sealed.compact import merge, remove_superseded
-from rollbook.store.sealed.erase import erase_trajectory
-from rollbook.store.sealed.retain import retain
+from rollbook.store.events.event_json import as_json
+from rollbook.store.fold.trajectory import prompt_sha256
+from rollbook.store.log.store import Store
+from rollbook.store.open import open_store
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.upkeep.compact import merge, remove_superseded
+from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.store.upkeep.retain import retain
 
 FOLDER = Path(__file__).parent / "format-1"
 STORE_ID = "01900000-0000-7000-8000-000000000001"

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.store.event_json import as_json
 from rollbook.store.events import (
     Event,
     TrajectoryOpened,
@@ -25,12 +24,13 @@ from rollbook.store.events import (
     VersionSpan,
     token_ids,
 )
-from rollbook.store.log import open_store
-from rollbook.store.routed_experts import pack
+from rollbook.store.events.event_json import as_json
+from rollbook.store.events.routed_experts import pack
+from rollbook.store.fold.trajectory import prompt_sha256
+from rollbook.store.open import open_store
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.trajectory import prompt_sha256
 
 FOLDER = Path(__file__).parent / "format-1-experts"
 STORE_ID = "01900000-0000-7000-8000-000000000002"

@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rollbook.store.event_json import as_json
 from rollbook.store.events import (
     CursorMoved,
     EngineControlled,
@@ -25,7 +24,8 @@ from rollbook.store.events import (
     TurnFailed,
     TurnRequested,
 )
-from rollbook.store.log import open_store
+from rollbook.store.events.event_json import as_json
+from rollbook.store.open import open_store
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import AppendSettings, SealSettings

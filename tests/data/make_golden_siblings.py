@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollbook.store.event_json import as_json
 from rollbook.store.events import Event, TrajectoryOpened, TurnFailed, TurnRequested
-from rollbook.store.log import open_store
+from rollbook.store.events.event_json import as_json
+from rollbook.store.fold.siblings import as_sibling
+from rollbook.store.open import open_store
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
-from rollbook.store.siblings import as_sibling
 
 FOLDER = Path(__file__).parent / "format-1-siblings"
 STORE_ID = "01900000-0000-7000-8000-000000000003"

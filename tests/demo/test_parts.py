@@ -18,7 +18,7 @@ from rollbook.ingest.tokens.bridge import self_test
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Event, RewardAssigned, TrajectoryFinished, TrajectoryOpened
-from rollbook.train.config import parse_config
+from rollbook.train.config.config import parse_config
 
 
 @pytest.fixture(scope="module")

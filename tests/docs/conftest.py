@@ -10,7 +10,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.fold.trajectory import prompt_sha256
 
 
 def _ids(*values: int) -> Any:

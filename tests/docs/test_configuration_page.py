@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rollbook import store
-from rollbook.cli import app
+from rollbook.cli.app import app
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded
-from rollbook.train.config import TABLES, TrainConfig, load_config
-from rollbook.train.config_docs import render
+from rollbook.train.config.config import TABLES, TrainConfig, load_config
+from rollbook.train.config.docs import render
 
 MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
 
@@ -23,7 +23,7 @@ MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
 def test_the_page_is_the_rendered_one(root: Path) -> None:
     """It is generated, never edited."""
     page = (root / "docs" / "configuration.md").read_text()
-    command = "python -m rollbook.train.config_docs > docs/configuration.md"
+    command = "python -m rollbook.train.config.docs > docs/configuration.md"
     assert page == render(), f"docs/configuration.md is old: run {command}"
 
 

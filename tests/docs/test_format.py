@@ -20,18 +20,19 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Event, Store, settings
-from rollbook.store.codec import row_of
 from rollbook.store.events import RECORDS, TurnCompleted, VersionSpan
-from rollbook.store.lane.frame import EMPTY_CHAIN, FORMAT_VERSION, next_chain, read_frame, scan
-from rollbook.store.lane.rows import FEW, encode_rows
-from rollbook.store.schema import COLUMNS, HOT, LOG_SCHEMA
+from rollbook.store.events.codec import row_of
+from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA
+from rollbook.store.events.upcast import UPCASTERS, version_of
+from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.sealed.derived import DERIVED, LOCATION_SCHEMA
 from rollbook.store.sealed.parquet import FAT_KINDS, MARKS_ROW_GROUP, TABLE_SCHEMA
 from rollbook.store.sealed.projections import OUTLIER_BELOW
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import Erasure, SealedFile, SealedSegment, Unit, current_units, unit_folder
 from rollbook.store.settings import SealSettings
-from rollbook.store.upcast import UPCASTERS, version_of
+from rollbook.store.wal.frame import EMPTY_CHAIN, next_chain, read_frame, scan
+from rollbook.store.wal.rows import FEW, encode_rows
 
 
 @pytest.fixture(scope="module")

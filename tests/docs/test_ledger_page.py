@@ -12,9 +12,10 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook import cli
-from rollbook.store import Store, ledger
+from rollbook.cli.app import app as cli
+from rollbook.store import Store
 from rollbook.store.events import QUARANTINE, SPLITS
+from rollbook.store.fold import ledger
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,6 @@ def test_the_table_has_every_term_and_reason(page: str) -> None:
 
 def test_the_text_of_a_difference(page: str) -> Any:
     """The level the page names is the code's."""
-    from rollbook.store.print_ledger import SIGNIFICANT
+    from rollbook.cli.ledger import SIGNIFICANT
 
     assert f"below {SIGNIFICANT} the sentence says" in page

@@ -16,8 +16,8 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import current_units
+from rollbook.store.upkeep.sealer import Sealer
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_commands_run(
         name, *words = shlex.split(command)
         assert name == "rollbook"
         done = subprocess.run(
-            [sys.executable, "-m", "rollbook.cli", *words],
+            [sys.executable, "-m", "rollbook.cli.app", *words],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(root / "src")},
             capture_output=True,

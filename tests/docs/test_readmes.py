@@ -18,10 +18,10 @@ import pytest
 import typer
 
 from rollbook import store as rb
-from rollbook.cli import app
+from rollbook.cli.app import app
 from rollbook.store import Store
 from rollbook.store.settings import StoreSettings
-from rollbook.train.config import parse_config
+from rollbook.train.config.config import parse_config
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("store", "ingest", "train", "replay")

@@ -20,14 +20,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollbook import store as rb
-from rollbook.ingest.body_room import BodyRoom
-from rollbook.ingest.event_streams import KEEP_ALIVE_S
-from rollbook.ingest.events_api import PARAMETERS, add_event_routes
-from rollbook.ingest.guard import Guard, add_guards
-from rollbook.ingest.keys import Keys
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.web_pages import Own
+from rollbook.ingest.http.body_room import BodyRoom
+from rollbook.ingest.http.event_streams import KEEP_ALIVE_S
+from rollbook.ingest.http.events_api import PARAMETERS, add_event_routes
+from rollbook.ingest.http.guard import Guard, add_guards
+from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.web_pages import Own
+from rollbook.ingest.recording.recorder import Recorder
 from rollbook.store import Store, format_cut
 
 ADDRESS = "http://127.0.0.1:8000"
@@ -86,7 +86,7 @@ def _lines(page: str, program: str) -> list[list[str]]:
 
 
 def _rollbook(root: Path, words: list[str]) -> subprocess.Popen[str]:
-    code = f"import sys; sys.path.insert(0, {str(root / 'src')!r}); from rollbook.cli import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(root / 'src')!r}); from rollbook.cli.app import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

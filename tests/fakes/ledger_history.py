@@ -14,8 +14,8 @@ import numpy as np
 from rollbook.store import Event
 from rollbook.store import events as kinds
 from rollbook.store.cut import format_cut
-from rollbook.store.erased import TOKENS_ERASED
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.events.erased import TOKENS_ERASED
+from rollbook.store.fold.trajectory import prompt_sha256
 
 RUNS = ("demo", "other")
 SPLITS = ("train", "train", "train", "eval", "teacher", "quarantine")

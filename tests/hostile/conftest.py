@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.bench.dialogues import write_model
 from rollbook.bench.hostile.stage import Stage
+from rollbook.testing.dialogues import write_model
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ class _Runs:
 @pytest.mark.torch
 def test_no_code_of_a_model_runs(whole_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a pickle in the place of weights nor a module that the configuration names."""
-    from rollbook.ingest.engines.embedded import _loaded
+    from rollbook.ingest.engines.embedded.engine import _loaded
 
     folder, trace = tmp_path / "model", tmp_path / "it-ran"
     folder.mkdir()

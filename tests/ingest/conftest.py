@@ -24,22 +24,22 @@ from played_engine import PlayedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook import store
-from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.engines.engine import Generation
-from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.proxy import build_app
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.replies.detect import FAMILIES
-from rollbook.ingest.requests import OpenTrajectory
-from rollbook.ingest.running import RunningCall
+from rollbook.ingest.requests.fields import OpenTrajectory
+from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges, TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
-from rollbook.ingest.turn_records import Arrival
-from rollbook.ingest.turns import TurnTaker
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.in_flight import RunningCall
 from rollbook.store.events import VersionSpan, token_ids
-from rollbook.store.trajectory import Trajectory, fold
+from rollbook.store.fold.trajectory import Trajectory, fold
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -499,7 +499,7 @@ class Served:
     def start(self) -> None:
         """Start the process and wait until it answers."""
         fewer = ["prlimit", f"--nofile={self.descriptors}"] if self.descriptors else []
-        command = [*fewer, sys.executable, "-m", "rollbook.cli", "serve", "--store", str(self.path)]
+        command = [*fewer, sys.executable, "-m", "rollbook.cli.app", "serve", "--store", str(self.path)]
         command += ["--port", str(self.port), *self.arguments]
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:

@@ -12,12 +12,11 @@ import openai
 import pytest
 
 from rollbook import store
-from rollbook.ingest.recorder import Recorder
-from rollbook.ingest.requests import OpenTrajectory
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.store.errors import RequestError
-from rollbook.store.events import TurnRequested
-from rollbook.store.trajectory import Trajectory, fold
-from rollbook.store.upkeep_events import TrajectoryAdopted
+from rollbook.store.events import TrajectoryAdopted, TurnRequested
+from rollbook.store.fold.trajectory import Trajectory, fold
 
 
 def _say(url: str, name: str, messages: list[Any]) -> tuple[str, list[Any]]:

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.identity import trajectory_key
-from rollbook.ingest.keys import Keys
-from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store.secret import store_secret
 
 CHAT = PATHS["chat"]

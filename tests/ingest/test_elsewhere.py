@@ -12,18 +12,18 @@ from streamed import KINDS, PATHS, TERMINATORS, asked, text_in, text_of, togethe
 from told_weights import ToldWeights
 from training_told import RUN
 
-from rollbook.bench.asgi import serving
-from rollbook.bench.scripted_answers import Answer, Failure
-from rollbook.bench.scripted_job import Options
-from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.ingest.engines import fleet as fleets
 from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.restore import restored
-from rollbook.ingest.running import RunningTurn
+from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.ingest.recording.restore import restored
+from rollbook.ingest.turns.in_flight import RunningTurn
 from rollbook.store.errors import EngineLostError
 from rollbook.store.events import Event, SyncFailed, SyncFinished, SyncStarted
-from rollbook.store.trajectory import Trajectory
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.testing.asgi import serving
+from rollbook.testing.scripted_answers import Answer, Failure
+from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 URLS = ("http://127.0.0.1:3000", "http://127.0.0.1:3001")
 

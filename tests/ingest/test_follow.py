@@ -14,13 +14,13 @@ from training_told import RUN, answered, begins, committed, dropped, opened, pla
 
 from rollbook import store
 from rollbook.ingest.engines.fleet import Fleet
-from rollbook.ingest.follow import Follower
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.restore import RunReader
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.recording.restore import RunReader
+from rollbook.ingest.serve.follow import Follower
 from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import Record, SyncFinished, TrajectoryFinished
-from rollbook.store.tail import Filter, Tail
+from rollbook.store.log.tail import Filter, Tail
 
 
 class Trainer:
@@ -358,7 +358,7 @@ def test_it_says_why_it_can_follow_no_more(tmp_path: Any, monkeypatch: pytest.Mo
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("rollbook.store.tail.Tail.poll", broken)
+    monkeypatch.setattr("rollbook.store.log.tail.Tail.poll", broken)
 
     async def scenario() -> None:
         follower = Follower(log, {}, Filter(), lambda events: None, said.append)
@@ -374,7 +374,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Want of descriptors makes nobody deaf for good: it says so, goes on, and nothing is left out."""
-    monkeypatch.setattr("rollbook.ingest.follow.AGAIN_S", 0.01)
+    monkeypatch.setattr("rollbook.ingest.serve.follow.AGAIN_S", 0.01)
     log = store.open(tmp_path / "store", create=True)
     said: list[str | None] = []
     heard: list[Event] = []

@@ -16,7 +16,7 @@ import pytest
 
 from rollbook import store
 from rollbook.store.sql.incomplete import incomplete_turns
-from rollbook.store.verify import verify_store
+from rollbook.store.upkeep.verify import verify_store
 
 pytestmark = pytest.mark.crashes
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from openapi_schema import openapi
 from schemathesis import GenerationMode
 
-from rollbook.ingest.options import ProxyOptions
-from rollbook.store.trajectory import Trajectory
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.store.fold.trajectory import Trajectory
 
 OPERATIONS = {
     f"{one.method.upper()} {one.path}": one

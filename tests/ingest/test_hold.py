@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from streamed import KINDS, PATHS, asked, text_in, together
 
-from rollbook.ingest.live import LiveTrajectory
+from rollbook.ingest.trajectories.live import LiveTrajectory
 
 
 @pytest.fixture

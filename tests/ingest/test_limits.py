@@ -14,9 +14,9 @@ import orjson
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest import body_room, memory
-from rollbook.ingest.body_room import BodyRoom
-from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.http import body_room, memory
+from rollbook.ingest.http.body_room import BodyRoom
+from rollbook.ingest.http.options import ProxyOptions
 from rollbook.store.errors import LimitError, RequestError
 
 MOST = 4096

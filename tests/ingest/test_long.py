@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from rollbook import store
-from rollbook.ingest.turns import LARGE_BYTES
-from rollbook.store.lane.files import read_watermark
+from rollbook.ingest.recording.runner import LARGE_BYTES
+from rollbook.store.wal.files import read_watermark
 
 TURNS = 128
 SCHEMA = {"type": "object", "description": "look it up. " * 750}

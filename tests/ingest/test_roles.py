@@ -9,10 +9,10 @@ import pytest
 from starlette.routing import Route
 from streamed import PATHS, asked
 
-from rollbook.ingest.access import OTHERWISE, RULES, Role, rule_of
-from rollbook.ingest.identity import trajectory_key
-from rollbook.ingest.keys import Key, Keys, digest_of
-from rollbook.ingest.options import ProxyOptions
+from rollbook.ingest.http.access import OTHERWISE, RULES, Role, rule_of
+from rollbook.ingest.http.keys import Key, Keys, digest_of
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store.events import (
     CursorMoved,
     LabelAdded,

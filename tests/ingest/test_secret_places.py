@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 from streamed import PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.key_watch import KeyWatch
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.redact import Redactor, changes_conversation
+from rollbook.cli.terminal import LogFormatter
+from rollbook.ingest.http.key_watch import KeyWatch
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.recording.redact import Redactor, changes_conversation
 from rollbook.store import Event
 from rollbook.store.errors import EngineError
-from rollbook.store.event_json import json_bytes
 from rollbook.store.events import TurnCompleted, TurnRequested, token_ids
+from rollbook.store.events.event_json import json_bytes
 from rollbook.store.redaction import PLACEHOLDER
-from rollbook.store.terminal import LogFormatter
 
 CHAT = PATHS["chat"]
 
@@ -171,7 +171,7 @@ def test_a_digest_is_the_same_after_a_restart_and_another_elsewhere(played: Any,
 
 def test_the_digest_of_a_body_gives_no_weak_secret_away(played: Any) -> None:
     """It is that of the body as it is kept: who knows the rest of a body cannot try passwords against it."""
-    from rollbook.ingest.turn_records import Arrival
+    from rollbook.ingest.recording.turn_records import Arrival
 
     proxy = played()
     body = asked("chat", "x", password="1234")

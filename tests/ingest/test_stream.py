@@ -18,10 +18,10 @@ from played_engine import Play
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.respond import KeepAlive
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.turns.respond import KeepAlive
 from rollbook.store.errors import EngineError
-from rollbook.store.trajectory import fold
+from rollbook.store.fold.trajectory import fold
 
 NAMES = itertools.count()
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.store.trajectory import Trajectory
+from rollbook.store.fold.trajectory import Trajectory
 
 NAMES = itertools.count()
 PARTS = {"chat": "messages", "completions": "prompt", "responses": "input", "messages": "messages"}

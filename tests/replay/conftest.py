@@ -17,13 +17,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights import digest_tensors
+from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Event, Store
-from rollbook.store.codec import decode, encode, row_of, to_batch
-from rollbook.store.lane.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
-from rollbook.store.lane.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame, scan
-from rollbook.store.lane.rows import decode_rows, encode_rows
-from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.events.codec import decode, encode, row_of, to_batch
+from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.wal.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame, scan
+from rollbook.store.wal.rows import decode_rows, encode_rows
 
 FABRIC = Path(__file__).parents[1] / "train" / "fabric.py"
 
@@ -56,7 +56,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """`rollbook ...` in this process: its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        from rollbook.cli import main
+        from rollbook.cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["rollbook", *map(str, arguments)])
         capsys.readouterr()

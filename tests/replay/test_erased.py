@@ -10,7 +10,7 @@ import pytest
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
-from rollbook.store.sealed.erase import erase_trajectory
+from rollbook.store.upkeep.erase import erase_trajectory
 
 SFT_STEP, GRPO_STEP = 5, 10
 

@@ -14,8 +14,8 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError, ReplayError, TrainError
 from rollbook.store.events import RewardAssigned, TurnDelivered
-from rollbook.train.rerun import samples_at_cut
-from rollbook.train.step import STAGES, batch_of
+from rollbook.train.loop.rerun import samples_at_cut
+from rollbook.train.loop.step import STAGES, batch_of
 
 Stores = Callable[..., Store]
 
@@ -89,7 +89,7 @@ def test_a_step_of_a_crashed_run_replays(fabric: Any, trained: Stores) -> None:
         def killed(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("rollbook.train.trainer.run_step", killed)
+        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
         with pytest.raises(KeyboardInterrupt):
             fabric.train(log, settings, "tail")
     fabric.train(log, settings, "tail")

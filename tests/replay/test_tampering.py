@@ -14,8 +14,8 @@ import pytest
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError
-from rollbook.store.lane.frame import ALIGN, HEADER_FRAME, scan
-from rollbook.train.step import STAGES
+from rollbook.store.wal.frame import ALIGN, HEADER_FRAME, scan
+from rollbook.train.loop.step import STAGES
 
 Stores = Callable[..., Store]
 SFT_STEP, GRPO_STEP = 5, 10

@@ -20,10 +20,10 @@ from tests.sglang import model
 from tests.sglang.server import ENVIRONMENT, SglangServer
 from told_weights import ToldWeights
 
-from rollbook.ingest.engines import sglang
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
-from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.engines.sglang_wire import Routing
+from rollbook.ingest.engines.sglang import client as sglang
+from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.ingest.engines.sglang.wire import Routing
 from rollbook.store.events import Logprobs, token_ids
 
 PROMPT = list(range(20, 50))

@@ -12,8 +12,8 @@ import httpx
 from tests.ingest.conftest import Served
 from tests.sglang.server import ENVIRONMENT, Process, environment, free_port
 
-from rollbook.ingest.engines.sglang_wire import OLDEST_SERVER
-from rollbook.train.config import TrainConfig
+from rollbook.ingest.engines.sglang.wire import OLDEST_SERVER
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.sync.control import SESSIONS_SINCE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,13 +20,13 @@ from tests.sglang.server import SglangServer, free_port
 
 from rollbook import store
 from rollbook.demo.processes import rollbook_command
-from rollbook.ingest.engines.weights import digest_tensors, read_weights
+from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record
-from rollbook.store.trajectory import Trajectory
-from rollbook.train.config import GrpoConfig, RecipeConfig
-from rollbook.train.recipe import select
-from rollbook.train.samples import all_samples
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.train.config.config import GrpoConfig, RecipeConfig
+from rollbook.train.data.recipe import select
+from rollbook.train.data.samples import all_samples
 
 KEYS = ("--api-key", "some-key", "--admin-api-key", "admin-key")
 ENVIRONMENT = {"ROLLBOOK_ENGINE_KEY": "some-key", "ROLLBOOK_ENGINE_ADMIN_KEY": "admin-key"}
@@ -192,11 +192,11 @@ def test_a_sync_to_a_server_of_another_shape(
     transport: str,
 ) -> None:
     """Nothing is sent that would end its scheduler: it answers as before, and the error says what differs."""
-    from rollbook.train.model_shape import read_shape
+    from rollbook.train.megatron.shape import read_shape
+    from rollbook.train.megatron.weight_names import weight_shapes
     from rollbook.train.sync.control import EngineControl
     from rollbook.train.sync.session import Manner, Release, Syncer
     from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
-    from rollbook.train.weight_names import weight_shapes
 
     weights(dense)
     wide = model.make(tmp_path / "wide", "dense", 9, tied=True, like=models["dense"], hidden=2 * model.HIDDEN)

@@ -17,10 +17,10 @@ from tests.ingest.conftest import Served
 from tests.sglang.conftest import ROUTING
 
 from rollbook import store
-from rollbook.bench.asgi import read_body, serving
 from rollbook.store.events import PolicyActivated
-from rollbook.store.routed_experts import unpack
-from rollbook.store.trajectory import Trajectory, fold
+from rollbook.store.events.routed_experts import unpack
+from rollbook.store.fold.trajectory import Trajectory, fold
+from rollbook.testing.asgi import read_body, serving
 
 
 class Tap:

@@ -19,8 +19,8 @@ from tests.sglang.conftest import PROMPT, TOLERANCE
 from tests.sglang.server import SglangServer
 
 from rollbook.ingest.engines.engine import Sampling
-from rollbook.ingest.engines.weight_name import version_in
-from rollbook.ingest.engines.weights import read_weights
+from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.errors import EngineError
 from rollbook.store.events import Record
 from rollbook.train.sync.control import UNVERIFIED

@@ -10,7 +10,7 @@ import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, TOLERANCE, greatest_difference
 
 from rollbook.ingest.engines.engine import Generation, Sampling
-from rollbook.store.routed_experts import unpack
+from rollbook.store.events.routed_experts import unpack
 
 LONG = Sampling(240, 1.0, 3)
 MODES = ("abort", "in_place", "retract")

@@ -24,9 +24,14 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError, WriteFailedError
 from rollbook.store.events import TurnFailed
-from rollbook.store.lane import flusher
-from rollbook.store.lane import writer as lane_writer
-from rollbook.store.lane.files import (
+from rollbook.store.log import writer as lane_writer
+from rollbook.store.log.recovery import recover_lane
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.sealed.seal import remove_leftovers, seal_closed
+from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.wal import flusher
+from rollbook.store.wal.files import (
     Watermark,
     lane_folder,
     quarantine,
@@ -35,14 +40,9 @@ from rollbook.store.lane.files import (
     segment_numbers,
     unpack_watermark,
 )
-from rollbook.store.lane.flusher import RealDisk
-from rollbook.store.lane.frame import scan
-from rollbook.store.lane.framer import Framer
-from rollbook.store.lane.recovery import recover_lane
-from rollbook.store.lane.writer import LaneWriter
-from rollbook.store.sealed.seal import remove_leftovers, seal_closed
-from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.verify import verify_store
+from rollbook.store.wal.flusher import RealDisk
+from rollbook.store.wal.frame import scan
+from rollbook.store.wal.framer import Framer
 
 SMALL = AppendSettings(segment_bytes=4000, linger_ms=0)
 
@@ -736,7 +736,7 @@ def test_damage_is_told_though_it_cannot_be_noted(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("rollbook.store.lane.files.replace_small", full)
+    monkeypatch.setattr("rollbook.store.wal.files.replace_small", full)
     with pytest.raises(CorruptionError, match="damaged at offset"):
         recover_lane(store.path, "a")
     quarantine(torn, "what was found")

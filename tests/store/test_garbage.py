@@ -15,19 +15,20 @@ from hypothesis import strategies as st
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
-from rollbook.store.codec import row_of
 from rollbook.store.errors import ConfigError, RollbookError, StoreError
 from rollbook.store.events import LabelAdded, TurnFailed
-from rollbook.store.lane import files, reader
-from rollbook.store.lane.files import Watermark
-from rollbook.store.lane.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame
-from rollbook.store.lane.rows import encode_rows
-from rollbook.store.lane.writer import LaneWriter
-from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.events.codec import row_of
+from rollbook.store.events.schema import LOG_SCHEMA
+from rollbook.store.log import reader
+from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings, StoreSettings, read_settings
-from rollbook.store.verify import verify_lane
+from rollbook.store.upkeep.verify import verify_lane
+from rollbook.store.wal import files
+from rollbook.store.wal.files import Watermark
+from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame
+from rollbook.store.wal.rows import encode_rows
 
 HEADER = LOG_SCHEMA.with_metadata({"lane": "a", "segment": "1", "store": "x"}).serialize().to_pybytes()
 

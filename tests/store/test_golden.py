@@ -22,13 +22,13 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import FormatError
-from rollbook.store.event_json import from_json
 from rollbook.store.events import RewardAssigned, TrajectoryOpened, TurnCompleted, TurnFailed, VersionSpan
-from rollbook.store.lane.flusher import RealDisk
+from rollbook.store.events.event_json import from_json
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.wal.flusher import RealDisk
 
 HEAD = {"old": 14, "private": 7, "serve": 46, "train": 14, "upkeep": 2}
 DROPPED = 7

@@ -14,13 +14,13 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
-from rollbook.store.codec import decode, inline_bodies
-from rollbook.store.event_json import from_json
 from rollbook.store.events import BodyStored, TurnCompleted, token_ids
-from rollbook.store.routed_experts import pack, unpack
-from rollbook.store.sealed.sealer import Sealer
+from rollbook.store.events.codec import decode, inline_bodies
+from rollbook.store.events.event_json import from_json
+from rollbook.store.events.routed_experts import pack, unpack
+from rollbook.store.events.upcast import upcast
 from rollbook.store.settings import AppendSettings
-from rollbook.store.upcast import upcast
+from rollbook.store.upkeep.sealer import Sealer
 
 PINNED = "8b283988bd2aefb7"
 """The beginning of the sha256 of the golden store's files: they are never changed."""

@@ -13,12 +13,12 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.erased import erase_row
-from rollbook.store.event_json import from_json
 from rollbook.store.events import EngineControlled, RewardAssigned
+from rollbook.store.events.erased import erase_row
+from rollbook.store.events.event_json import from_json
+from rollbook.store.events.upcast import upcast
 from rollbook.store.sealed.derived import REWARDS, build_derived
 from rollbook.store.sealed.unit import current_units, derived_folder
-from rollbook.store.upcast import upcast
 
 PINNED = "900693127b550d5a"
 """The beginning of the sha256 of the golden store's files: they are never changed."""

@@ -16,19 +16,20 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store
+from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.rebuild import rebuild_catalog
-from rollbook.store.codec import decode, encode
 from rollbook.store.errors import CatalogError, ConfigError, CorruptionError, FormatError, NotAStoreError
-from rollbook.store.lane.arrow_bytes import read_batch, read_file, read_schema
-from rollbook.store.lane.frame import EMPTY_CHAIN, MAGIC, ROW_FRAME, encode_frame, valid_frame_after
-from rollbook.store.schema import LOG_SCHEMA
+from rollbook.store.events.codec import decode, encode
+from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, build_derived
 from rollbook.store.sealed.parquet import checked_parquet
 from rollbook.store.sealed.point_read import trajectory_rows
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units, derived_folder, unit_folder
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.verify import verify_store
+from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.wal.arrow_bytes import read_batch, read_file, read_schema
+from rollbook.store.wal.frame import EMPTY_CHAIN, MAGIC, ROW_FRAME, encode_frame, valid_frame_after
 
 
 @pytest.fixture
@@ -274,10 +275,10 @@ def test_a_catalog_that_is_a_program(told: Store, evil: str) -> None:
         database.commit()
     begun = time.monotonic()
     with pytest.raises(CatalogError, match="none of its tables"):
-        told.catalog()
+        Catalog.of(told.path)
     rebuilt = rebuild_catalog(told)
     assert rebuilt.moved is not None
-    with closing(told.catalog()) as catalog:
+    with closing(Catalog.of(told.path)) as catalog:
         assert catalog.rows()["lanes"]
     assert time.monotonic() - begun < 20
 

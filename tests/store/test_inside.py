@@ -15,21 +15,22 @@ import pytest
 from sqlalchemy import make_url
 
 from rollbook import store as rb
+from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.address import refuse_outside
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.errors import CatalogError, CorruptionError, LaneLockedError, OutsideError, RemoteError
 from rollbook.store.inside import look_inside, open_plain, place_inside, read_small
-from rollbook.store.lane.files import Watermark, quarantine, read_watermark, take_lock, write_watermark
 from rollbook.store.permissions import open_file, replace_small
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.leases import removing, take_lease
 from rollbook.store.sealed.remote import remote_addresses, remote_place
 from rollbook.store.sealed.seal import seal_closed
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import current_units, manifest_bytes, parse_manifest, unit_folder
 from rollbook.store.secret import store_secret
 from rollbook.store.settings import AppendSettings, OwnRemoteSettings, RemoteSettings, SealSettings
-from rollbook.store.verify import verify_store
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.wal.files import Watermark, quarantine, read_watermark, take_lock, write_watermark
 
 KEPT = b"what stands outside"
 
@@ -95,7 +96,7 @@ def _everything(folder: Path) -> Iterator[Callable[[], Any]]:
         rb.open(folder).writer("serve").close()
 
     def stored() -> None:
-        with closing(rb.open(folder).catalog()) as catalog:
+        with closing(Catalog.of(rb.open(folder).path)) as catalog:
             catalog.rows()
 
     yield lambda: verify_store(rb.open(folder))
@@ -397,13 +398,13 @@ def test_a_stores_own_word_for_its_catalog(given: Path, url: str, monkeypatch: A
     monkeypatch.setattr("rollbook.store.catalog.database.create_engine", pytest.fail)
     (given / "store.toml").write_text(f'[catalog]\nurl = "{url}"\n')
     with pytest.raises(CatalogError, match=r"is not opened.*ROLLBOOK_CATALOG_URL"):
-        rb.open(given).catalog()
+        Catalog.of(rb.open(given).path)
 
 
 def test_where_a_catalog_may_be(given: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """In the store; at a server or in a folder that is allowed; wherever ROLLBOOK_CATALOG_URL says."""
     (given / "store.toml").write_text('[catalog]\nurl = "sqlite:///other.db"\n')
-    with closing(rb.open(given).catalog()):
+    with closing(Catalog.of(rb.open(given).path)):
         assert (given / "other.db").exists()
     for allowed, url in (
         ("ours.example", "postgresql://ours.example/x?sslmode=require"),

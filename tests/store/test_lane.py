@@ -13,15 +13,16 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.codec import decode
 from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import Event, TurnFailed
-from rollbook.store.lane import search, window
-from rollbook.store.lane.files import lane_folder, segment_numbers
-from rollbook.store.lane.frame import MAGIC
-from rollbook.store.lane.reader import LaneReader
-from rollbook.store.lane.writer import append_future
+from rollbook.store.events.codec import decode
+from rollbook.store.log import search
+from rollbook.store.log.reader import LaneReader
+from rollbook.store.log.writer import append_future
 from rollbook.store.settings import AppendSettings
+from rollbook.store.wal import window
+from rollbook.store.wal.files import lane_folder, segment_numbers
+from rollbook.store.wal.frame import MAGIC
 
 
 def _errors(store: Store) -> list[str]:

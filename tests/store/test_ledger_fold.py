@@ -17,17 +17,17 @@ from ledger_history import History
 
 from rollbook import store as rb
 from rollbook.store import Event, Store, format_cut
-from rollbook.store.codec import encode
 from rollbook.store.cut import parse_cut
-from rollbook.store.ledger import TRAINED, Ledger, fold_ledger
+from rollbook.store.events.codec import encode
+from rollbook.store.fold.ledger import TRAINED, Ledger, fold_ledger
+from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
 from rollbook.store.sql.relations import LIVE, Snapshot, definitions
 from rollbook.store.sql.views import VIEWS
-from rollbook.store.trajectory import fold
-from rollbook.train.samples import samples_of
+from rollbook.train.data.samples import samples_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 LEDGER = "SELECT * FROM ledger"

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from rollbook import store
+from rollbook.store.catalog import Catalog
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Event, TrajectoryOpened, TurnDelivered
-from rollbook.store.lane.files import quarantine
 from rollbook.store.permissions import MODES, make_empty, make_folder, modes_of, open_file
-from rollbook.store.sealed.find import live_units
 from rollbook.store.sealed.leases import take_lease
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.secret import store_secret
+from rollbook.store.upkeep.find import live_units
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.wal.files import quarantine
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])
@@ -85,7 +86,7 @@ def test_all_of_a_store_has_its_modes(tmp_path: Path, umask: int, share: str) ->
         take_lease(folder, {}),
         log.claim("a run", "wait"),
         log.writer("open") as writer,
-        closing(log.catalog()) as catalog,
+        closing(Catalog.of(log.path)) as catalog,
     ):
         catalog.record_lane("open", writer.recovered)
         found = check_modes(folder, share)

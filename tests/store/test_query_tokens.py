@@ -17,11 +17,11 @@ from rollbook.store.events import (
     TurnRequested,
     token_ids,
 )
+from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.sealed.derived import TRAJECTORIES, build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units, derived_folder
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.trajectory import prompt_sha256
 
 ENDED: dict[str, list[list[int] | None]] = {
     "exact": [[1], [2, 3]],

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.store import Store, format_cut, parse_cut
-from rollbook.store.codec import decode
 from rollbook.store.cut import holds
 from rollbook.store.errors import CorruptionError, CutError, FormatError
 from rollbook.store.events import Event, StepPlanned
-from rollbook.store.lane.reader import LaneReader
+from rollbook.store.events.codec import decode
+from rollbook.store.log.reader import LaneReader
 from rollbook.store.settings import AppendSettings
 
 LANES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
@@ -219,7 +219,7 @@ def test_tail_starts_at_a_cut(told: Store) -> None:
 
 def test_a_tail_that_was_stopped_goes_on(told: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """An event this release cannot read raises FormatError; nothing is lost by it, if it is read later."""
-    from rollbook.store import codec
+    from rollbook.store.events import codec
 
     tail = told.tail()
     with monkeypatch.context() as patch:
@@ -232,8 +232,8 @@ def test_a_tail_that_was_stopped_goes_on(told: Store, monkeypatch: pytest.Monkey
 
 def test_files_of_other_columns_are_refused(told: Store) -> None:
     """A segment whose schema is not this release's is a FormatError."""
-    from rollbook.store.lane.files import Watermark
-    from rollbook.store.lane.frame import EMPTY_CHAIN, HEADER_FRAME, encode_frame
+    from rollbook.store.wal.files import Watermark
+    from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, encode_frame
 
     payload = pa.schema([pa.field("other", pa.int64())]).serialize()
     data = b"".join(bytes(b) for b in encode_frame(HEADER_FRAME, payload, 0, 0, EMPTY_CHAIN)[0])

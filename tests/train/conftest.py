@@ -67,7 +67,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """`rollbook ...` in this process: its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        from rollbook.cli import main
+        from rollbook.cli.app import main
 
         monkeypatch.setattr(sys, "argv", ["rollbook", *map(str, arguments)])
         capsys.readouterr()

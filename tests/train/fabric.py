@@ -34,7 +34,7 @@ from rollbook.store.events import (
     VersionSpan,
     token_ids,
 )
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 100
@@ -239,7 +239,7 @@ GRPO = {
 
 def config(values: dict[str, Any], **changes: Any) -> Any:
     """A TrainConfig of the tiny model."""
-    from rollbook.train.config import parse_config
+    from rollbook.train.config.config import parse_config
 
     return parse_config({"model": str(model_folder())} | values | changes, "test")
 
@@ -263,9 +263,11 @@ def train(
     log: Store, settings: Any, source: str = "cut", *, as_of: str = "head", lane: str = "train"
 ) -> None:
     """`rollbook train` in this process."""
-    from rollbook.train.loop import train as run
+    from rollbook.cli.training import TrainingProgress
+    from rollbook.train.loop.loop import train as run
 
-    run(settings, log.path, source, as_of, lane)
+    with TrainingProgress() as progress:
+        run(settings, log.path, source, as_of, lane, progress)
 
 
 @functools.cache
@@ -310,7 +312,7 @@ def checkpoint(version: int, phase: str | None = "p", optimizer: str | None = "o
 def start_cli(*arguments: object) -> subprocess.Popen[str]:
     """`rollbook ...` in a process of its own, its stdout and stderr piped."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rollbook.cli", *map(str, arguments)],
+        [sys.executable, "-m", "rollbook.cli.app", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rollbook.ingest.engines.weights import digest_tensors, read_weights, widened
+from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store import Event, Store
 from rollbook.store.errors import VersionError
 from rollbook.store.events import CheckpointWritten, PolicyActivated, StepCommitted

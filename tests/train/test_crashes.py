@@ -22,8 +22,8 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
-from rollbook.train.publish import Publisher
-from rollbook.train.trainer import Trainer
+from rollbook.train.loop.publish import Publisher
+from rollbook.train.loop.trainer import Trainer
 
 Stores = Callable[..., Store]
 
@@ -159,7 +159,7 @@ def test_an_error_in_a_step_is_recorded(
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rollbook.train.trainer.run_step", broken)
+        patch.setattr("rollbook.train.loop.trainer.run_step", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             fabric.train(log, fabric.config(fabric.SFT, steps=1))
     assert _of(log, StepFailed) == [StepFailed(0, 1, "actor", "RuntimeError('no memory')")]
@@ -177,14 +177,14 @@ def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
         with pytest.raises(Killed):
             fabric.train(log, settings)
     with pytest.MonkeyPatch.context() as patch:
-        run_step = fabric.sys.modules["rollbook.train.rerun"].run_step
+        run_step = fabric.sys.modules["rollbook.train.loop.rerun"].run_step
 
         def noisy(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
             for micro in batch.micro_batches:
                 micro.temperatures[:] *= 1.001
             return run_step(policy, plan, batch, **options)
 
-        patch.setattr("rollbook.train.rerun.run_step", noisy)
+        patch.setattr("rollbook.train.loop.rerun.run_step", noisy)
         with pytest.raises(TrainError, match="running step 0 again differs in logprobs"):
             fabric.train(log, settings)
     fabric.train(log, settings)

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from rollbook import store as rb
-from rollbook.ingest.engines.weights import digest_tensors, read_weights, widened
+from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
-from rollbook.train.backend import TrainablePolicy
-from rollbook.train.batch import MicroBatch
-from rollbook.train.config import OptimizerConfig
+from rollbook.train.algorithms.losses import sft_loss, token_logprobs
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.data.batch import MicroBatch
 from rollbook.train.history import History
-from rollbook.train.losses import sft_loss, token_logprobs
-from rollbook.train.model_shape import read_shape
-from rollbook.train.publish import Publisher
-from rollbook.train.weight_names import checked, plan, to_huggingface, to_megatron, weight_shapes
+from rollbook.train.loop.publish import Publisher
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.weight_names import checked, plan, to_huggingface, to_megatron, weight_shapes
 
 VOCAB = 125
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw")

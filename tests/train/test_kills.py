@@ -12,7 +12,7 @@ from rollbook.bench.loop_agents import Habits
 from rollbook.bench.loop_kills import KillPlan, kill_in_a_store
 from rollbook.bench.loop_stage import Loop, Setting, loop_of, write_model
 from rollbook.store.events import StepCommitted, SyncFinished
-from rollbook.store.tail import Filter
+from rollbook.store.log.tail import Filter
 
 pytestmark = [pytest.mark.torch, pytest.mark.crashes]
 FIXED = 20

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.bench.asgi import serving
-from rollbook.bench.scripted_faults import Fault
-from rollbook.bench.scripted_job import Options
-from rollbook.bench.scripted_sglang import ScriptedSGLang
-from rollbook.ingest.engines.weight_name import version_in
+from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store import Store
 from rollbook.store.errors import EngineError
 from rollbook.store.events import (
@@ -23,6 +19,10 @@ from rollbook.store.events import (
     SyncFinished,
     SyncStarted,
 )
+from rollbook.testing.asgi import serving
+from rollbook.testing.scripted_faults import Fault
+from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 NOWHERE = "http://127.0.0.1:9"
 Start = Callable[[], tuple[ScriptedSGLang, str]]

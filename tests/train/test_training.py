@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rollbook.store import Store
+from rollbook.store.catalog import Catalog
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import (
     CheckpointWritten,
@@ -22,11 +23,11 @@ from rollbook.store.events import (
     StepCommitted,
     StepPlanned,
 )
-from rollbook.train.checkpoint import read_checkpoint
-from rollbook.train.phase import family_names
-from rollbook.train.recipe import is_candidate
-from rollbook.train.samples import all_samples
-from rollbook.train.step import INPUT_STAGES, STAGES
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.config.phase import family_names
+from rollbook.train.data.recipe import is_candidate
+from rollbook.train.data.samples import all_samples
+from rollbook.train.loop.step import INPUT_STAGES, STAGES
 
 Stores = Callable[..., Store]
 
@@ -113,7 +114,8 @@ def test_checkpoints_are_what_the_log_says(trained: Stores) -> None:
     for record in written[1:]:
         assert record.weights_digest == weights[record.policy_version]
         assert read_checkpoint(log.path / record.path).optimizer is not None
-    assert [row["policy_version"] for row in log.catalog().rows()["checkpoints"]] == [0, 4, 8, 9, 11, 12]
+    checkpoints = Catalog.of(log.path).rows()["checkpoints"]
+    assert [row["policy_version"] for row in checkpoints] == [0, 4, 8, 9, 11, 12]
     opened = _of(log, RunOpened)
     assert [o.config["algorithm"]["name"] for o in opened] == ["sft", "grpo"]
 

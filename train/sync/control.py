@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.rank_checksums import QUESTION, RankChecksums, read_ranks
+from rollbook.ingest.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollbook.ingest.engines.rank_checksums import RankChecksums
-from rollbook.ingest.engines.tensor_layout import check_places
+from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
+from rollbook.ingest.engines.weights.tensor_layout import check_places
 from rollbook.store.errors import EngineError, ModelError
-from rollbook.train.model_shape import ModelShape, read_shape
+from rollbook.train.megatron.shape import ModelShape, read_shape
 from rollbook.train.sync.control import EMBEDDED, EngineInfo
 
 TRAINED = "float32"

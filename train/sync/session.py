@@ -22,15 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.engines.rank_checksums import RankChecksums, ranks_digest
-from rollbook.ingest.engines.sglang_wire import release_of
-from rollbook.ingest.engines.tensor_checksums import checksum_of
-from rollbook.ingest.engines.tensor_layout import Expected
-from rollbook.ingest.engines.weight_name import weight_name
+from rollbook.ingest.engines.sglang.wire import release_of
+from rollbook.ingest.engines.weights.name import weight_name
+from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
+from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
+from rollbook.ingest.engines.weights.tensor_layout import Expected
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
-from rollbook.train.model_shape import ModelShape
+from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, UNVERIFIED, EngineControl, EngineInfo
 from rollbook.train.sync.fits import check_fits
 from rollbook.train.sync.presence import looking_at

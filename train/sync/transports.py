@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from rollbook.ingest.engines.tensor_layout import Expected
+from rollbook.ingest.engines.weights.tensor_layout import Expected
 from rollbook.store.errors import EngineError
 from rollbook.train.sync.broadcast import BroadcastGroup
 from rollbook.train.sync.buckets import Bucket, Buffers, NamedTensor, buckets

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from training_told import RUN, answered, begins, committed, dropped, opened, planned
 
 from rollbook.ingest.admission.outstanding import KINDS, Outstanding
-from rollbook.ingest.admission.policy import StalenessPolicy
-from rollbook.ingest.admission.training import training_of
-from rollbook.store.events import Event, Record, RunOpened, TrajectoryFinished, TrajectoryOpened
-from rollbook.store.upkeep_events import TrajectoryAdopted
+from rollbook.ingest.staleness.policy import StalenessPolicy
+from rollbook.ingest.staleness.units import training_of
+from rollbook.store.events import (
+    Event,
+    Record,
+    RunOpened,
+    TrajectoryAdopted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+)
 
 
 def folded(*records: Record, run: str = RUN) -> Outstanding:

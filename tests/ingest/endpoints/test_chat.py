@@ -10,8 +10,8 @@ import pytest
 from played_engine import Play
 from streamed import PATHS, asked
 
-from rollbook.store.trajectory import fold
-from rollbook.store.upkeep_events import BodyStored
+from rollbook.store.events import BodyStored
+from rollbook.store.fold.trajectory import fold
 
 CHAT = PATHS["chat"]
 NAMES = itertools.count()

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from told_weights import ToldWeights
 
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.serve_options import ServeOptions, make_engine, upstream_of
+from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.ingest.serve.options import ServeOptions, make_engine, upstream_of
 from rollbook.store.errors import ConfigError, EngineError
-from rollbook.train.config import parse_config
+from rollbook.train.config.config import parse_config
 from rollbook.train.sync.control import EngineControl
 
 SECRET = "pl4nted-s3cret"

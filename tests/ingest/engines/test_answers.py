@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.answers import read_answer, read_lines
+from rollbook.ingest.engines.sglang.answers import read_answer, read_lines
 from rollbook.store.errors import EngineError
 
 

@@ -18,21 +18,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollbook import store
-from rollbook.bench.asgi import serving
-from rollbook.bench.scripted_job import Options
-from rollbook.bench.scripted_sglang import ScriptedSGLang
 from rollbook.ingest.engines import identify
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.compare_weights import Held, answer, compare
 from rollbook.ingest.engines.engine import Prompt, Sampling
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.identify import Identity
-from rollbook.ingest.engines.rank_checksums import RankChecksums, ranks_digest, read_ranks
-from rollbook.ingest.engines.sglang import SglangEngine
-from rollbook.ingest.engines.sglang_http import Keys
-from rollbook.ingest.engines.weight_log import WeightLog
-from rollbook.ingest.engines.weight_name import weight_name
-from rollbook.ingest.engines.weights import digest_tensors, read_weights
+from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.ingest.engines.sglang.http import Keys
+from rollbook.ingest.engines.weights.compare import Held, answer, compare
+from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.ingest.engines.weights.log import WeightLog
+from rollbook.ingest.engines.weights.name import weight_name
+from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest, read_ranks
 from rollbook.store import Event
 from rollbook.store.errors import EngineError, ModelError, VersionError
 from rollbook.store.events import (
@@ -43,7 +40,10 @@ from rollbook.store.events import (
     SyncStarted,
     token_ids,
 )
-from rollbook.store.tail import Tail
+from rollbook.store.log.tail import Tail
+from rollbook.testing.asgi import serving
+from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
 
 LAYER = "model.layers.0"
 SHAPES = {

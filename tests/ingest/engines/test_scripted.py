@@ -13,11 +13,12 @@ import pytest
 
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
-from rollbook.ingest.serve_options import ServeOptions, make_engine
+from rollbook.ingest.serve.options import ServeOptions, make_engine
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
+from rollbook.ingest.tokens.normal_form import conversation_digest
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.store.events import TurnFailed, token_ids
-from rollbook.store.trajectory import fold
+from rollbook.store.fold.trajectory import fold
 
 Chat = Callable[..., ChatTokenizer]
 
@@ -158,8 +159,8 @@ def test_a_template_that_does_not_extend_is_an_engine_error(chat: Chat, source: 
 def test_a_function_in_a_file_or_module_is_loaded(tmp_path: Path) -> None:
     """file.py:function and module:function."""
     (tmp_path / "s.py").write_text("def answer(messages, tools):\n    return 'from file'\n")
-    assert load_script(f"{tmp_path}/s.py:answer")([], None) == "from file"
-    assert load_script("json:dumps") is json.dumps
+    assert load_script(f"{tmp_path}/s.py:answer", conversation_digest)([], None) == "from file"
+    assert load_script("json:dumps", conversation_digest) is json.dumps
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_a_script_that_cannot_be_loaded_says_why(tmp_path: Path, source: str, sp
     file = tmp_path / "s.py"
     file.write_text(source)
     with pytest.raises(EngineError, match=words) as caught:
-        load_script(spec.format(file))
+        load_script(spec.format(file), conversation_digest)
     assert "--script" in str(caught.value)
 
 
@@ -192,7 +193,7 @@ def test_a_jsonl_file_answers_by_messages(tmp_path: Path, chat: Chat) -> None:
     ]
     file = tmp_path / "s.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script = load_script(str(file))
+    script = load_script(str(file), conversation_digest)
     parts = {"content": [{"type": "text", "text": "Hello"}], "role": "user", "name": "ann"}
     assert chat().decode(_generate(chat(), script, [parts]).completion_ids) == "Hi"
     assert chat().decode(_generate(chat(), script, [USER, parts]).completion_ids) == "Hi again"
@@ -218,7 +219,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     good = json.dumps({"messages": [USER], "reply": {"role": "assistant", "content": "Hi"}})
     file.write_text(f"{good}\n{good}\n{line}\n{good}\n")
     with pytest.raises(EngineError, match=r"s\.jsonl: line 3: "):
-        load_script(str(file))
+        load_script(str(file), conversation_digest)
 
 
 def test_options_that_name_no_engine_are_refused(tmp_path: Path, chat: Chat) -> None:

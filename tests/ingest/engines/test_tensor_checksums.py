@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.tensor_checksums import Sha256Checksum, TiledChecksum, checksum_of
-from rollbook.ingest.engines.weights import tensor_bytes
+from rollbook.ingest.engines.weights.digests import tensor_bytes
+from rollbook.ingest.engines.weights.tensor_checksums import Sha256Checksum, TiledChecksum, checksum_of
 
 TILE = 32768
 TILED = {

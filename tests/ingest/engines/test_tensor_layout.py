@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.rank_checksums import RankChecksums
-from rollbook.ingest.engines.tensor_checksums import Sha256Checksum
-from rollbook.ingest.engines.tensor_layout import Expected, Place, place_of, shard
+from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
+from rollbook.ingest.engines.weights.tensor_checksums import Sha256Checksum
+from rollbook.ingest.engines.weights.tensor_layout import Expected, Place, place_of, shard
 from rollbook.store.errors import EngineError
 
 LOADED: dict[str, list[int]] = orjson.loads((Path(__file__).parent / "sglang_loaders.json").read_bytes())

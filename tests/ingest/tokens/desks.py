@@ -12,21 +12,21 @@ import numpy as np
 import orjson
 from tests.ingest.conftest import Desk, NoisyEngine
 
-from rollbook.ingest.answered import AnsweredTurn
 from rollbook.ingest.endpoints.chat import ChatCompletions
 from rollbook.ingest.endpoints.completions import Completions
 from rollbook.ingest.engines.engine import Generation
-from rollbook.ingest.live import LiveTrajectory
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.replies.family import Family
-from rollbook.ingest.requests import OpenTrajectory
-from rollbook.ingest.running import RunningCall
+from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.turn_records import Arrival
-from rollbook.ingest.turns import TurnTaker
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.in_flight import RunningCall
 from rollbook.store.events import Json, VersionSpan, token_ids
-from rollbook.store.trajectory import Trajectory
+from rollbook.store.fold.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

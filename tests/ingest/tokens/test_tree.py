@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rollbook.ingest.tokens.bridge import SENTINEL
-from rollbook.store.trajectory import fold
-from rollbook.train.samples import samples_of
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.data.samples import samples_of
 
 from .invariants import check_invariants
 

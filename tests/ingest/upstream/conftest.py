@@ -16,10 +16,10 @@ from http_upstream import HttpUpstream
 
 from rollbook import store
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.options import ProxyOptions
-from rollbook.ingest.recorder import Recorder
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, Upstream, build_upstream_app
-from rollbook.store.trajectory import Trajectory, fold
+from rollbook.store.fold.trajectory import Trajectory, fold
 
 
 class Passed:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from rollbook import store
-from rollbook.store.trajectory import Trajectory, fold
+from rollbook.store.fold.trajectory import Trajectory, fold
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
 from rollbook import store
-from rollbook.store.trajectory import fold
-from rollbook.train.samples import all_samples
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.data.samples import all_samples
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}
@@ -229,7 +229,7 @@ def test_the_commands_take_such_turns(passed: Any, upstream: Any, tmp_path: Any)
     passed.close()
 
     def rollbook(*arguments: str) -> str:
-        command = [sys.executable, "-m", "rollbook.cli", *arguments, "--store", str(passed.path)]
+        command = [sys.executable, "-m", "rollbook.cli.app", *arguments, "--store", str(passed.path)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout

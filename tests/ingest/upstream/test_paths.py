@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from upstream_replies import ENDPOINTS
 
-from rollbook.ingest.access import Role
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.identity import trajectory_key
-from rollbook.ingest.keys import Key, Keys, digest_of
-from rollbook.ingest.serve_options import ServeOptions, upstream_of
+from rollbook.ingest.http.access import Role
+from rollbook.ingest.http.keys import Key, Keys, digest_of
+from rollbook.ingest.serve.options import ServeOptions, upstream_of
+from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.ingest.upstream.paths import ALLOWED, meant, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError
 from rollbook.store.secret import store_secret

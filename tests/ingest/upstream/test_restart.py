@@ -12,7 +12,7 @@ from http_upstream import chat_reply, streamed, whole
 from upstream_replies import ENDPOINTS
 
 from rollbook import store
-from rollbook.store.trajectory import fold
+from rollbook.store.fold.trajectory import fold
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

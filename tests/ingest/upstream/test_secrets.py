@@ -10,9 +10,9 @@ from urllib.parse import quote
 import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
-from rollbook.ingest.identity import trajectory_key
-from rollbook.ingest.keys import Keys
-from rollbook.ingest.redact import Redactor
+from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store.redaction import PLACEHOLDER
 from rollbook.store.secret import store_secret
 

@@ -12,7 +12,7 @@ from rollbook.ingest.upstream.prompts import asked_prompts, prompt_ids
 from rollbook.ingest.upstream.references import References
 from rollbook.ingest.upstream.reply import read_reply, read_stream
 from rollbook.ingest.upstream.request import read_call
-from rollbook.train.samples import all_samples
+from rollbook.train.data.samples import all_samples
 
 PATH = "/v1/completions"
 PROMPTS = ["one", "two"]

@@ -12,14 +12,14 @@ import orjson
 import pytest
 from sqlalchemy import Engine, create_engine, event
 
-from rollbook import cli
 from rollbook import store as rb
+from rollbook.cli.app import app as cli
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.errors import CatalogError, NotAStoreError
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.sealed.unit import SealedFile, SealedSegment, Unit
-from rollbook.store.training_events import CheckpointWritten
 
 
 def _unit(first: int, last: int, generation: int = 1) -> Unit:
@@ -38,7 +38,7 @@ def test_opening_a_lane_is_noted(store: Store, notes: Any) -> None:
     for i in range(3):
         with store.writer("a") as writer:
             writer.append(notes(2 + i)).result(30)
-    rows = store.catalog().rows()
+    rows = Catalog.of(store.path).rows()
     assert [(r["name"], r["process"], r["truncated_bytes"]) for r in rows["lanes"]] == [("a", os.getpid(), 0)]
     size = [(store.path / "lanes" / "a" / f"{n:08d}.wal").stat().st_size for n in (1, 2)]
     closed = {"lane": "a", "state": "closed", "unit": None}
@@ -52,7 +52,7 @@ def test_opening_a_lane_is_noted(store: Store, notes: Any) -> None:
 
 def test_a_unit_is_noted_with_its_segments(store: Store) -> None:
     """A unit's row says what its manifest says; its segments are sealed, those of no unit are not."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_units("a", [_unit(1, 2)])
     assert catalog.rows()["units"] == [
         {
@@ -77,7 +77,7 @@ def test_a_unit_is_noted_with_its_segments(store: Store) -> None:
 
 def test_compaction_supersedes(store: Store) -> None:
     """A wider unit replaces those it was made of; their segments are in it."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_units("a", [_unit(1, 1), _unit(2, 3)])
     catalog.record_units("a", [_unit(1, 3, generation=2), _unit(4, 4)])
     assert [r["name"] for r in catalog.rows()["units"]] == ["00000001-00000003.2", "00000004-00000004.1"]
@@ -89,7 +89,7 @@ def test_compaction_supersedes(store: Store) -> None:
 
 def test_upload_and_retention_are_noted(store: Store) -> None:
     """A unit that moved has its new place; of one that was dropped the numbers stay."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_units("a", [_unit(1, 1), _unit(2, 2)])
     gone = replace(_unit(1, 1), dropped_us=7)
     catalog.record_units("a", [gone, replace(_unit(2, 2), remote="s3://bucket/x")])
@@ -100,7 +100,7 @@ def test_upload_and_retention_are_noted(store: Store) -> None:
 
 def test_a_unit_that_vanished_leaves_closed_segments(store: Store) -> None:
     """Where a unit is in no other one, its segments are only closed again."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_units("a", [_unit(1, 1), _unit(2, 2)])
     catalog.record_units("a", [_unit(1, 1)])
     assert _states(catalog) == [(1, "sealed", "00000001-00000001.1", 10), (2, "closed", None, 10)]
@@ -108,7 +108,7 @@ def test_a_unit_that_vanished_leaves_closed_segments(store: Store) -> None:
 
 def test_lanes_units_do_not_mix(store: Store) -> None:
     """Noting one lane's units leaves another lane's alone, where the names are the same."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_units("a", [_unit(1, 1)])
     catalog.record_units("b", [replace(_unit(1, 1), lane="b")])
     catalog.record_units("b", [])
@@ -121,7 +121,7 @@ def test_opening_a_lane_does_not_unseal(store: Store, notes: Any) -> None:
     """A writer that finds a sealed segment's file still there leaves the segment's state."""
     with store.writer("a") as writer:
         writer.append(notes(10)).result(30)
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_units("a", [_unit(1, 1)])
     store.writer("a").close()
     assert _states(catalog) == [(1, "sealed", "00000001-00000001.1", 10), (2, "open", None, None)]
@@ -129,12 +129,12 @@ def test_opening_a_lane_does_not_unseal(store: Store, notes: Any) -> None:
 
 def test_checkpoints_are_noted_once(store: Store) -> None:
     """A checkpoint is a row by its path; noting it again replaces the row. Text may be long."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     run = "r" * 1000
     for size in (1, 1 << 40):
         catalog.record_checkpoint(run, CheckpointWritten("actor", 1, "checkpoints/1", "w1", None, None, size))
     catalog.close()
-    assert store.catalog().rows()["checkpoints"] == [
+    assert Catalog.of(store.path).rows()["checkpoints"] == [
         {
             "path": "checkpoints/1",
             "run": run,
@@ -148,7 +148,7 @@ def test_checkpoints_are_noted_once(store: Store) -> None:
 
 def test_rows_come_in_the_order_of_their_keys(store: Store) -> None:
     """Text sorts by code point, whatever the database's own collation."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     for name in ("é", "a", "B", "Z", "_"):
         catalog.record_checkpoint("run", CheckpointWritten("actor", 1, name, "w", None, None, 1))
     assert [r["path"] for r in catalog.rows()["checkpoints"]] == ["B", "Z", "_", "a", "é"]
@@ -157,20 +157,20 @@ def test_rows_come_in_the_order_of_their_keys(store: Store) -> None:
 def test_another_stores_catalog_is_refused(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
     """Two stores cannot share a database: each would forget the other's lanes."""
     monkeypatch.setenv("ROLLBOOK_ALLOW", str(store.path), prepend=",")
-    store.catalog().close()
+    Catalog.of(store.path).close()
     other = rb.open(tmp_path / "other", create=True)
     url = catalog_url(store.path).render_as_string(hide_password=False)
     (other.path / "store.toml").write_text(f'[catalog]\nurl = "{url}"\n')
     with pytest.raises(CatalogError, match=f"is that of store {store.store_id}, not of {other.store_id}"):
-        other.catalog()
-    assert [r["store_id"] for r in store.catalog().rows()["store_meta"]] == [store.store_id]
+        Catalog.of(other.path)
+    assert [r["store_id"] for r in Catalog.of(store.path).rows()["store_meta"]] == [store.store_id]
 
 
 def test_the_environment_names_the_catalog(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
     """ROLLBOOK_CATALOG_URL wins over the store's settings; a relative file lies in the store's folder."""
     monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "sqlite:///elsewhere.db")
     monkeypatch.chdir(tmp_path)
-    store.catalog().close()
+    Catalog.of(store.path).close()
     assert (store.path / "elsewhere.db").exists()
     assert not (tmp_path / "elsewhere.db").exists()
 
@@ -203,7 +203,7 @@ def test_two_handles_write_at_once(store: Store) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     def note(handle: int) -> None:
-        catalog = store.catalog()
+        catalog = Catalog.of(store.path)
         for i in range(10):
             record = CheckpointWritten("actor", i, f"c/{handle}/{i}", "w", None, None, 1)
             catalog.record_checkpoint("run", record)
@@ -212,14 +212,14 @@ def test_two_handles_write_at_once(store: Store) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(note, range(4)))
-    rows = store.catalog().rows()
+    rows = Catalog.of(store.path).rows()
     assert len(rows["checkpoints"]) == 40
     assert [r["name"] for r in rows["lanes"]] == ["lane-0", "lane-1", "lane-2"]
 
 
 def test_rows_are_of_one_moment(store: Store) -> None:
     """What another process notes between two tables' reading is in neither of them."""
-    reader, writer = store.catalog(), store.catalog()
+    reader, writer = Catalog.of(store.path), Catalog.of(store.path)
     between: list[str] = []
 
     def write(_c: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
@@ -241,7 +241,7 @@ def test_rows_are_of_one_moment(store: Store) -> None:
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_sqlite_is_in_wal_mode(store: Store) -> None:
     """The default database lets readers read while one process writes."""
-    store.catalog().close()
+    Catalog.of(store.path).close()
     engine = create_engine(catalog_url(store.path))
     with engine.connect() as connection:
         assert connection.exec_driver_sql("pragma journal_mode").scalar() == "wal"
@@ -259,7 +259,7 @@ def test_info_as_json(told: Store, monkeypatch: Any, capsys: Any) -> None:
     info = orjson.loads(capsys.readouterr().out)
     assert (info["path"], info["id"]) == (str(told.path), told.store_id)
     assert info["head"] == rb.format_cut(told.head())
-    assert info["catalog"] == told.catalog().name
+    assert info["catalog"] == Catalog.of(told.path).name
     assert [lane["name"] for lane in info["lanes"]] == ["serve", "train"]
     count = told.head()["train"]
     assert [(s["lane"], s["number"], s["state"], s["events"]) for s in info["segments"]] == [
@@ -272,7 +272,7 @@ def test_info_as_json(told: Store, monkeypatch: Any, capsys: Any) -> None:
 
 def test_info_for_people(told: Store, monkeypatch: Any, capsys: Any) -> None:
     """Without --json the same is printed as tables; an empty one is left out."""
-    told.catalog().note_events(told.events())
+    Catalog.of(told.path).note_events(told.events())
     monkeypatch.setattr(sys, "argv", ["rollbook", "store", "info", "--store", str(told.path)])
     with pytest.raises(SystemExit) as stop:
         cli.main()

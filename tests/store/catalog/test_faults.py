@@ -13,11 +13,11 @@ import pytest
 from sqlalchemy import Engine, make_url
 
 from rollbook.store import Store
-from rollbook.store.catalog import database
+from rollbook.store.catalog import Catalog, database
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.catalog.database import without_secrets
 from rollbook.store.errors import CatalogError, StoreError
-from rollbook.store.training_events import CheckpointWritten
+from rollbook.store.events import CheckpointWritten
 
 REBUILD = "rollbook store rebuild-catalog"
 CHECKPOINT = CheckpointWritten("actor", 1, "checkpoints/1", "w1", None, None, 1)
@@ -32,7 +32,7 @@ def refused(store: Store, monkeypatch: Any) -> Refused:
     def refuse(url: str) -> str:
         monkeypatch.setenv("ROLLBOOK_CATALOG_URL", url)
         with pytest.raises(CatalogError) as refusal:
-            store.catalog()
+            Catalog.of(store.path)
         assert isinstance(refusal.value, StoreError)
         assert str(pickle.loads(pickle.dumps(refusal.value))) == str(refusal.value)
         return str(refusal.value)
@@ -99,12 +99,12 @@ def test_garbage_instead_of_a_database(store: Store) -> None:
     file = store.path / "catalog.db"
     file.write_bytes(b"this is no database, and long enough to be looked at" * 100)
     with pytest.raises(CatalogError, match=f"file is not a database: run `{REBUILD}`"):
-        store.catalog()
+        Catalog.of(store.path)
 
 
 def test_a_missing_table(store: Store, raw: Engine) -> None:
     """Tables that somebody dropped are missed when they are used."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     with raw.begin() as connection:
         connection.exec_driver_sql("drop table checkpoints")
     with pytest.raises(CatalogError, match=f"checkpoints.*run `{REBUILD}`"):
@@ -114,7 +114,7 @@ def test_a_missing_table(store: Store, raw: Engine) -> None:
 def test_a_busy_database(store: Store, monkeypatch: Any) -> None:
     """A process that waits in vain says so; the rows it wanted are not there, and the next try goes well."""
     monkeypatch.setattr(database, "PATIENCE_S", 1)
-    busy, waiting = store.catalog(), store.catalog()
+    busy, waiting = Catalog.of(store.path), Catalog.of(store.path)
     with busy._database.write():
         began = time.monotonic()
         with pytest.raises(CatalogError, match=r"busy for 1 seconds; try again") as refusal:
@@ -129,7 +129,7 @@ def test_a_busy_database(store: Store, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("backend", ["postgresql"], indirect=True)
 def test_a_server_that_was_restarted(store: Store, raw: Engine) -> None:
     """A catalog that was open while its connections were cut goes on over new ones."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     catalog.record_checkpoint("run", CHECKPOINT)
     with raw.connect() as connection:
         ended = connection.exec_driver_sql(
@@ -151,7 +151,7 @@ def unit(first, last, generation):
     segments = tuple(SealedSegment(n, n * 10, 10, 100, "") for n in range(first, last + 1))
     return Unit("a", generation, "", segments, (), 1)
 
-catalog = rb.open(sys.argv[1]).catalog()
+catalog = Catalog.of(rb.open(sys.argv[1]).path)
 catalog.record_units("a", [unit(1, 1, 1), unit(2, 2, 1)])
 
 def stop(connection, cursor, statement, *rest):
@@ -171,7 +171,7 @@ def test_kill_in_the_middle_of_a_transaction(store: Store, start_python: Any, ra
     assert process.stdout.readline() == "half done\n"
     process.kill()
     process.communicate(timeout=30)
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     began = time.monotonic()
     catalog.record_checkpoint("run", CHECKPOINT)
     assert time.monotonic() - began < 10

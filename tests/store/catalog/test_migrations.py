@@ -17,6 +17,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import URL, Engine, create_engine, inspect
 
 from rollbook.store import Store
+from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.tables import SCHEMA_REVISION, TABLES, Base
 from rollbook.store.errors import CatalogError
 
@@ -112,7 +113,7 @@ def test_an_old_catalog_is_upgraded_when_opened(store: Store, raw: Engine, notes
     """Opening a store with a catalog of 0001 migrates it; its rows stay, and new ones join them."""
     _run(raw, "upgrade", "0001")
     _fill(raw)
-    rows = store.catalog().rows()
+    rows = Catalog.of(store.path).rows()
     assert [(r["name"], r["truncated_bytes"]) for r in rows["lanes"]] == [("serve", 7), ("train", 0)]
     assert [(r["number"], r["state"], r["unit"]) for r in rows["segments"]] == [
         (1, "closed", None),
@@ -122,16 +123,16 @@ def test_an_old_catalog_is_upgraded_when_opened(store: Store, raw: Engine, notes
     assert [r["store_id"] for r in rows["store_meta"]] == [store.store_id]
     with store.writer("a") as writer:
         writer.append(notes(1)).result(30)
-    assert [r["name"] for r in store.catalog().rows()["lanes"]] == ["a", "serve", "train"]
+    assert [r["name"] for r in Catalog.of(store.path).rows()["lanes"]] == ["a", "serve", "train"]
 
 
 def test_a_newer_catalog_is_refused(store: Store, raw: Engine) -> None:
     """A revision that this release does not know is named, with the remedy, and nothing is changed."""
-    store.catalog().close()
+    Catalog.of(store.path).close()
     with raw.begin() as connection:
         connection.exec_driver_sql("update alembic_version set version_num = '0099'")
     with pytest.raises(CatalogError, match=r"revision '0099'.*up to 0002.*update rollbook") as refusal:
-        store.catalog()
+        Catalog.of(store.path)
     assert "rollbook store rebuild-catalog" in str(refusal.value)
     with raw.connect() as connection:
         assert connection.exec_driver_sql("select version_num from alembic_version").scalar() == "0099"
@@ -164,7 +165,7 @@ def test_processes_may_open_a_new_store_together(store: Store, start_python: Any
     assert second.poll() is None, "the second one waits"
     assert first.communicate("\n", timeout=60) == ("first\n", "")
     assert second.communicate(timeout=60) == ("second\n", "")
-    assert [r["name"] for r in store.catalog().rows()["lanes"]] == ["first", "second"]
+    assert [r["name"] for r in Catalog.of(store.path).rows()["lanes"]] == ["first", "second"]
 
 
 def test_the_format_page_names_every_column(root: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 from sqlalchemy import Engine, event
 
 from rollbook.store import Event, Store
+from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.tables import UNKNOWN_ATTEMPT
-from rollbook.store.training_events import (
+from rollbook.store.events import (
     CheckpointWritten,
+    CursorMoved,
     PolicyActivated,
     PolicyPublished,
     StepCommitted,
@@ -20,7 +22,6 @@ from rollbook.store.training_events import (
     StepPlanned,
     StepRetired,
 )
-from rollbook.store.upkeep_events import CursorMoved
 
 TABLES = ("policy_versions", "consumers", "steps", "checkpoints")
 
@@ -83,7 +84,7 @@ EXPECTED = {
 
 
 def _rows(store: Store, *groups: Iterable[Event]) -> dict[str, list[tuple[Any, ...]]]:
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     for group in groups:
         catalog.note_events(group)
     rows = catalog.rows()
@@ -160,7 +161,7 @@ def test_a_cursor_may_go_back(store: Store) -> None:
 
 def test_other_kinds_open_no_transaction(store: Store, notes: Any) -> None:
     """Traffic passes by: a batch with nothing for the catalog does not touch the database."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     statements: list[str] = []
 
     def note(_c: Any, _cursor: Any, statement: str, *_rest: Any) -> None:

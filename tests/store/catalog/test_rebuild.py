@@ -13,24 +13,24 @@ import orjson
 import pytest
 from sqlalchemy import Engine, inspect
 
-from rollbook import cli
+from rollbook.cli.app import app as cli
 from rollbook.store import Event, Store
+from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import CatalogError, CorruptionError
-from rollbook.store.lane.files import segment_path
+from rollbook.store.events import CheckpointWritten, CursorMoved
 from rollbook.store.sealed.seal import seal_segments
 from rollbook.store.sealed.unit import current_units, unit_folder, write_manifest
 from rollbook.store.settings import SealSettings
-from rollbook.store.training_events import CheckpointWritten
-from rollbook.store.upkeep_events import CursorMoved
+from rollbook.store.wal.files import segment_path
 
 Rows = dict[str, list[dict[str, Any]]]
 
 
 def _rows(store: Store) -> Rows:
     """The catalog's rows but for what no file keeps: when a lane was opened, what was cut off then."""
-    catalog = store.catalog()
+    catalog = Catalog.of(store.path)
     rows = catalog.rows()
     catalog.close()
     for lane in rows["lanes"]:
@@ -44,7 +44,7 @@ def grown(told: Store, notes: Any) -> Store:
 
     Everything was noted in the catalog when it happened.
     """
-    catalog = told.catalog()
+    catalog = Catalog.of(told.path)
     for i in range(4):
         with told.writer("bulk") as writer:
             writer.append(notes(5, start=5 * i)).result(30)
@@ -87,7 +87,7 @@ def test_the_same_rows(grown: Store) -> None:
 
 def test_the_last_opening(grown: Store) -> None:
     """When and by which process a lane was opened last is read off its lock file."""
-    catalog = grown.catalog()
+    catalog = Catalog.of(grown.path)
     before = {r["name"]: r for r in catalog.rows()["lanes"]}
     rebuild_catalog(grown)
     for row in catalog.rows()["lanes"]:
@@ -101,7 +101,7 @@ def test_the_last_opening(grown: Store) -> None:
 def test_from_nothing(grown: Store, raw: Engine) -> None:
     """Without any table there, and with rows that nothing in the log accounts for."""
     before = _rows(grown)
-    catalog = grown.catalog()
+    catalog = Catalog.of(grown.path)
     catalog.record_checkpoint("never", CheckpointWritten("actor", 9, "never", "w", None, None, 1))
     catalog.record_units("never", [])
     assert _rows(grown) != before
@@ -180,13 +180,13 @@ def test_from_a_broken_file(grown: Store, harm: Break) -> None:
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_sound_file_stays(grown: Store) -> None:
     """A catalog that is in use is not moved away from under its users."""
-    user = grown.catalog()
+    user = Catalog.of(grown.path)
     inode = (grown.path / "catalog.db").stat().st_ino
     rebuild_catalog(grown)
     assert (grown.path / "catalog.db").stat().st_ino == inode
     user.record_checkpoint("run", CheckpointWritten("actor", 1, "later", "w", None, None, 1))
     user.close()
-    assert "later" in [r["path"] for r in grown.catalog().rows()["checkpoints"]]
+    assert "later" in [r["path"] for r in Catalog.of(grown.path).rows()["checkpoints"]]
 
 
 def test_a_segment_just_begun(grown: Store) -> None:
@@ -206,14 +206,14 @@ def test_what_is_noted_meanwhile_stays(grown: Store) -> None:
             record = CheckpointWritten("actor", 5, "meanwhile", "w5", None, None, 1)
             with grown.writer("another") as writer:
                 seq = writer.append([Event(record, "demo")]).result(30)
-            catalog = grown.catalog()
+            catalog = Catalog.of(grown.path)
             catalog.note_events([Event(record, "demo", lane="another", seq=seq)])
             catalog.close()
             appended.append("meanwhile")
 
     done = rebuild_catalog(grown, append)
     assert done.events == sum(grown.head().values())
-    catalog = grown.catalog()
+    catalog = Catalog.of(grown.path)
     assert "meanwhile" in [r["path"] for r in catalog.rows()["checkpoints"]]
     assert "another" in [r["name"] for r in catalog.rows()["lanes"]]
     catalog.close()
@@ -283,7 +283,7 @@ def test_the_command_as_json(grown: Store, monkeypatch: Any, capsys: Any) -> Non
     done = orjson.loads(capsys.readouterr().out)
     assert done.pop("seconds") >= 0
     assert done == {
-        "catalog": grown.catalog().name,
+        "catalog": Catalog.of(grown.path).name,
         "moved": None,
         "events": sum(grown.head().values()),
         "rows": {name: len(rows) for name, rows in _rows(grown).items()},

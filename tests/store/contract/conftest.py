@@ -14,11 +14,11 @@ from memory_log import MemoryLog
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.errors import WriteFailedError
-from rollbook.store.lane.writer import LaneWriter
+from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
-from rollbook.store.sealed.sealer import adopted
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.upkeep.sealer import adopted
 
 Log = Any
 """What the contract is about: the methods that its tests call."""

@@ -22,8 +22,8 @@ from rollbook.store.events import (
     TurnRequested,
     VersionSpan,
 )
-from rollbook.store.tail import Filter
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.fold.trajectory import prompt_sha256
+from rollbook.store.log.tail import Filter
 
 Log = Any
 BIG = "a long system prompt " * 1000

@@ -13,8 +13,8 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
+from rollbook.store.fold.trajectory import prompt_sha256
 from rollbook.store.interchange.export import export_store
-from rollbook.store.trajectory import prompt_sha256
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"q": "é✓"}'}}

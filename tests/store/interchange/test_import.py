@@ -12,8 +12,8 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollbook import cli
 from rollbook import store as rb
+from rollbook.cli.app import app as cli
 from rollbook.store import Store
 from rollbook.store.errors import CutError, InterchangeError, LaneLockedError, WriteFailedError
 from rollbook.store.events import RunOpened, TurnCompleted
@@ -21,10 +21,10 @@ from rollbook.store.interchange import importing
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
 from rollbook.store.interchange.records import records_of
-from rollbook.store.lane.writer import LaneWriter
-from rollbook.train.config import RecipeConfig
-from rollbook.train.recipe import is_candidate
-from rollbook.train.samples import samples_of
+from rollbook.store.log.writer import LaneWriter
+from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.recipe import is_candidate
+from rollbook.train.data.samples import samples_of
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE = [{"role": "user", "content": "sure? 文字"}, {"role": "assistant", "content": "yes", "weight": 1}]

@@ -16,7 +16,7 @@ from rollbook.store.events import RewardAssigned, TrajectoryFinished, Trajectory
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.paths import paths
 from rollbook.store.interchange.selection import Selection, trajectories
-from rollbook.train.samples import samples_of
+from rollbook.train.data.samples import samples_of
 
 
 def test_a_line_has_exactly_this(told: Store, chats: Any) -> None:

@@ -24,13 +24,13 @@ from rollbook.store.events import (
     TurnRequested,
     token_ids,
 )
+from rollbook.store.fold.trajectory import Trajectory, fold, prompt_sha256
 from rollbook.store.interchange.chat_file import ChatFile, Entry
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
 from rollbook.store.interchange.jsonl import as_json
 from rollbook.store.interchange.paths import paths
 from rollbook.store.interchange.records import records_of
-from rollbook.store.trajectory import Trajectory, fold, prompt_sha256
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 JSON = st.recursive(

@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.store.events import RunOpened, StepFailed, SyncFailed, TurnDelivered, TurnFailed
+from rollbook.store.events import (
+    EngineControlled,
+    RunOpened,
+    StepFailed,
+    SyncFailed,
+    TurnDelivered,
+    TurnFailed,
+)
 from rollbook.store.redaction import PLACEHOLDER, Scrubber, cleaned, credentials, secrets_in, shown
-from rollbook.store.training_events import EngineControlled
 
 SCRUB = Scrubber(b"k" * 32)
 SECRET = "hunter2-pl4nted"

@@ -12,9 +12,9 @@ import pytest
 
 from rollbook.store import Event, Store
 from rollbook.store.events import BodyStored, TurnFailed, TurnRequested
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import current_units
-from rollbook.store.verify import verify_lane
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.verify import verify_lane
 
 SECONDS = 6.0
 SMALL = """
@@ -193,8 +193,8 @@ def test_bodies_are_found_after_their_file_is_gone(store: Store, moment: str) ->
         Sealer(store).run_once()
         assert [e.event_id for e in events] == ["id-00000024", "id-00000027"]
         return
-    from rollbook.store.codec import decode
-    from rollbook.store.lane.reader import LaneReader
+    from rollbook.store.events.codec import decode
+    from rollbook.store.log.reader import LaneReader
 
     reader = LaneReader(store.path, "a", end - 2)
     batch = next(reader.poll())

@@ -15,10 +15,10 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.events import TurnRequested
-from rollbook.store.lane.files import read_watermark
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import all_units, current_units
-from rollbook.store.verify import verify_store
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.wal.files import read_watermark
 
 pytestmark = pytest.mark.crashes
 
@@ -38,7 +38,8 @@ SEALERS = """
 import os, signal, sys, time
 import duckdb, pyarrow.parquet
 from rollbook import store as rb
-from rollbook.store.sealed import derived, sealer
+from rollbook.store.sealed import derived
+from rollbook.store.upkeep import sealer
 
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
 

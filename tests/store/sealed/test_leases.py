@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rollbook.store import Store
-from rollbook.store.sealed.compact import merge, remove_superseded
 from rollbook.store.sealed.leases import lease_units, leased, removing, take_lease
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import MARKS, Unit, current_units, unit_folder
 from rollbook.store.settings import SealSettings
+from rollbook.store.upkeep.compact import merge, remove_superseded
 
 
 @pytest.fixture

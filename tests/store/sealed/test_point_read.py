@@ -12,12 +12,12 @@ import pytest
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError
+from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.sealed import point_read
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
 from rollbook.store.sealed.unit import MARKS, TURNS, current_units
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.trajectory import Trajectory, fold
 
 
 def _plain(value: Any) -> Any:

@@ -20,20 +20,20 @@ from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import ConfigError, CorruptionError, NotAStoreError, RemoteError, StoreError
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened, TurnFailed
 from rollbook.store.sealed import projections
-from rollbook.store.sealed.attach import attach
 from rollbook.store.sealed.derived import DERIVED, build_derived
-from rollbook.store.sealed.erase import erase_trajectory
 from rollbook.store.sealed.leases import take_lease
 from rollbook.store.sealed.remote import place
-from rollbook.store.sealed.retain import retain
 from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import all_units, current_units, unit_folder
-from rollbook.store.sealed.upload import remote_folder, upload_units
 from rollbook.store.settings import AppendSettings, RemoteSettings, SealSettings
 from rollbook.store.sql.object_storage import file_system, outage
 from rollbook.store.sql.views import VIEWS
-from rollbook.store.verify import verify_store
+from rollbook.store.upkeep.attach import attach
+from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.store.upkeep.retain import retain
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.upload import remote_folder, upload_units
+from rollbook.store.upkeep.verify import verify_store
 
 LANES = ("serve", "train", "upkeep")
 CUTS = ["head", *[f"serve={n},train=4" for n in (1, 8, 13)]]
@@ -401,7 +401,7 @@ def test_addresses_that_cannot_be(sealed: Store, storage: Any, uri: str) -> None
 
 def _command(root: Path, *words: object, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "rollbook.cli", *map(str, words)],
+        [sys.executable, "-m", "rollbook.cli.app", *map(str, words)],
         env=os.environ | {"PYTHONPATH": str(root / "src")} | environment,
         capture_output=True,
         text=True,

@@ -16,9 +16,9 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
-from rollbook.store.sealed.sealer import Sealer
 from rollbook.store.sealed.unit import all_units, current_units
-from rollbook.store.sealed.upload import upload_units
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.upload import upload_units
 
 pytestmark = pytest.mark.crashes
 
@@ -28,7 +28,7 @@ UPLOADERS = """
 import os, signal, sys
 import duckdb, pyarrow.parquet
 from rollbook import store as rb
-from rollbook.store.sealed import sealer
+from rollbook.store.upkeep import sealer
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")

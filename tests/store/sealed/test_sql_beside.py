@@ -10,8 +10,8 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store, format_cut
+from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.sealed.unit import all_units, current_units
-from rollbook.store.trajectory import Trajectory, fold
 
 SECONDS = 8.0
 SETTINGS = """
@@ -28,7 +28,7 @@ import sys, time
 import numpy as np
 from rollbook import store
 from rollbook.store import Event, events as kinds
-from rollbook.store.trajectory import prompt_sha256
+from rollbook.store.fold.trajectory import prompt_sha256
 
 log, ids = store.open(sys.argv[1]), np.arange(12, dtype=np.int32)
 done = {"role": "assistant", "content": "four"}
@@ -56,7 +56,7 @@ print(i)
 SEAL = """
 import sys, time
 from rollbook import store
-from rollbook.store.sealed.sealer import Sealer
+from rollbook.store.upkeep.sealer import Sealer
 
 log = store.open(sys.argv[1])
 sealer, passes = Sealer(log), 0
@@ -155,7 +155,7 @@ def test_a_filter_does_not_scan_the_world(store: Store, start_python: Any, query
         time.sleep(0.05)
     go.unlink()
     writer.communicate(timeout=60)
-    from rollbook.store.sealed.sealer import Sealer
+    from rollbook.store.upkeep.sealer import Sealer
 
     Sealer(store).run_once()
     connection = rb.connect(store.path, allow_files=True)

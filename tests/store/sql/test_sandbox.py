@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import store as rb
+from rollbook.cli.sql import run_query
 from rollbook.store import Store
 from rollbook.store.errors import QueryError, RollbookError
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.sql.print_rows import run_query
 from rollbook.store.sql.sandbox import refuse_writing
 
 SECRET = "what stands outside of the store"

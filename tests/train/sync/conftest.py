@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollbook.bench.asgi import serving
-from rollbook.bench.scripted_answers import Script, hashed
-from rollbook.bench.scripted_faults import Fault
-from rollbook.bench.scripted_job import Options
-from rollbook.bench.scripted_sglang import ScriptedSGLang
-from rollbook.ingest.engines.weight_name import version_in
+from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.events import Record
+from rollbook.testing.asgi import serving
+from rollbook.testing.scripted_answers import Script, hashed
+from rollbook.testing.scripted_faults import Fault
+from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import Manner, Release, Syncer
 from rollbook.train.sync.transports import FromDisk, FromTensors, Transport

@@ -1,0 +1,1 @@
+"""An engine inside the proxy's process: transformers, batching, and its weights."""

@@ -1,0 +1,228 @@
+"""SGLang's own control routes over the embedded engine, served under `/engine`.
+
+The guard before the application decides who may use them. Each that changes something is recorded before it
+is answered, done or refused: who set which weights is in the log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, cast, get_args
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+
+from rollbook import __version__
+from rollbook.ingest.engines.embedded.held_weights import HeldWeights
+from rollbook.ingest.engines.embedded.weight_control import Mode, WeightControl
+from rollbook.ingest.engines.embedded.weight_routes import add_weight_routes, refused
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
+from rollbook.ingest.engines.sampling_bounds import Temperature
+from rollbook.store.errors import ModelError, RequestError
+from rollbook.store.events import Json, token_ids
+
+KIND = "rollbook-embedded"
+"""What /server_info calls this engine; SGLang's own says nothing there."""
+
+
+CHANGES = frozenset(
+    {
+        "pause_generation",
+        "continue_generation",
+        "flush_cache",
+        "update_weights_from_disk",
+        "begin_weight_update",
+        "update_weights_from_tensor",
+        "end_weight_update",
+        "update_weight_version",
+    }
+)
+"""Routes that change what the engine does."""
+_TOLD = ("mode", "model_path", "weight_version", "new_version", "flush_cache", "abort_all_requests")
+_ERROR_LENGTH = 500
+_LARGE_BYTES = 1 << 16
+
+
+class Controlled(Protocol):
+    """What these routes need of an engine."""
+
+    vocabulary: int
+    context_length: int
+    device: str
+    weights: HeldWeights
+    updates: WeightControl
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> Generation: ...
+    def failure(self) -> str | None: ...
+    def load(self) -> tuple[int, int]: ...
+
+
+class PauseGeneration(BaseModel):
+    """Body of /pause_generation."""
+
+    model_config = ConfigDict(extra="allow")
+    mode: str = "abort"
+
+
+class SamplingParams(BaseModel):
+    """SGLang's sampling_params, as far as the embedded engine acts on them."""
+
+    model_config = ConfigDict(extra="allow")
+    max_new_tokens: int = 128
+    temperature: Temperature = 1.0
+    sampling_seed: int = 0
+
+
+class GenerateBody(BaseModel):
+    """Body of /generate."""
+
+    model_config = ConfigDict(extra="allow")
+    input_ids: list[int]
+    sampling_params: SamplingParams = SamplingParams()
+
+
+def _check(body: GenerateBody, engine: Controlled) -> None:
+    """Refuse what would end the generation loop, and every request with it."""
+    ids, new = body.input_ids, body.sampling_params.max_new_tokens
+    if not ids or min(ids) < 0 or max(ids) >= engine.vocabulary:
+        text = f"input_ids must hold at least one id, each from 0 to {engine.vocabulary - 1}"
+        raise RequestError(400, "bad_request", text)
+    if new < 1 or len(ids) + new > engine.context_length:
+        text = f"max_new_tokens is {new}: send at least 1, and with {len(ids)} input_ids at most "
+        raise RequestError(400, "bad_request", text + f"{engine.context_length} in all")
+
+
+class Controlling(APIRoute):
+    """A route whose name among `CHANGES` has it recorded, by the application's `state.controlled`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request of the route."""
+        answer = super().get_route_handler()
+        action = self.path.rpartition("/")[2]
+        if action not in CHANGES:
+            return answer
+
+        async def recorded(request: Request) -> Response:
+            asked = _told_of(await request.body())
+            try:
+                reply = await answer(request)
+            except Exception as error:
+                await request.app.state.controlled(request, action, asked, repr(error)[:_ERROR_LENGTH])
+                raise
+            await request.app.state.controlled(request, action, asked, _refusal_of(reply))
+            return reply
+
+        return recorded
+
+
+def _refusal_of(reply: Response) -> str | None:
+    """Why the engine did not do it; None: it did."""
+    if reply.status_code == 200:
+        return None
+    text = bytes(reply.body).decode()
+    told = orjson.loads(text)["message"] if isinstance(reply, JSONResponse) else text
+    return str(told).strip()[:_ERROR_LENGTH]
+
+
+def _told_of(raw: bytes) -> Json:
+    """Of a request's body what the log keeps: no tensors."""
+    if len(raw) > _LARGE_BYTES:
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    if not isinstance(body, dict):
+        return {}
+    return {k: v for k, v in body.items() if k in _TOLD and isinstance(v, str | int | float | bool | None)}
+
+
+def control_routes(engine: Controlled) -> APIRouter:
+    """The routes, to be mounted under /engine."""
+    routes = APIRouter(route_class=Controlling)
+
+    @routes.get("/health")
+    async def health() -> Json:
+        return {"status": "ok"}
+
+    @routes.get("/model_info")
+    @routes.get("/get_model_info")
+    async def model_info() -> Json:
+        weights = engine.weights
+        info = {"model_path": str(weights.path), "weight_version": weights.label}
+        return info | {"is_generation": True, "weights": weights.state, "failure": engine.failure()}
+
+    @routes.get("/server_info")
+    @routes.get("/get_server_info")
+    async def server_info() -> Json:
+        ranks = {"tp_size": 1, "dp_size": 1, "pp_size": 1}
+        own: Json = {"version": __version__, "engine": KIND, "device": engine.device} | ranks
+        paths = {"model_path": str(engine.weights.path), "weight_version": engine.weights.label}
+        return own | paths | {"paused": engine.updates.paused}
+
+    @routes.get("/v1/loads")
+    async def loads() -> Json:
+        running, waiting = engine.load()
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
+        return {"timestamp": time.time(), "version": __version__, "loads": [load]}
+
+    @routes.post("/generate")
+    async def generate(body: GenerateBody) -> Json:
+        _check(body, engine)
+        params = body.sampling_params
+        sampling = Sampling(params.max_new_tokens, params.temperature, params.sampling_seed)
+        made = await engine.generate(Prompt(token_ids(body.input_ids), (), None), sampling)
+        return _generated(made, len(body.input_ids))
+
+    add_weight_routes(routes, engine.weights, engine.updates)
+    _add_flow_routes(routes, engine.updates)
+    return routes
+
+
+def _add_flow_routes(routes: APIRouter, updates: WeightControl) -> None:
+    @routes.post("/pause_generation")
+    async def pause(body: PauseGeneration | None = None) -> Json:
+        mode = "abort" if body is None else body.mode
+        if mode not in get_args(Mode):
+            text = f"mode is {mode!r}: send one of {', '.join(get_args(Mode))}"
+            raise RequestError(400, "bad_request", text)
+        await updates.pause(cast(Mode, mode))
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    @routes.post("/continue_generation", response_model=None)
+    async def resume() -> Json | JSONResponse:
+        try:
+            await updates.resume()
+        except ModelError as error:
+            return refused(error)
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    # SGLang takes a GET too. Here none changes anything: a link could have it sent.
+    @routes.post("/flush_cache", response_model=None)
+    async def flush() -> PlainTextResponse:
+        if await updates.flush_cache():
+            return PlainTextResponse("Cache flushed.\n")
+        text = "Flush cache failed.\nRequests stand still in the batch: pause with mode retract to flush.\n"
+        return PlainTextResponse(text, 400)
+
+
+def _generated(made: Generation, prompt_tokens: int) -> Json:
+    """A generation in SGLang's form."""
+    ids = made.completion_ids.tolist()
+    numbers = [] if made.logprobs is None else made.logprobs.tolist()
+    spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in made.version_spans]
+    reason: Json = {"type": made.finish_reason}
+    reason |= {"matched": ids[-1]} if made.finish_reason == "stop" else {"length": len(ids)}
+    meta = {
+        "finish_reason": reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(ids),
+        "output_token_logprobs": [[p, i, None] for p, i in zip(numbers, ids, strict=True)],
+        "weight_versions": spans,
+        "weight_version": spans[-1]["version"],
+    }
+    return {"output_ids": ids, "meta_info": meta}

@@ -1,0 +1,1 @@
+"""SGLang behind HTTP: sampling, its servers, and which weights they hold."""

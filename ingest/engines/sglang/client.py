@@ -1,0 +1,343 @@
+"""SGLang over its native `/generate`: ids in, ids, logprobs and weight versions out.
+
+Nothing here goes through text: SGLang's OpenAI routes render and parse by themselves, and their streams leave
+logprobs out. One server, or a router in front of several. It is asked with aiohttp: with 50 requests at once
+httpx takes 27 times the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+from fastapi import APIRouter
+
+from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.sglang.answers import TOLD_BYTES, read_answer, read_lines
+from rollbook.ingest.engines.sglang.http import ASK_S, CONNECT_S, Keys, SglangServer
+from rollbook.ingest.engines.sglang.parts import joined, may_go_on, the_rest
+from rollbook.ingest.engines.sglang.servers import Servers, Weights
+from rollbook.ingest.engines.sglang.wire import (
+    Part,
+    Routing,
+    news,
+    part,
+    request_body,
+    weight_names,
+)
+from rollbook.store.errors import EngineError, EngineLostError
+from rollbook.store.events import Json
+
+KEEP_ALIVE_S = 4.0
+"""A connection that was idle for longer is not used again: servers close theirs after five."""
+ABORT_AGAIN_S = 0.5
+LOOK_AGAIN_S = 5.0
+"""How often a server whose weights are of no known version is looked at: it may have been started anew."""
+_HONOURED = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "stop",
+        "logit_bias",
+        "response_format",
+        "logprobs",
+    }
+)
+
+
+class _UnansweredError(EngineLostError):
+    """The connection ended before a byte of the answer came."""
+
+
+class SglangEngine:
+    """Asks a server at `url`.
+
+    Args:
+        weights: says which version a name of weights is, and finds out where none is known.
+        policy: name of the line of weights that it serves.
+        takes_images: whether its model does.
+        key: sent as a bearer token, for servers started with --api-key.
+        admin_key: sent instead to routes that control, for servers started with --admin-api-key.
+        routed_experts: what its model is made of, where the experts that tokens went to are to be recorded.
+    """
+
+    name = "sglang"
+    honoured = _HONOURED
+
+    def __init__(
+        self,
+        url: str | EngineAddress,
+        weights: Weights,
+        *,
+        policy: str = "actor",
+        takes_images: bool = False,
+        key: str | None = None,
+        admin_key: str | None = None,
+        routed_experts: Routing | None = None,
+    ) -> None:
+        address = EngineAddress.of(url).plain
+        self.url, self.policy, self.takes_images = address.url, policy, takes_images
+        self._keys, self._weights, self._routing = Keys(address, key, admin_key), weights, routed_experts
+        self._keys.headers()  # or an error: there is a login and a key too
+        self._version: int | None = None
+        self._strange: str | None = None
+        """What the last answer called weights of no known version."""
+        self._looked = 0.0
+        self._asked: dict[str, str] = {}  # of each request, the id that its part has at the server
+        self._ended: set[str] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._servers: Servers | None = None
+        self._sessions: list[aiohttp.ClientSession] = []
+
+    async def start(self, activated: Activated) -> None:
+        """Connect, see that the server can be used, and find out which weights it serves.
+
+        Raises:
+            EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
+                with parameters of its own, or that was not started to tell the experts to be recorded.
+            VersionError: it holds a version's files, and the log says that the version is other weights.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        fresh = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(connector=kept, timeout=timeout)
+        self._fresh = aiohttp.ClientSession(connector=fresh, timeout=timeout)
+        self._sessions += [self._session, self._fresh]
+        try:
+            server = SglangServer(self.url, self._session, self._keys)
+            if self._servers is None:
+                self._servers = Servers(server, self._weights)
+            self._servers.first = server
+            await self._servers.check(self._routing)
+            await self.verify()
+        except BaseException:
+            await self._disconnect()
+            raise
+
+    async def look(self) -> list[tuple[str, Json]]:
+        """Connect once, before anything is recorded, and let go; what each server says of its model.
+
+        Raises:
+            EngineError, VersionError: it cannot be used, as `start` would find out.
+        """
+
+        async def activated(*_: Any) -> None:
+            """Never told: a server has the weights."""
+
+        try:
+            await self.start(activated)
+            return await self.servers.models()
+        finally:
+            await self.close()
+
+    def held(self) -> tuple[int, str] | None:
+        """None: a server has the weights."""
+        return None
+
+    @property
+    def servers(self) -> Servers:
+        """Those behind its address, once it was started."""
+        assert self._servers is not None
+        return self._servers
+
+    async def close(self) -> None:
+        """Let go of the server; it runs on."""
+        for task in self._aborts:
+            task.cancel()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        while self._sessions:
+            await self._sessions.pop().close()
+
+    # Which weights it serves ------------------------------------------------------------------
+
+    async def verify(self) -> None:
+        """Find out which version its weights are; `unverified` says why where that cannot be known.
+
+        Raises:
+            EngineLostError: it cannot be reached.
+            VersionError: it holds a version's files, and the log says that the version is other weights.
+        """
+        self._looked = time.monotonic()
+        await self.servers.verify()
+        self._strange, self._version = None, self.servers.version
+
+    def unverified(self) -> str | None:
+        """Why its tokens have no version now, or None."""
+        if self._servers is not None and self._servers.doubts:
+            return "; ".join(self._servers.doubts.values())
+        strange = self._strange
+        return None if strange is None else f"it calls its weights {strange}, and they are not compared yet"
+
+    def doubtful(self) -> bool:
+        """Whether `verify` is due: it answered with weights of a name that nobody has bound to a version."""
+        if self._strange is None:
+            return False
+        return not self.servers.refutes(self._strange) or time.monotonic() > self._looked + LOOK_AGAIN_S
+
+    def synced(self, version: int) -> None:
+        """A sync has given it a version, verified: what was doubted before is gone."""
+        self._strange, self._version = None, version
+        if self._servers is not None:
+            self._servers.doubts.clear()
+
+    async def _spoken_of(self, names: Sequence[str]) -> None:
+        """Take note of what an answer called the weights that made its tokens."""
+        if any(self._weights.version_of(name) is None for name in names):
+            with contextlib.suppress(EngineError):  # then they have none for now
+                await self._weights.hear()  # a sync may have bound it a moment ago
+        if not names:
+            return
+        self._version = self._weights.version_of(names[-1])
+        self._strange = names[-1] if self._version is None else None
+        if self._strange is None and not self.servers.routed:
+            self.servers.doubts.clear()
+
+    async def ready(self) -> None:
+        """A server holds requests itself while its weights are being replaced."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
+        """Sample a completion; one that the server ends before it is done, though nobody here asked, goes on.
+
+        Raises:
+            EngineError: the server cannot be reached, or says why it cannot answer.
+        """
+        begun = time.perf_counter()
+        parts: list[Part] = []
+        rest = prompt, sampling
+        try:
+            while True:
+                parts.append(await self._part(prompt.request_id, *rest, heard))
+                if prompt.request_id in self._ended or not may_go_on(parts, sampling):
+                    break
+                rest = the_rest(prompt, sampling, parts)
+        finally:
+            self._asked.pop(prompt.request_id, None)
+            self._ended.discard(prompt.request_id)
+        return joined(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
+
+    async def _part(self, request_id: str, prompt: Prompt, sampling: Sampling, heard: Heard) -> Part:
+        """One request, and what it brings; asked once more where a connection ends before any answer.
+
+        A kept connection may have been closed by the server just then, which is no reason to give it up. The
+        second time the request has another id, since the server may know the first.
+        """
+        try:
+            answer = await self._answer(self._session, request_id, prompt, sampling, heard)
+        except _UnansweredError:
+            again = replace(prompt, request_id=f"again-{prompt.request_id}")
+            try:
+                answer = await self._answer(self._fresh, request_id, again, sampling, heard)
+            except _UnansweredError as error:
+                raise EngineLostError(str(error)) from error
+        await self._spoken_of(weight_names(answer))
+        return part(answer, prompt, self.policy, self._routing, self._weights.version_of)
+
+    async def _answer(
+        self,
+        session: aiohttp.ClientSession,
+        request_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        heard: Heard,
+    ) -> Json:
+        stream = heard is not unheard
+        asked = request_body(prompt, sampling, stream, self._routing)
+        body = orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY)
+        self._asked[request_id] = prompt.request_id
+        answered = False
+        try:
+            async with session.post(f"{self.url}/generate", data=body, headers=self._keys.headers()) as reply:
+                answered = True
+                if reply.status != 200:
+                    text = (await read_answer(reply, TOLD_BYTES))[:500].decode(errors="replace")
+                    raise EngineError(f"{self.url}/generate answers {reply.status}: {text}")
+                if stream:
+                    return await _heard_out(reply, heard)
+                answer: Json = orjson.loads(await read_answer(reply))
+                return answer
+        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
+            ended = isinstance(error, aiohttp.ClientConnectionError)
+            ended = ended and not isinstance(error, aiohttp.ClientConnectorError | TimeoutError)
+            lost = _UnansweredError if ended and not answered else EngineLostError
+            raise lost(f"{self.url}/generate failed: {error!r}") from error
+
+    async def abort(self, request_id: str) -> None:
+        """Have a request ended; its own reply says what there is, and when."""
+        if request_id in self._asked:
+            self._ended.add(request_id)
+            task = asyncio.create_task(self._abort(request_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, request_id: str) -> None:
+        """Say so until it has ended: a server that the request has not reached yet forgets the abort."""
+        timeout = aiohttp.ClientTimeout(total=ASK_S, sock_connect=CONNECT_S)
+        while (rid := self._asked.get(request_id)) is not None:
+            try:
+                # Of several servers the others do not know the request, and pass over it.
+                for server in await self.servers.all():
+                    body, headers = orjson.dumps({"rid": rid}), self._keys.headers(control=True)
+                    async with self._session.post(
+                        f"{server.url}/abort_request", data=body, headers=headers, timeout=timeout
+                    ) as reply:
+                        await read_answer(reply, TOLD_BYTES)
+            except (TimeoutError, OSError, aiohttp.ClientError, EngineError):
+                return  # the request itself will fail likewise, and say so; or it runs to its end
+            await asyncio.sleep(ABORT_AGAIN_S)
+
+    def policy_version(self) -> int | None:
+        """The version that was last seen, None where its weights are of no known one."""
+        return self._version
+
+    def failure(self) -> str | None:
+        """None: a server that is away now may come back."""
+        return None
+
+    def control(self) -> APIRouter | None:
+        """None: it is controlled at its own address."""
+        return None
+
+
+async def _heard_out(reply: aiohttp.ClientResponse, heard: Heard) -> Json:
+    """The last chunk of a stream, which ends with all ids: chunks hold all so far, or what is new.
+
+    Raises:
+        EngineError: the server reports an error, or the stream ends early.
+    """
+    ids: list[int] = []
+    logprobs: list[Any] = []
+    last: Json | None = None
+    async for chunk in _chunks(reply):
+        fresh, told = news(chunk, len(ids))
+        if fresh:
+            ids += fresh
+            logprobs += told
+            heard(fresh, [entry[0] for entry in told] or None)
+        last = chunk
+    if last is None or last["meta_info"].get("finish_reason") is None:
+        raise EngineLostError("the server's stream ended before its last chunk")
+    meta = last["meta_info"] | {"output_token_logprobs": logprobs}
+    return last | {"output_ids": ids, "meta_info": meta}
+
+
+async def _chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Json]:
+    """The events of a stream, however they are cut into packets. SGLang's hold one line of data each."""
+    async for line in read_lines(reply):
+        text = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and text != b"[DONE]":
+            yield orjson.loads(text)

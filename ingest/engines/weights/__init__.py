@@ -1,0 +1,1 @@
+"""Which weights an engine holds: digests, checksums, layouts and names of versions."""

@@ -1,0 +1,1 @@
+"""The HTTP side: who may do what, bodies, connections, routes."""

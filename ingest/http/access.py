@@ -1,0 +1,188 @@
+"""Who may do what: the one table from routes to roles, and what a role may say of a trajectory. Pure.
+
+Where no keys are configured everybody is an operator, and `/engine` is for this host alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from starlette.routing import compile_path
+
+from rollbook.ingest.trajectories.identity import key_name
+from rollbook.store.errors import RequestError
+
+
+class Role(StrEnum):
+    """What a key is for. `trajectory` is that of a trajectory's own key, which no file can name."""
+
+    operator = "operator"
+    writer = "writer"
+    judge = "judge"
+    reader = "reader"
+    trajectory = "trajectory"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request is from.
+
+    Attributes:
+        name: the key's name, as the log has it; None: no keys are checked.
+        role: what it may do.
+        key: the key as sent, where it names a trajectory.
+    """
+
+    name: str | None
+    role: Role
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def trajectory(self) -> str | None:
+        """The trajectory that its key names."""
+        return key_name(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may use a route.
+
+    Attributes:
+        path: as the application writes it; the first rule that fits a path counts.
+        open: it answers without a key too.
+        local: without keys it is for this host alone.
+    """
+
+    method: str
+    path: str
+    roles: frozenset[Role]
+    open: bool = False
+    local: bool = False
+
+
+OPERATORS = frozenset({Role.operator})
+READERS = OPERATORS | {Role.reader}
+AGENTS = OPERATORS | {Role.writer, Role.trajectory}
+ALL = frozenset(Role)
+ANY = "*"
+
+RULES = (
+    Rule("GET", "/healthz", READERS, open=True),  # its details
+    Rule("GET", "/metrics", READERS),
+    Rule("GET", "/docs", ALL),
+    Rule("GET", "/docs/oauth2-redirect", ALL),
+    Rule("GET", "/redoc", ALL),
+    Rule("GET", "/openapi.json", ALL),
+    Rule(ANY, "/engine/{action:path}", OPERATORS, local=True),
+    Rule("GET", "/v1/events", READERS | {Role.judge}),  # a judge: `JUDGES_KINDS`
+    Rule("GET", "/v1/cursors/{name}", READERS),
+    Rule("PUT", "/v1/cursors/{name}", OPERATORS),
+    Rule("POST", "/v1/trajectories", AGENTS),
+    Rule("POST", "/v1/trajectories/{name:path}/finish", AGENTS),
+    Rule("POST", "/v1/trajectories/{name:path}/rewards", AGENTS | {Role.judge}),
+    Rule("POST", "/v1/trajectories/{name:path}/labels", AGENTS | {Role.judge}),
+    # The agents' APIs; all of them where requests only pass.
+    Rule(ANY, "/v1/{path:path}", AGENTS),
+    Rule(ANY, "/t/{said:path}", AGENTS),
+)
+OTHERWISE = Rule(ANY, "", OPERATORS)
+"""For what no rule names, such as a route that is not there."""
+
+JUDGES_KINDS = frozenset({"trajectory.opened", "trajectory.finished", "reward.assigned", "label.added"})
+"""What a judge may read of the log: which trajectories there are, and what was said of them."""
+AGENT = "agent"
+"""The source of what an agent says of itself, which recipes train on by default."""
+
+
+def _head(path: str) -> str:
+    """A path's first part."""
+    return path[1:].partition("/")[0]
+
+
+_COMPILED: dict[str, list[tuple[re.Pattern[str], Rule]]] = {}
+for _rule in RULES:
+    _COMPILED.setdefault(_head(_rule.path), []).append((compile_path(_rule.path)[0], _rule))
+
+
+def rule_of(method: str, path: str) -> Rule:
+    """The rule of a request.
+
+    Args:
+        path: decoded, as routes are matched.
+    """
+    method = "GET" if method == "HEAD" else method
+    for pattern, rule in _COMPILED.get(_head(path), ()):
+        if rule.method in (ANY, method) and pattern.match(path):
+            return rule
+    return OTHERWISE
+
+
+def check_role(caller: Caller, rule: Rule, method: str, path: str) -> None:
+    """Refuse what the caller's key is not for.
+
+    Raises:
+        RequestError: 403, it names who may.
+    """
+    if caller.role in rule.roles:
+        return
+    if caller.role is Role.trajectory:
+        raise RequestError(403, "other_trajectory", "this API key is of one trajectory alone")
+    who = ", ".join(role.value for role in Role if role in rule.roles and role is not Role.trajectory)
+    text = f"the key {caller.name!r} is a {caller.role.value}'s, and {method} {path[:200]} is for: {who}"
+    raise RequestError(403, "not_permitted", text)
+
+
+def check_trajectory(caller: Caller, name: str | None) -> None:
+    """Refuse a trajectory's own key for another one.
+
+    Raises:
+        RequestError: 403.
+    """
+    if caller.role is Role.trajectory and caller.trajectory != name:
+        text = f"this API key is of trajectory {caller.trajectory!r} alone"
+        raise RequestError(403, "other_trajectory", text)
+
+
+def check_source(caller: Caller, source: str) -> None:
+    """Refuse a reward or label in another's name: an agent speaks as `agent`, and a judge never does.
+
+    Raises:
+        RequestError: 403.
+    """
+    if caller.role in (Role.writer, Role.trajectory) and source != AGENT:
+        text = (
+            f"source is {source!r}: a trajectory's key and a writer's say what they say as {AGENT!r} alone; "
+        )
+        raise RequestError(
+            403, "other_source", text + "for other sources send a judge's or an operator's key"
+        )
+    if caller.role is Role.judge and source == AGENT:
+        text = (
+            f"source is {AGENT!r}, which is the agent's own word: send a judge's with a source of its own, "
+        )
+        raise RequestError(403, "other_source", text + "such as 'judge'")
+
+
+def check_unfinished(caller: Caller, name: str, *, finished: bool) -> None:
+    """Refuse an agent's reward or label after the end: what it is trained on is said by then.
+
+    Raises:
+        RequestError: 403.
+    """
+    if finished and caller.role in (Role.writer, Role.trajectory):
+        text = (
+            f"trajectory {name!r} is finished, and its agent has had its say: later rewards and labels need "
+        )
+        raise RequestError(403, "after_finish", text + "a judge's or an operator's key")
+
+
+def may_read_kinds(caller: Caller, kinds: frozenset[str] | None) -> bool:
+    """Whether events of these kinds (None: all) are for the caller."""
+    return caller.role is not Role.judge or (kinds is not None and kinds <= JUDGES_KINDS)
+
+
+def sees_details(caller: Caller) -> bool:
+    """Whether `/healthz` tells a caller more than whether all is well."""
+    return caller.role in READERS

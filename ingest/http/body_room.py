@@ -1,0 +1,304 @@
+"""The one way to read a request's body: within its limit, at a pace, and with room for it in memory.
+
+Room is taken as bytes come, so that nobody holds any by what it only declares. The first bytes of each body
+need none: they are in memory anyhow. Where all room is taken, what comes next waits in the connection, and a
+sender that has room and is slow loses it to those who wait. One body at a time may go on beyond the room, the
+one that has waited longest: so a burst of large bodies, all begun and none of them whole, comes to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from rollbook.ingest.http.content_encoding import codings, decoded
+from rollbook.ingest.http.memory import GivingBack, give_back
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.requests.large_work import LARGE_BYTES, aside, started
+from rollbook.store.errors import LimitError
+
+FREE_BYTES = 32 << 10
+"""Of each body: the connection has read so much before anybody asks for it."""
+PART_BYTES = 32 << 10
+"""What a turn to read is expected to bring: as much as the connection reads at once."""
+PACE = 8 << 10
+"""Bytes a second that a body must come at on average, beyond the time that a sender may be silent."""
+PRESSED_S, PRESSED_PACE = 2.0, 256 << 10
+"""The same where others wait for room."""
+WAIT_S = 120.0
+"""Longest wait for room."""
+SHARE = 0.75
+"""Of the room, what one address may take."""
+
+
+@dataclass(slots=True, eq=False)
+class _Upload:
+    """A body that is read, or was and is being worked on.
+
+    Attributes:
+        came: bytes so far.
+        held: bytes of room that it takes.
+        spent_s: for how long the sender was waited for.
+        since: when the present wait for the sender began, or None.
+        patience: of that wait.
+        turn: resolved when it may read on, while it waits for room.
+    """
+
+    client: str
+    came: int = 0
+    held: int = 0
+    spent_s: float = 0.0
+    since: float | None = None
+    patience: asyncio.Timeout | None = None
+    turn: asyncio.Future[None] | None = None
+
+    def slow(self, now: float) -> bool:
+        """Whether it holds room that others wait for, and its sender does not make haste."""
+        if self.since is None or not self.held:
+            return False
+        spent = self.spent_s + now - self.since
+        return now - self.since >= PRESSED_S or (spent >= PRESSED_S and self.came < spent * PRESSED_PACE)
+
+
+class BodyRoom:
+    """Room for bodies in memory: who finds none waits, so that a burst of large ones is taken in turn.
+
+    Args:
+        free: bytes of each body that need no room.
+    """
+
+    def __init__(self, options: ProxyOptions, free: int = FREE_BYTES) -> None:
+        self._most, self._free = options.max_body_bytes, free
+        self._silence_s = options.body_timeout_s
+        self._room = max(options.max_bodies_bytes - options.max_body_bytes, 0)  # the rest is for `_beyond`
+        self._taken = 0
+        self._held: Counter[str] = Counter()
+        self._reading: set[_Upload] = set()
+        self._waiting: dict[_Upload, None] = {}
+        self._beyond: _Upload | None = None
+        self._press: asyncio.TimerHandle | None = None
+        self._memory = GivingBack(partial(started, give_back))
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:
+        """The request's body as it was sent, and room for it while the context lasts.
+
+        Args:
+            most: bytes, if less than what all bodies may have.
+
+        Raises:
+            LimitError: 408, it comes too slowly; 413, it is too large; 503, there is no room for it.
+        """
+        async with self._upload(request, most) as (_, raw):
+            yield raw
+
+    @contextlib.asynccontextmanager
+    async def plain(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:
+        """The request's body without its content encoding, and room for it while the context lasts.
+
+        Raises:
+            LimitError: as `body`.
+            RequestError: 415, its encoding is not read here; 400, it is not encoded so.
+        """
+        async with self._upload(request, most) as (upload, raw):
+            yield await self._decoded(upload, request, raw, self._bound(most))
+
+    async def decoded(self, raw: bytes, encoding: str, *, whole: bool = True) -> bytes:
+        """Bytes without their content encoding, within a body's limit.
+
+        Raises:
+            LimitError, RequestError: as `content_encoding.decoded`.
+        """
+        if not codings(encoding):
+            return raw
+        return await aside(decoded, raw, encoding, self._most, whole=whole)
+
+    async def _decoded(self, upload: _Upload, request: Request, raw: bytes, most: int) -> bytes:
+        encoding = request.headers.get("content-encoding", "")
+        if not codings(encoding):
+            return raw
+        plain = await aside(decoded, raw, encoding, most)
+        self._take(upload, len(plain))
+        return plain
+
+    # Reading ----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _upload(self, request: Request, most: int | None) -> AsyncIterator[tuple[_Upload, bytes]]:
+        bound = self._bound(most)
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > bound):
+            raise _too_large(bound)
+        upload = _Upload(request.client.host if request.client else "")
+        self._reading.add(upload)
+        try:
+            raw = await self._read(request, upload, bound)
+            self._reading.discard(upload)
+            yield upload, raw
+        finally:
+            self._leave(upload)
+
+    def _bound(self, most: int | None) -> int:
+        return self._most if most is None else min(most, self._most)
+
+    async def _read(self, request: Request, upload: _Upload, bound: int) -> bytes:
+        parts: list[bytes] = []
+        more = True
+        while more:
+            await self._turn(upload)
+            part, more = await self._part(request, upload)
+            parts.append(part)
+            upload.came += len(part)
+            if upload.came > bound:
+                raise _too_large(bound)
+            self._take(upload, max(upload.came - self._free, 0) - upload.held)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _part(self, request: Request, upload: _Upload) -> tuple[bytes, bool]:
+        """(the next bytes, whether more will come)"""
+        upload.since = time.monotonic()
+        patience = self._silence_s + min(upload.came / PACE - upload.spent_s, 0.0)
+        try:
+            async with asyncio.timeout(max(patience, 0.001)) as upload.patience:
+                message = await request.receive()
+        except TimeoutError:
+            spent = upload.spent_s + time.monotonic() - upload.since
+            text = (
+                f"{upload.came} bytes of the body came in {spent:.0f} s: send it without pauses, or send less"
+            )
+            raise LimitError(408, "body_too_slow", text) from None
+        finally:
+            upload.spent_s += time.monotonic() - upload.since
+            upload.since = upload.patience = None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        return message.get("body", b""), message.get("more_body", False)
+
+    # Room -------------------------------------------------------------------------------------
+
+    async def _turn(self, upload: _Upload) -> None:
+        """Wait until the upload may go on.
+
+        Raises:
+            LimitError: 503, there was none for a long time.
+        """
+        if upload.came < self._free or self._may(upload, self._taken):
+            return
+        upload.turn = asyncio.get_running_loop().create_future()
+        self._waiting[upload] = None
+        self._wake()  # it may be the one that goes on beyond the room
+        self._press_later()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await upload.turn
+        except TimeoutError:
+            text = "the bodies of other requests take all room: try again, or send less at once"
+            raise LimitError(503, "no_room_for_body", text) from None
+        finally:
+            self._waiting.pop(upload, None)
+            upload.turn = None
+
+    def _may(self, upload: _Upload, taken: int) -> bool:
+        if upload is self._beyond:
+            return True
+        theirs = self._held.get(upload.client, 0)
+        return taken + PART_BYTES <= self._room and theirs + PART_BYTES <= self._room * SHARE
+
+    def _take(self, upload: _Upload, size: int) -> None:
+        """Take room, or give it back where `size` is negative."""
+        upload.held += size
+        if upload is not self._beyond:
+            self._count(upload.client, size)
+        if size < 0:
+            self._wake()
+
+    def _count(self, client: str, size: int) -> None:
+        self._taken += size
+        self._held[client] += size
+        if not self._held[client]:
+            del self._held[client]
+
+    def _leave(self, upload: _Upload) -> None:
+        self._reading.discard(upload)
+        self._take(upload, -upload.held)
+        if upload is self._beyond:
+            self._beyond = None
+            self._wake()
+        if upload.came > LARGE_BYTES:
+            self._memory.soon()
+
+    def _wake(self) -> None:
+        """Let those go on for whom there is room, in the order in which they began to wait."""
+        taken = self._taken
+        for upload in [*self._waiting]:
+            if self._beyond is not None and taken + PART_BYTES > self._room:
+                return
+            if upload.turn is None or upload.turn.done():
+                continue
+            if not self._may(upload, taken):
+                if self._beyond is not None:
+                    continue  # only its own address has taken its share
+                self._count(upload.client, -upload.held)
+                self._beyond = upload
+            taken += PART_BYTES
+            upload.turn.set_result(None)
+
+    def _press_later(self) -> None:
+        if self._press is None and self._waiting:
+            self._press = asyncio.get_running_loop().call_later(PRESSED_S / 4, self._press_now)
+
+    def _press_now(self) -> None:
+        """Turn out those who are slow with room that others wait for."""
+        self._press = None
+        if self._waiting:
+            now = time.monotonic()
+            for upload in self._reading:
+                if upload.patience is not None and upload.slow(now):
+                    upload.patience.reschedule(asyncio.get_running_loop().time())
+        self._press_later()
+
+
+class PacedBodies:
+    """ASGI middleware: bodies that routes read by themselves come at a pace, too.
+
+    Args:
+        prefix: of the routes.
+        silence_s: longest silence of a client in the middle of its body.
+    """
+
+    def __init__(self, app: Any, prefix: str, silence_s: float) -> None:
+        self._app, self._prefix, self._silence_s = app, prefix, silence_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Have the application answer; a client that is silent too long counts as gone."""
+        if scope["type"] != "http" or not scope["path"].startswith(self._prefix):
+            await self._app(scope, receive, send)
+            return
+        more = True
+
+        async def paced() -> Any:
+            nonlocal more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    message = await receive()
+            except TimeoutError:
+                return {"type": "http.disconnect"}
+            more = message.get("more_body", False)
+            return message
+
+        await self._app(scope, paced, send)
+
+
+def _too_large(most: int) -> LimitError:
+    text = f"the body is larger than {most} bytes, which --max-body-mb allows"
+    return LimitError(413, "body_too_large", text)

@@ -1,0 +1,104 @@
+"""Errors as HTTP replies, in the form of whichever API the request came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from rollbook.ingest.endpoints.messages import Messages
+from rollbook.ingest.endpoints.openai_error import openai_error
+from rollbook.store.errors import (
+    EngineError,
+    LimitError,
+    RequestError,
+    ShortageError,
+    UnstorableError,
+    WriteFailedError,
+)
+from rollbook.store.events import Json
+from rollbook.store.redaction import shown
+from rollbook.store.wal.flusher import SHORT
+
+Form = Callable[[str], Callable[[int, str, str], Json]]
+"""Path -> what makes an error's body of (status, code, message)."""
+
+
+def error_form(path: str) -> Callable[[int, str, str], Json]:
+    """Anthropic's clients read errors in a form of their own."""
+    return Messages().error if "/v1/messages" in path else openai_error
+
+
+FINAL = (400, 401, 403, 404, 405, 409, 413, 414, 415, 421, 422, 431)
+"""What will not change by itself must not be tried again."""
+RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
+"""Some clients give up where they are told to wait for a minute or more."""
+
+
+def told(error: Exception) -> tuple[int, str, str]:
+    """(status, code, message) of an error."""
+    match error:
+        case RequestError():
+            return error.status, error.code, error.message
+        case WriteFailedError():
+            return 503, "store_failed", shown(str(error))
+        case OSError() if _is_short(error):
+            return (
+                503,
+                "short",
+                "there is too little left to answer this now, descriptors or memory: try again",
+            )
+        case UnstorableError():
+            return 400, "not_recordable", f"the request cannot be recorded, so it is not answered: {error}"
+        case EngineError():
+            return 502, "engine_failed", shown(str(error))
+        case ClientDisconnect():
+            return 400, "client_gone", "the connection ended in the middle of the body"
+        case HTTPException():
+            return error.status_code, "not_served", f"{error.detail}: the README lists the routes"
+        case _:
+            return 500, "internal_error", f"{type(error).__name__} in the proxy; its log says more"
+
+
+def _is_short(error: OSError) -> bool:
+    """Whether it is for want of descriptors or memory, which come back."""
+    return isinstance(error, ShortageError) or error.errno in SHORT
+
+
+def error_reply(form: Form, path: str, error: Exception) -> Response:
+    """An error as a reply to a request of this path, with a status, a code and a remedy."""
+    status, code, message = told(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if status in FINAL and code != "trajectory_busy":
+        headers["x-should-retry"] = "false"
+    if status in RETRY_AFTER_S:
+        headers |= {"retry-after": str(RETRY_AFTER_S[status]), "x-should-retry": "true"}
+    body = form(path)(status, code, message)
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+def add_error_replies(app: FastAPI, form: Form, refused: Callable[[str], None]) -> None:
+    """Answer every error with `error_reply`. What nobody foresaw the server logs, too.
+
+    Args:
+        refused: told the code of whatever a limit refuses.
+    """
+
+    async def reply(request: Request, error: Exception) -> Response:
+        if isinstance(error, LimitError):
+            refused(error.code)
+        return error_reply(form, request.url.path, error)
+
+    async def short(request: Request, error: Exception) -> Response:
+        if isinstance(error, OSError) and not _is_short(error):
+            raise error
+        return await reply(request, error)
+
+    app.add_exception_handler(OSError, short)
+    ours = (RequestError, EngineError, WriteFailedError, UnstorableError)
+    for kind in (*ours, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, reply)

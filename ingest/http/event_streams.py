@@ -1,0 +1,271 @@
+"""Feeds sent to clients, which may be slow, or take nothing at all.
+
+Everything that reads the log runs in worker threads, one message at a time and only when the client has taken
+the one before. What a stream holds is bounded: one message, and what reading needs, which is kept for a few
+streams alone; the others rest at their cut and read on from there. A client that takes nothing is let go. All
+clients that wait are woken by one look at the watermarks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+import orjson
+import pyarrow as pa
+from starlette.responses import Response
+
+from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
+from rollbook.ingest.http.event_feed import Feed
+from rollbook.ingest.http.memory import GivingBack, give_back
+from rollbook.store import Store
+from rollbook.store.errors import LimitError, RollbookError
+from rollbook.store.wal.watermarks import wait_for_growth
+
+KEEP_ALIVE_S = 15.0
+THREADS = 2
+WARM_BYTES = 96 << 20
+"""What reading holds in memory is kept between two messages for so much; what was used least lately rests."""
+PIECE_BYTES = 64 << 10
+"""So much of a message is given to the connection at once, which keeps it until the client takes it."""
+HELD_BYTES = 64 << 20
+"""Messages that wait for their clients hold so much together before nothing more is read."""
+TAKE_S, TAKE_PRESSED_S = 120.0, 5.0
+"""A client may take nothing for so long, and for so long where others wait for the room of its message."""
+
+T = TypeVar("T")
+
+
+class Growth:
+    """Wakes everybody who waits for the log to grow, with one thread that watches it for all of them."""
+
+    def __init__(self, store: Path, pool: ThreadPoolExecutor) -> None:
+        self.count = 0
+        """Rises whenever the log has grown."""
+        self._store, self._pool = store, pool
+        self._head: dict[str, int] = {}
+        self._waiting = 0
+        self._grown = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def after(self, seen: int, timeout_s: float) -> None:
+        """Return when `count` is no longer `seen`, or after so many seconds."""
+        if self.count != seen:
+            return
+        self._waiting += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch())
+        try:
+            # Not `wait_for`, which forgets that it was cancelled where the wait ends at the same time.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._grown.wait()
+        finally:
+            self._waiting -= 1
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            try:
+                head = await loop.run_in_executor(self._pool, wait_for_growth, self._store, self._head, 1.0)
+            except RollbookError:
+                head = {}  # whoever reads the damaged lane next says what is wrong with it
+                await asyncio.sleep(1.0)
+            if head != self._head or not head:
+                self._head = head
+                self.count += 1
+                self._grown.set()
+                self._grown = asyncio.Event()
+
+
+class EventStreams:
+    """The streams that are open now, and the threads that read for them.
+
+    Args:
+        most: streams at once; more are refused.
+    """
+
+    def __init__(self, store: Store, most: int = 64) -> None:
+        self.store = store
+        self.open = 0
+        """Streams being sent now."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether the server is shutting down, so that endless streams end."""
+        self._most = most
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="read-log")
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="watch-log")
+        self._growth = Growth(store.path, self._watcher)
+        self._warm: OrderedDict[Feed, int] = OrderedDict()
+        self._warming = Lock()
+        self._held = self._pressed = 0
+        self._room = asyncio.Condition()
+        self._memory = GivingBack(self._give_back)
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Do work in a reading thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    def check(self) -> None:
+        """Refuse a stream beyond those that may be open at once.
+
+        Raises:
+            LimitError: 503.
+        """
+        if self.open >= self._most:
+            text = f"{self.open} consumers read events, as many as --max-consumers allows: try again"
+            raise LimitError(503, "too_many_consumers", text)
+
+    def response(
+        self, feed: Feed, media_type: str, *, follow: bool = False, headers: Mapping[str, str] | None = None
+    ) -> EventStream:
+        """The reply that sends the feed's messages until its end, for ever with `follow`.
+
+        Raises:
+            LimitError: 503, there are too many.
+        """
+        self.check()  # again: others may have come while the tail was opened
+        self.open += 1
+        return EventStream(self, feed, media_type, follow, dict(headers or {}))
+
+    def ended(self, feed: Feed) -> None:
+        """A stream is no longer sent."""
+        self.open -= 1
+        loop = asyncio.get_running_loop()
+        # Not awaited: a thread may be reading for this very feed.
+        loop.run_in_executor(self._pool, self._forget, feed)
+        self._memory.soon()
+
+    def _forget(self, feed: Feed) -> None:
+        feed.rest()
+        with self._warming:
+            self._warm.pop(feed, None)
+
+    def _give_back(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the threads have been let go
+            for _ in range(THREADS):
+                self._pool.submit(give_back)
+
+    async def next(self, feed: Feed) -> bytes | None:
+        """The feed's next message, for which there is room: see `sent`."""
+        if self._held >= HELD_BYTES:
+            self._pressed += 1
+            try:
+                async with self._room:
+                    await self._room.wait_for(lambda: self._held < HELD_BYTES)
+            finally:
+                self._pressed -= 1
+        message = await self.run(self._read, feed)
+        self._held += len(message or b"")
+        return message
+
+    def _read(self, feed: Feed) -> bytes | None:
+        """The feed's next message, in a thread, which then lays others to rest if too much is held."""
+        with self._warming:
+            self._warm.pop(feed, None)  # nobody else lays it to rest meanwhile
+        message = feed.next()
+        cold: list[Feed] = []
+        with self._warming:
+            if held := feed.held:
+                self._warm[feed] = held
+            while len(self._warm) > 1 and sum(self._warm.values()) > WARM_BYTES:
+                cold.append(self._warm.popitem(last=False)[0])
+        for other in cold:
+            other.rest()
+        if cold:
+            pa.default_memory_pool().release_unused()
+        return message
+
+    async def sent(self, message: bytes) -> None:
+        """A message no longer needs its room."""
+        self._held -= len(message)
+        async with self._room:
+            self._room.notify_all()
+
+    def patience_s(self) -> float:
+        """How long a client may take nothing."""
+        return TAKE_PRESSED_S if self._pressed else TAKE_S
+
+    async def messages(self, feed: Feed, follow: bool) -> AsyncGenerator[bytes, None]:
+        """The feed's messages, with signs of life between them."""
+        sent = time.monotonic()
+        try:
+            while not (feed.done or self.stopping()):
+                seen = self._growth.count
+                message = await self.next(feed)
+                if message is None:
+                    if not follow:
+                        return
+                    await self._growth.after(seen, min(1.0, KEEP_ALIVE_S))
+                elif message:
+                    try:
+                        yield message
+                    finally:
+                        await self.sent(message)
+                    sent = time.monotonic()
+                if time.monotonic() - sent >= KEEP_ALIVE_S:
+                    yield b": still here\n\n"
+                    sent = time.monotonic()
+        except RollbookError as error:  # the status went out long ago
+            body = {"error": {"message": str(error), "type": "server_error", "code": "store_failed"}}
+            yield b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._memory.close()
+        self._pool.shutdown(wait=False)
+        self._watcher.shutdown(wait=False)
+
+
+class EventStream(Response):
+    """Sends a feed's messages to a client, as it takes them."""
+
+    def __init__(
+        self, streams: EventStreams, feed: Feed, media_type: str, follow: bool, headers: dict[str, str]
+    ) -> None:
+        self._streams, self._feed, self._follow = streams, feed, follow
+        self.media_type, self.status_code, self.background = media_type, 200, None
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send until the end, or until the client has gone or takes nothing."""
+        watch = ClientWatch(receive)
+        try:
+            await watch.race(self._send(send))
+        except ClientGone:
+            pass
+        finally:
+            watch.close()
+            self._streams.ended(self._feed)
+
+    async def _send(self, send: Any) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        async with contextlib.aclosing(self._streams.messages(self._feed, self._follow)) as messages:
+            async for message in messages:
+                for at in range(0, len(message), PIECE_BYTES):
+                    piece = message[at : at + PIECE_BYTES]
+                    await self._taken(send({"type": "http.response.body", "body": piece, "more_body": True}))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _taken(self, sending: Any) -> None:
+        """Wait until the connection takes a piece, as long as may be.
+
+        Raises:
+            ClientGone: it does not, so its client counts as gone.
+        """
+        task = asyncio.ensure_future(sending)
+        begun = time.monotonic()
+        try:
+            while not (await asyncio.wait({task}, timeout=min(TAKE_PRESSED_S, TAKE_S)))[0]:
+                if time.monotonic() - begun >= self._streams.patience_s():
+                    raise ClientGone
+            task.result()
+        finally:
+            task.cancel()

@@ -1,0 +1,148 @@
+"""The guard before every route: whose key a request has, and whether that one may do what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+
+from rollbook.ingest.http.access import Caller, Role, Rule, check_role, rule_of
+from rollbook.ingest.http.error_replies import error_form, error_reply
+from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.web_pages import Own, WebPages, is_loopback, shown_origins
+from rollbook.ingest.trajectories.identity import is_trajectory_key, key_name, sent_key, trajectory_key
+from rollbook.store.errors import RequestError
+from rollbook.store.secret import store_secret
+
+CALLER = "rollbook.caller"
+"""Where a request's scope has its caller."""
+_PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+"""Headers that another proxy adds: who sent them is not who connected."""
+
+
+NOBODY = Caller(None, Role.trajectory)
+"""Who has no good key, where none is needed."""
+
+
+def caller_of(request: Request) -> Caller:
+    """Who a request is from, which the guard has let in."""
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Tells callers by their keys.
+
+    Attributes:
+        run: whose trajectories their own keys are of.
+        secret: what the keys of single trajectories are made with; None: no keys are checked.
+    """
+
+    keys: Keys
+    run: str
+    secret: bytes | None
+
+    @classmethod
+    def of(cls, keys: Keys, run: str, store: Any) -> Guard:
+        """The guard of a run in a store: its trajectories' keys outlive those of operators."""
+        return cls(keys, run, store_secret(store, "trajectory keys") if keys.configured else None)
+
+    def key_of(self, name: str) -> str:
+        """The key of one trajectory."""
+        return trajectory_key(name, self.run, self.secret)
+
+    def admitted(self, method: str, path: str, headers: Mapping[str, str], peer: str) -> Caller:
+        """Who asks.
+
+        Args:
+            path: decoded, as routes are matched.
+            peer: the address that the request is from.
+
+        Raises:
+            RequestError: 401, no good key; 403, not this one's business.
+        """
+        rule = rule_of(method, path)
+        if self.secret is None:
+            check_local(rule, headers, peer)
+            sent = sent_key(headers)
+            return Caller(None, Role.operator, None if key_name(sent) is None else sent)
+        try:
+            caller = self._caller(sent_key(headers), self.secret)
+            check_role(caller, rule, method, path)
+        except RequestError:
+            if rule.open:
+                return NOBODY
+            raise
+        return caller
+
+    def _caller(self, sent: str | None, secret: bytes) -> Caller:
+        found = self.keys.find(sent) if sent else None
+        if found is not None and found.expired(datetime.now(UTC)):
+            text = f"the API key {found.name!r} expired at {found.expires}: have a new one made"
+            raise RequestError(401, "expired_api_key", text)
+        if found is not None:
+            return Caller(found.name, found.role)
+        if sent and is_trajectory_key(sent, self.run, secret):
+            return Caller(Role.trajectory.value, Role.trajectory, sent)
+        text = "no valid API key: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        raise RequestError(401, "invalid_api_key", text)
+
+
+def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
+    """Refuse other hosts what is for this one alone. What another proxy passed on is not from here.
+
+    Raises:
+        RequestError: 403.
+    """
+    if not rule.local:
+        return
+    if not is_loopback(peer) or any(name in headers for name in _PASSED_ON):
+        text = "without keys /engine is for this host only: start `rollbook serve` with --keys, and "
+        raise RequestError(403, "loopback_only", text + "send an operator's")
+
+
+class Guarded:
+    """ASGI middleware: no request comes to the application that the guard does not let in."""
+
+    def __init__(self, app: Any, guard: Guard, refused: Callable[[RequestError], None]) -> None:
+        self._app, self._guard, self._refused = app, guard, refused
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer with the refusal, or have the application answer, which finds the caller in the scope."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)  # there are no routes of another kind
+            return
+        path = scope["path"]
+        try:
+            peer = scope["client"][0] if scope.get("client") else ""
+            scope[CALLER] = self._guard.admitted(scope["method"], path, Headers(scope=scope), peer)
+        except RequestError as error:
+            self._refused(error)
+            await error_reply(error_form, path, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def add_guards(app: Any, guard: Guard, mine: Own, refused: Callable[[RequestError], None]) -> None:
+    """Have an application answer nobody but those that the guard lets in, and no foreign web page.
+
+    Args:
+        refused: told of each that is refused.
+    """
+    app.add_middleware(Guarded, guard=guard, refused=refused)
+    if mine.origins:
+        # Browsers show a page what it asked for only where the reply says that it may see it.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(shown_origins(mine)),
+            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(WebPages, mine=mine, refused=refused)

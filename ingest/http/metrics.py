@@ -1,0 +1,102 @@
+"""What the proxy tells Prometheus, at /metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from rollbook.ingest.http.error_replies import told
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.turns.completed import AnsweredTurn
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class _Spells:
+    """How often the lane stopped taking events."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = "Spells in which the lane took no events, such as a full disk; it goes on by itself."
+        self._counter = Counter("rollbook_store_failures", text, registry=registry)
+        self._counted = 0
+
+    def count(self, spells: int) -> None:
+        """Take their number so far."""
+        self._counter.inc(spells - self._counted)
+        self._counted = spells
+
+
+class Metrics:
+    """Counters of one proxy, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.turns = self._counter("turns", "Completed turns.", "endpoint", "link", "finish", "delivered")
+        self.tokens = self._counter("tokens", "Tokens of completed turns.", "kind")
+        self.failures = self._counter("failures", "Requests that failed, by code.", "code")
+        text = "Requests and connections that a limit refused, by code."
+        self.refusals = self._counter("refusals", text, "code")
+        self.retries = self._counter("retries", "Requests that clients repeated, by what was done.", "how")
+        self.unrecorded = self._counter("unrecorded", "Turns that were passed on and not recorded.")
+        text = "Events that were refused, or that the disk did not take; what rested on them failed."
+        self.lost_events = self._counter("lost_events", text)
+        text = "Requests that were passed on and ask for no turn, by method: nothing of them is recorded."
+        self.passed = self._counter("passed", text, "method")
+        self._spells = _Spells(self.registry)
+        self.engine_s = Histogram(
+            "rollbook_engine_seconds",
+            "Time of a turn in the engine.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.running = Gauge("rollbook_running", "Requests being answered.", registry=self.registry)
+        self.held = Gauge(
+            "rollbook_held_trajectories",
+            "Trajectories that wait until a training has room for them.",
+            registry=self.registry,
+        )
+        self.open = Gauge("rollbook_open_trajectories", "Trajectories not finished.", registry=self.registry)
+        self.version = Gauge("rollbook_policy_version", "Policy version served.", registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"rollbook_{name}", text, labels, registry=self.registry)
+
+    def answered(self, turn: AnsweredTurn, *, delivered: bool) -> None:
+        """Count a completed turn whose reply was sent, or could not be."""
+        done = turn.completed
+        link = "extend" if turn.requested.parent_turn_id else turn.requested.root_reason or "root"
+        endpoint = turn.requested.wire.get("endpoint", "")
+        self.turns.labels(endpoint, link, done.finish_reason, str(delivered).lower()).inc()
+        self.tokens.labels("prompt").inc(done.prompt_length)
+        self.tokens.labels("completion").inc(len(done.completion_ids))
+        if "engine_us" in done.timings:
+            self.engine_s.observe(done.timings["engine_us"] / 1e6)
+
+    def failed(self, error: BaseException) -> None:
+        """Count a request that was refused, or that failed on the way."""
+        if isinstance(error, Exception):
+            self.failures.labels(told(error)[1]).inc()
+
+    def refused(self, code: str) -> None:
+        """Count a request or a connection that a limit refused."""
+        self.refusals.labels(code).inc()
+
+    def page(self, recorder: Recorder, version: int | None = None) -> Response:
+        """The text that Prometheus reads."""
+        alive = recorder.open_trajectories()
+        self.open.set(len(alive))
+        self.running.set(sum(live.running for live in alive))
+        self._spells.count(recorder.writer.spells)
+        if version is not None:
+            self.version.set(version)
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,145 @@
+"""Routes about trajectories: open one, end it, reward it, label it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+
+from rollbook.ingest.http.access import check_source, check_trajectory, check_unfinished
+from rollbook.ingest.http.body_room import BodyRoom
+from rollbook.ingest.http.front_door import FrontDoor
+from rollbook.ingest.http.guard import Guard, caller_of
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.run_writer import all_durable
+from rollbook.ingest.requests.fields import (
+    AddLabel,
+    AssignReward,
+    FinishTrajectory,
+    Model,
+    OpenTrajectory,
+    check_recordable,
+    json_object,
+    validated,
+)
+from rollbook.ingest.requests.large_work import beside
+from rollbook.ingest.trajectories.rewards import assigned_reward, turn_of_reply
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json, LabelAdded
+from rollbook.store.fold.trajectory import Trajectory
+
+REMARK_BYTES = 4 << 20
+"""Most bytes of what is said of a trajectory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Desk:
+    """What these routes have in common: how a body is read, and what they work with."""
+
+    recorder: Recorder
+    door: FrontDoor
+    guard: Guard
+    room: BodyRoom
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The body as the model, without secrets; an id is never taken for one."""
+        async with self.room.plain(request, REMARK_BYTES) as raw:
+            body = await beside(len(raw), json_object, raw)
+            check_recordable(body)
+            names = {k: v for k, v in body.items() if k == "id"}
+            fields = await beside(len(raw), self.door.options.redactor.fields, body)
+            return validated(model, fields | names)
+
+
+def add_trajectory_routes(
+    app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard, room: BodyRoom
+) -> None:
+    """Add the routes under /v1/trajectories."""
+    desk = _Desk(recorder, door, guard, room)
+    _add_course(app, desk)
+    _add_remarks(app, desk)
+
+
+def _add_course(app: FastAPI, desk: _Desk) -> None:
+    """A trajectory's beginning and end."""
+
+    @app.post("/v1/trajectories", status_code=201)
+    async def open_trajectory(request: Request) -> Json:
+        body, caller = await desk.read(request, OpenTrajectory), caller_of(request)
+        check_trajectory(caller, body.id)
+        if body.id is not None:
+            await desk.recorder.look_up(body.id)
+        # Refuses a name that is taken before there is anything to wait for.
+        live = desk.recorder.draft(body, caller.name)
+        with contextlib.ExitStack() as places:
+            await desk.door.admit(live.opened.name, body, request, places)
+            if body.id is not None:
+                await desk.recorder.look_up(body.id)
+                desk.recorder.draft(body)  # refuses a name that somebody took meanwhile
+            opening = desk.recorder.record_opening(live)
+        await all_durable([opening])
+        name = live.opened.name
+        return {"id": name, "trajectory_id": live.opened.trajectory_id, "api_key": desk.guard.key_of(name)}
+
+    @app.post("/v1/trajectories/{name:path}/finish")
+    async def finish(name: str, request: Request) -> Json:
+        caller = caller_of(request)
+        check_trajectory(caller, name)
+        turns = await desk.recorder.finish(name, await desk.read(request, FinishTrajectory), caller.name)
+        return {"id": name, "status": "finished", "turns": turns}
+
+
+def _add_remarks(app: FastAPI, desk: _Desk) -> None:
+    """What anybody says of a trajectory, at any time; but its agent until its end, and as itself."""
+
+    @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
+    async def reward(name: str, request: Request) -> Json:
+        caller = caller_of(request)
+        check_trajectory(caller, name)
+        body = await desk.read(request, AssignReward)
+        check_source(caller, body.source)
+        trajectory = await _recorded(desk.recorder, name)
+        record = assigned_reward(trajectory, body, caller.name)
+        check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
+        [event] = await desk.recorder.write(record)
+        return {"id": name, "trajectory_id": trajectory.opened.trajectory_id, "event_id": event.event_id}
+
+    @app.post("/v1/trajectories/{name:path}/labels", status_code=201)
+    async def label(name: str, request: Request) -> Json:
+        caller = caller_of(request)
+        check_trajectory(caller, name)
+        body = await desk.read(request, AddLabel)
+        check_source(caller, body.source)
+        trajectory = await _recorded(desk.recorder, name)
+        trajectory_id = trajectory.opened.trajectory_id
+        turn_id = turn_of_reply(trajectory, body.turn)
+        record = LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source, caller.name)
+        check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
+        [event] = await desk.recorder.write(record)
+        return {"id": name, "trajectory_id": trajectory_id, "event_id": event.event_id}
+
+
+def _is_finished(recorder: Recorder, trajectory: Trajectory) -> bool:
+    """Whether it has ended by now: here, or by another proxy, of which the log says so.
+
+    Asked with nothing to wait for before the write, or a finish could come in between.
+    """
+    return trajectory.finished is not None or recorder.known(trajectory.opened.name).finished
+
+
+async def _recorded(recorder: Recorder, name: str) -> Trajectory:
+    """The trajectory as the log has it.
+
+    Raises:
+        RequestError: 404, there is none.
+    """
+    await recorder.look_up(name)
+    opened = recorder.known(name).opened
+    await recorder.settle()
+    trajectory = await asyncio.to_thread(recorder.store.trajectory, opened.trajectory_id)
+    if trajectory is None:
+        text = f"trajectory {name!r} is no longer in the store: its events were dropped by retention"
+        raise RequestError(404, "trajectory_dropped", text)
+    return trajectory

@@ -1,0 +1,388 @@
+"""The proxy's memory of its trajectories, and the one place that writes their events.
+
+A reply goes out only after every event that it rests on is durable: the trajectory's opening, the request,
+the completion. Each client's events are an append of their own, so that what one client sends never decides
+what becomes of another's. What is in memory here is a fold of the log: a restarted recorder reads it back and
+goes on with the trajectories that are still open. A trajectory of which an append failed is read back too,
+before it is used again, so that memory never says more than the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+from rollbook.ingest.recording.restore import RunReader, restored
+from rollbook.ingest.recording.run_writer import RunWriter, all_durable
+from rollbook.ingest.requests.fields import FinishTrajectory, OpenTrajectory
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
+from rollbook.ingest.trajectories.rewards import turn_rewards
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.store import Event, Store
+from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
+from rollbook.store.events import (
+    QUARANTINE,
+    Json,
+    LabelAdded,
+    Record,
+    RewardAssigned,
+    TrajectoryAdopted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnDelivered,
+)
+from rollbook.store.ids import new_id
+
+
+class Recorder(RunWriter):
+    """Opens, extends and finishes trajectories of one run in one lane.
+
+    Not thread-safe: it belongs to the proxy's event loop.
+
+    Args:
+        budget: about how many bytes of memory open trajectories may take.
+    """
+
+    def __init__(self, store: Store, lane: str, run: str, budget: int = BUDGET_BYTES) -> None:
+        super().__init__(store, lane, run)
+        self.trajectories = Trajectories(budget)
+        self._restoring: dict[str, asyncio.Task[None]] = {}
+        self.adopted: dict[str, int] = {}
+        """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
+        self.on_finished: Callable[[str], None] = lambda trajectory_id: None
+        """Told which trajectory is finished, durably."""
+        try:
+            self._restore()
+        except BaseException:
+            self.writer.close()
+            raise
+
+    def _restore(self) -> None:
+        """Read back the run's trajectories: of finished ones the name, of open ones all of it.
+
+        Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
+        one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
+        """
+        runs = self.known_run = RunReader(self.store, self.run)
+        tried = {self.lane}
+        with contextlib.ExitStack() as locks:
+            last = self._restore_open(runs)
+            while lanes := {live.lane for live in self.trajectories.open()} - tried:
+                tried |= lanes
+                for lane in sorted(lanes):
+                    try:
+                        locks.enter_context(self.store.writer(lane))
+                    except LaneLockedError:
+                        continue  # its process lives, and answers for its trajectories
+                    self.adopted[lane] = 0
+                runs.refresh()
+                last = self._restore_open(runs)
+            self._adopt(last)
+        for opened, lane in runs.ended():
+            self.trajectories.ended.add(opened, lane)
+        runs.forget()
+
+    def _restore_open(self, runs: RunReader) -> dict[str, str]:
+        """Read back what is open; the last event of each trajectory."""
+        known = self.trajectories = Trajectories(self.trajectories.budget)
+        last: dict[str, str] = {}
+        for trajectory in runs.open():
+            ours = trajectory.lane == self.lane or trajectory.lane in self.adopted
+            live = LiveTrajectory(trajectory.opened, trajectory.lane, contents=None)
+            last[trajectory.opened.trajectory_id] = trajectory.last_event_id
+            known.add(live)
+            if ours:
+                known.restore(live, restored(trajectory))
+        return last
+
+    def _adopt(self, last: Mapping[str, str]) -> None:
+        """Write those from here on whose lanes' processes are gone."""
+        adopted = [live for live in self.trajectories.open() if live.lane in self.adopted]
+        records = []
+        for live in adopted:
+            trajectory_id = live.opened.trajectory_id
+            records.append(TrajectoryAdopted(trajectory_id, live.lane, last[trajectory_id]))
+            self.adopted[live.lane] += 1
+            live.lane = self.lane
+        if records:
+            self.writer.append([Event(record, self.run) for record in records]).result()
+
+    def _doubt(self, trajectories: frozenset[str]) -> None:
+        for trajectory_id in trajectories:
+            live = self.trajectories.by_id(trajectory_id)
+            if live is not None:
+                live.doubtful = True
+
+    def _opened(self, trajectory_id: str, *, durable: bool) -> None:
+        live = self.trajectories.by_id(trajectory_id)
+        if live is None:
+            return
+        if durable:
+            live.opening = None
+        else:
+            self.trajectories.remove(live)
+
+    # Trajectories -----------------------------------------------------------------------------
+
+    async def look_up(self, name: str) -> LiveTrajectory | None:
+        """The run's trajectory of that name, or None: `known` says the same until the caller waits again."""
+        while (live := self._named(name)) is None and self.trajectories.ended.may_hold(name):
+            found = await asyncio.to_thread(self.store.opening, self.run, name)
+            if found is not None:
+                self.trajectories.ended.add(*found)
+            elif self._named(name) is None:
+                return None
+        return live
+
+    async def recall(self, name: str) -> LiveTrajectory | None:
+        """`look_up`, with the trajectory's contents if it can be extended: as the log has it.
+
+        Raises:
+            WriteFailedError: its opening did not become durable.
+            RequestError: 404, the log has it no more.
+        """
+        while True:
+            live = await self.look_up(name)
+            if live is None or live.finished or live.lane != self.lane:
+                return live
+            if live.opening is not None:  # nothing is written of a trajectory that may yet be refused
+                with contextlib.suppress(UnstorableError):  # whoever opens it is told
+                    await all_durable([live.opening])
+            elif live.contents is None or live.doubtful:
+                await self._read_back(live)
+            else:
+                self.trajectories.used(live)
+                return live
+
+    async def _read_back(self, live: LiveTrajectory) -> None:
+        """Let its contents be what the log has of it; several may wait for the same."""
+        trajectory_id = live.opened.trajectory_id
+        task = self._restoring.get(trajectory_id)
+        if task is None:
+            task = self._restoring[trajectory_id] = asyncio.create_task(self._restored(live))
+            task.add_done_callback(partial(self._has_read, trajectory_id))
+        await asyncio.shield(task)
+
+    def _has_read(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
+        del self._restoring[trajectory_id]
+        if not task.cancelled():
+            task.exception()  # taken note of, also where nobody waits any more
+
+    async def _restored(self, live: LiveTrajectory) -> None:
+        doubtful, live.doubtful = live.doubtful, False  # what fails from here on makes it so again
+        try:
+            while True:
+                changes = live.changes
+                await self.settle()
+                trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
+                if trajectory is None:
+                    text = f"trajectory {live.opened.name!r} is no longer in the store"
+                    raise RequestError(404, "trajectory_dropped", text)
+                contents = await asyncio.to_thread(restored, trajectory)
+                if live.changes == changes:
+                    break
+        except BaseException:
+            live.doubtful = live.doubtful or doubtful
+            raise
+        if trajectory.finished is not None:
+            self._ended(live)
+            return
+        if doubtful:
+            live.opened = trajectory.opened
+        self.trajectories.restore(live, contents)
+
+    def draft(self, wanted: OpenTrajectory, by: str | None = None) -> LiveTrajectory:
+        """A trajectory that is not recorded before `record_opening`: its first request may be refused.
+
+        Args:
+            by: the name of the key that opens it.
+
+        Raises:
+            RequestError: 409, the run has one of that name.
+        """
+        trajectory_id = new_id()
+        name = wanted.id or trajectory_id
+        if self._named(name) is not None:
+            text = f"trajectory {name!r} exists in run {self.run!r}: choose another id"
+            raise RequestError(409, "trajectory_exists", text)
+        said = (wanted.group, wanted.task, wanted.split, wanted.labels)
+        opened = TrajectoryOpened(trajectory_id, name, *said, by)
+        return LiveTrajectory(opened, self.lane)
+
+    def record_opening(self, live: LiveTrajectory, *records: Record) -> Future[int]:
+        """Note records of a trajectory, with its opening if it is only drafted: then all are stored, or none.
+
+        A trajectory whose opening is not durable is unknown again: its name is free, and its calls fail.
+        """
+        if self._named(live.opened.name) is not None:
+            return self.note(*records)
+        self.trajectories.add(live)
+        live.opening = self.note(live.opened, *records)
+        return live.opening
+
+    def _named(self, name: str) -> LiveTrajectory | None:
+        """The trajectory of that name, if its opening is in the log or on its way there."""
+        live = self.trajectories.get(name)
+        if live is not None and live.opening is not None and live.opening.done():
+            if live.opening.exception() is not None:
+                self.trajectories.remove(live)
+                return None
+            live.opening = None
+        return live
+
+    def unnamed(self, hashes: Sequence[bytes], by: str | None = None) -> LiveTrajectory:
+        """The quarantined trajectory that messages with these hashes go on from, or a new one.
+
+        Traffic that names no trajectory is kept, apart: each conversation in one of its own, never trained.
+        """
+        for tip in reversed(hashes[1:-1]):
+            live = self.trajectories.of_tip(tip)
+            if live is not None and not live.finished and self._named(live.opened.name) is live:
+                return live
+        trajectory_id = new_id()
+        opened = TrajectoryOpened(trajectory_id, f"{QUARANTINE}/{trajectory_id}", split=QUARANTINE, by=by)
+        return LiveTrajectory(opened, self.lane)
+
+    def is_open(self, live: LiveTrajectory) -> bool:
+        """Whether it is recorded, or on its way there, and not finished; one that is only drafted is not."""
+        return self.trajectories.by_id(live.opened.trajectory_id) is live
+
+    def of_turn(self, turn_id: str) -> LiveTrajectory | None:
+        """The open trajectory that has this turn."""
+        return self.trajectories.of_turn(turn_id)
+
+    def open_trajectories(self) -> list[LiveTrajectory]:
+        """Those of this lane that are not finished."""
+        return [live for live in self.trajectories.open() if live.lane == self.lane]
+
+    async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[AnsweredTurn]:
+        """Completed turns as the log has them.
+
+        Raises:
+            RequestError: 404, the log has them no more.
+        """
+        live.holds += 1
+        try:
+            await self.settle()
+            trajectory = await asyncio.to_thread(self.store.trajectory, live.opened.trajectory_id)
+        finally:
+            live.holds -= 1
+        found = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
+        made = [AnsweredTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
+        if len(made) < len(turn_ids):
+            text = f"no completed turn {turn_ids[len(made)]!r} in trajectory {live.opened.name!r}"
+            raise RequestError(404, "unknown_turn", text)
+        return made
+
+    async def abandon(self, live: LiveTrajectory) -> None:
+        """Finish a trajectory whose agent was not heard of for too long."""
+        label = LabelAdded(live.opened.trajectory_id, None, "abandoned", True, "rollbook")
+        self.note(label)
+        await self.finish(live.opened.name, FinishTrajectory(status="aborted"))
+
+    def known(self, name: str) -> LiveTrajectory:
+        """The trajectory of that name in this run, whichever proxy writes it, once it is recalled.
+
+        Raises:
+            RequestError: 404, the run has none.
+        """
+        live = self._named(name)
+        if live is None:
+            text = f"no trajectory {name!r} in run {self.run!r}"
+            raise RequestError(404, "unknown_trajectory", text)
+        return live
+
+    def find(self, name: str) -> LiveTrajectory | None:
+        """The trajectory of that name in this run, once it is recalled, for whoever is about to extend it.
+
+        Raises:
+            RequestError: 409, another proxy writes it.
+        """
+        live = self._named(name)
+        return None if live is None else self._ours(live)
+
+    def relabelled(self, live: LiveTrajectory, labels: Json, by: str | None = None) -> Future[int] | None:
+        """Note labels that a request gives its trajectory beyond those it was opened with, if any."""
+        new = {k: v for k, v in labels.items() if live.opened.labels.get(k) != v}
+        if not new or self._named(live.opened.name) is None:
+            return None
+        noted = self.note(*(LabelAdded(live.opened.trajectory_id, None, k, v, by=by) for k, v in new.items()))
+        live.opened = replace(live.opened, labels=live.opened.labels | new)
+        return noted
+
+    def _ours(self, live: LiveTrajectory) -> LiveTrajectory:
+        if live.lane != self.lane and not live.finished:
+            name = live.opened.name
+            text = f"trajectory {name!r} is written by the proxy of lane {live.lane!r}: send it there"
+            raise RequestError(409, "other_lane", text)
+        return live
+
+    async def finish(self, name: str, body: FinishTrajectory, by: str | None = None) -> int:
+        """Record the outcome and rewards; no turns may follow. The number of completed turns.
+
+        Args:
+            by: the name of the key that ends it.
+
+        Raises:
+            RequestError: 404 unknown, 409 finished already or still answering, 422 rewards do not fit.
+        """
+        live = await self._to_finish(name)
+        try:
+            trajectory_id = live.opened.trajectory_id
+            records: list[Record] = [*turn_rewards(live.known, trajectory_id, body.turn_rewards, by)]
+            if body.reward is not None:
+                records.append(RewardAssigned(trajectory_id, None, body.reward, by=by))
+            records.append(TrajectoryFinished(trajectory_id, body.status, body.success, by))
+            turns = len(live.known.completed)
+            await self.write(*records, behind=[live.opening])
+        except BaseException as error:
+            live.finished = False
+            if isinstance(error, asyncio.CancelledError):
+                live.doubtful = True  # it may be durable yet
+            raise
+        self._ended(live)
+        return turns
+
+    async def _to_finish(self, name: str) -> LiveTrajectory:
+        """The trajectory of that name, in which nothing is under way any more, and nothing more begins.
+
+        Raises:
+            RequestError: 404 unknown, 409 finished already or still answering.
+        """
+        while True:
+            await self.recall(name)
+            live = self._ours(self.known(name))
+            if live.finished:
+                raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
+            if live.calls and all(call.abandoned for call in live.calls):
+                # Their clients have gone, and the engine was told to stop: it takes a moment.
+                await asyncio.wait([call.done for call in live.calls])
+                continue
+            if live.running:
+                text = f"trajectory {name!r} has {live.running} running requests: await their replies"
+                raise RequestError(409, "trajectory_busy", text)
+            live.finished = True
+            try:
+                await live.all_sent()  # a reply whose last byte is on its way is delivered before the end
+            except BaseException:
+                live.finished = False
+                raise
+            if not live.doubtful:
+                return live
+            live.finished = False
+
+    def _ended(self, live: LiveTrajectory) -> None:
+        self.trajectories.end(live)
+        self.on_finished(live.opened.trajectory_id)
+
+    def mark_delivered(self, live: LiveTrajectory, turn_id: str, how: str) -> None:
+        """Note that a client has a turn's reply (once)."""
+        if live.contents is not None and turn_id not in live.contents.delivered:
+            live.contents.delivered.add(turn_id)
+            live.changes += 1
+            self.note(TurnDelivered(live.opened.trajectory_id, turn_id, how))

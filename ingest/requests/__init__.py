@@ -1,0 +1,1 @@
+"""What comes in a request's body: bounded JSON and typed fields."""

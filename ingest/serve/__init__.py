@@ -1,0 +1,1 @@
+"""`rollbook serve`: settings, and the parts of a proxy put together."""

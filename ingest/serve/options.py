@@ -1,0 +1,221 @@
+"""What `rollbook serve` was told, and the engine that it names."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, MutableMapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from rollbook.ingest.engines.address import EngineAddress
+from rollbook.ingest.engines.engine import Engine
+from rollbook.ingest.engines.fleet import Fleet
+from rollbook.ingest.engines.identify import Identity
+from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
+from rollbook.ingest.engines.sglang.client import SglangEngine
+from rollbook.ingest.engines.sglang.parts import routing_of
+from rollbook.ingest.engines.sglang.wire import Routing
+from rollbook.ingest.engines.weights.log import OWN
+from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.tokens.bridge import TreePolicy
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.normal_form import conversation_digest
+from rollbook.ingest.upstream.paths import paths_of
+from rollbook.ingest.upstream.proxy import Upstream
+from rollbook.store.errors import ConfigError, EngineError
+from rollbook.store.events import Json
+
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_KEY", "ROLLBOOK_ENGINE_ADMIN_KEY"
+ENGINES = ("embedded", "sglang", "upstream", "scripted")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `rollbook serve` was told. See `TreePolicy` and `ProxyOptions` for what is not said here.
+
+    Attributes:
+        reply_format: a family of `ingest.replies`, or auto: by the chat template.
+        engine_ask: fields that an upstream is asked for beyond what agents send.
+        engine_urls: one for an upstream, one or several for SGLang.
+        engine_admin_key: of SGLang's control routes, where they have one of their own.
+        images: the engine's model takes them.
+        routed_experts: have the engine tell, and keep, which experts each token went to.
+        hold_s: how long a request waits while weights are being replaced.
+        forwarded_from: addresses and networks of proxies before this one, whose word for who asks counts.
+        pass_paths: for an upstream with a key: more methods and paths that pass.
+    """
+
+    store: Path
+    model: Path | None = None
+    engine: str = "embedded"
+    script: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    run: str = "default"
+    lane: str = "serve"
+    policy: str = "actor"
+    device: str = "cpu"
+    threads: int | None = None
+    seal: bool = True
+    engine_urls: tuple[EngineAddress, ...] = ()
+    engine_key: str | None = field(default=None, repr=False)
+    engine_admin_key: str | None = field(default=None, repr=False)
+    engine_ask: Json | None = None
+    images: bool = False
+    routed_experts: bool = False
+    reply_format: str = "auto"
+    tree: TreePolicy = field(default_factory=TreePolicy)
+    hold_s: float = 110.0
+    forwarded_from: tuple[str, ...] = ()
+    pass_paths: tuple[str, ...] = ()
+    proxy: ProxyOptions = field(default_factory=ProxyOptions)
+
+    def __post_init__(self) -> None:
+        for address in self.forwarded_from:
+            try:
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                text = (
+                    f"--forwarded-from {address!r}: {error}: give an address or a network, such as 10.0.0.0/8"
+                )
+                raise ConfigError(text) from error
+
+    def as_json(self) -> dict[str, object]:
+        """For `run.opened`; keys are left out."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown |= {
+            "engine_key": bool(self.engine_key),
+            "engine_admin_key": bool(self.engine_admin_key),
+            "proxy": self.proxy.as_json(),
+            "tree": asdict(self.tree),
+        }
+        shown["engine_urls"] = [address.url for address in self.engine_urls]
+        return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
+
+
+MakeEngine = Callable[[Identity], Engine]
+"""Makes the engine, given what knows which weights are which version."""
+
+
+def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> MakeEngine:
+    """What makes the engine the options name; what takes long or may fail is done before it returns.
+
+    Raises:
+        EngineError, ModelError, ConfigError: it cannot be made; the message says why.
+    """
+    match options.engine:
+        case "scripted":
+            if options.script is None:
+                raise ConfigError("--engine scripted needs --script file.py:function or file.jsonl")
+            scripted = ScriptedEngine(tokenizer, load_script(options.script, conversation_digest))
+            return lambda identity: scripted
+        case "sglang":
+            return _sglang(options)
+        case "embedded":
+            return _embedded(options)
+        case "upstream":
+            raise ConfigError("--engine upstream passes requests on and has no engine here")
+    raise ConfigError(f"--engine {options.engine!r}: use one of {', '.join(ENGINES)}")
+
+
+def _sglang(options: ServeOptions) -> MakeEngine:
+    if not options.engine_urls:
+        raise ConfigError("--engine sglang needs --engine-url, such as http://127.0.0.1:30000")
+    if len({address.url for address in options.engine_urls}) < len(options.engine_urls):
+        raise ConfigError("--engine-url names a server twice: name each once")
+    routing = _routing(options) if options.routed_experts else None
+
+    def made(identity: Identity) -> Engine:
+        engines = {
+            address.url: SglangEngine(
+                address,
+                identity,
+                policy=options.policy,
+                takes_images=options.images,
+                key=options.engine_key,
+                admin_key=options.engine_admin_key,
+                routed_experts=routing,
+            )
+            for address in options.engine_urls
+        }
+        return Fleet(engines, options.hold_s)
+
+    return made
+
+
+def _routing(options: ServeOptions) -> Routing:
+    """What the mixture of experts is made of.
+
+    Raises:
+        ConfigError: the model is none.
+    """
+    model = model_of(options)
+    found = routing_of(model)
+    if found is None:
+        raise ConfigError(f"--routed-experts: {model} is no mixture of experts")
+    return found
+
+
+def _embedded(options: ServeOptions) -> MakeEngine:
+    try:
+        from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
+    except ImportError as error:
+        raise EngineError(
+            f"the embedded engine needs torch and transformers ({error}): pip install 'rollbook[engine]'"
+        ) from error
+    engine = EmbeddedEngine(
+        model_of(options), policy=options.policy, device=options.device, threads=options.threads
+    )
+    fleet = Fleet({OWN: engine})
+    return lambda identity: fleet
+
+
+def model_of(options: ServeOptions) -> Path:
+    """The model's directory, which all but an upstream need: its tokenizer and chat template make the ids.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if options.model is None:
+        raise ConfigError(
+            f"--engine {options.engine} needs --model DIR: its tokenizer and template make the ids"
+        )
+    return options.model
+
+
+def engine_key_of(
+    given: str | None, environment: MutableMapping[str, str], *, admin: bool = False
+) -> str | None:
+    """An engine's key, if there is one; our children's environment does not hold it.
+
+    Args:
+        admin: that of its control routes, which may have one of their own.
+
+    Raises:
+        ConfigError: it is empty: then requests would pass with their agents' own keys, wherever they go.
+    """
+    option, variable = ("--engine-admin-key", ADMIN_KEY_VARIABLE) if admin else ("--engine-key", KEY_VARIABLE)
+    empty = given is None and environment.get(variable, "unset").strip() == ""
+    if empty or (given is not None and not given.strip()):
+        raise ConfigError(f"{option} or {variable} is set and empty: unset it, or give it the key")
+    environment.pop(variable, None)
+    return given
+
+
+def upstream_of(options: ServeOptions) -> Upstream:
+    """Where `--engine upstream` passes requests to.
+
+    Raises:
+        ConfigError: it is not said, or with a login and a key, or a path that is to pass is none.
+    """
+    if len(options.engine_urls) != 1:
+        raise ConfigError("--engine upstream needs one --engine-url, such as https://api.openai.com/v1")
+    [address] = options.engine_urls
+    address.headers(options.engine_key)  # refuses two that would let requests in
+    paths_of(options.pass_paths)
+    upstream = Upstream(address, options.engine_key, options.engine_ask, options.pass_paths)
+    if options.pass_paths and not upstream.secrets:
+        raise ConfigError(
+            "--pass-path adds to what passes with --engine-key: without a key everything passes"
+        )
+    return upstream

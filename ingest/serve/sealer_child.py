@@ -1,0 +1,97 @@
+"""The sealer beside `rollbook serve`: a child process that ends with the proxy, however that ends.
+
+It is a process of its own so that reading, compressing and writing segments takes no time from the event
+loop and can have a low priority.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import rollbook
+
+logger = logging.getLogger(__name__)
+
+RESTARTS = 5
+PAUSE_S = 1.0
+"""Before a restart; each later one waits as much longer."""
+END_S = 15.0
+"""How long an ending sealer may take for the unit it is writing. Killing it then breaks nothing."""
+
+
+class SealerChild:
+    """Starts the sealer, and again when it dies, up to `RESTARTS` times."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._ending = threading.Event()
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._watch, name="sealer-child", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the sealer, by force if it takes too long."""
+        self._ending.set()
+        self._end()
+        self._thread.join(END_S)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The package this process runs, wherever it was imported from.
+        path = [str(Path(rollbook.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = [sys.executable, "-m", "rollbook", "store", "seal", "--watch", "--json"]
+        return subprocess.Popen(
+            [*command, "--store", str(self._store), "--parent", str(os.getpid())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            process_group=0,  # a terminal's interrupt is for the proxy, which then ends this one
+        )
+
+    def _watch(self) -> None:
+        for restart in range(RESTARTS + 1):
+            status = self.process.wait()
+            # 0: somebody asked it to end.
+            if status == 0 or self._ending.is_set():
+                return
+            if restart == RESTARTS:
+                break
+            logger.warning(
+                "the sealer ended (exit code %s); starting it again, %s of %s", status, restart + 1, RESTARTS
+            )
+            if self._ending.wait(PAUSE_S * (restart + 1)):
+                return
+            self.process = self._start()
+            if self._ending.is_set():
+                self._end()
+                return
+        logger.warning(
+            "the sealer ended %s times and is left alone: recording goes on, nothing is sealed; see what "
+            "`rollbook store seal --store %s` says",
+            RESTARTS + 1,
+            self._store,
+        )
+
+    def _end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def sealer_beside(store: Path) -> Iterator[SealerChild]:
+    """A sealer of the store while the context lasts."""
+    child = SealerChild(store)
+    try:
+        yield child
+    finally:
+        child.close()

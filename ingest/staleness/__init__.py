@@ -1,0 +1,1 @@
+"""How stale a sample may be, and how many samples a training will use. Pure."""

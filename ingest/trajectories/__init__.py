@@ -1,0 +1,1 @@
+"""Trajectories that are open here: whose a request is, and where its turn stands."""

@@ -1,0 +1,239 @@
+"""Which trajectory a request belongs to, and what it says of it, with no change to the agent's code. Pure.
+
+In order of precedence: the path `/t/ID/...`, the header X-Rollbook-Trajectory, the API key, then hints that
+agents send by themselves. Two that are explicit must agree; a hint never overrules one. What names nothing is
+quarantined: kept in a trajectory of its own, and never trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+
+from rollbook.ingest.requests.fields import OpenTrajectory, check_recordable, check_split, validated
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+
+KEY_PREFIX = "trajectory:"
+"""An API key that names a trajectory: `trajectory:ID`, or `trajectory:ID:MAC` where keys are checked."""
+
+HINT_HEADERS = ("x-session-id", "x-litellm-session-id")
+"""Headers that verifiers, Harbor's agents, mini-swe-agent and litellm send by themselves."""
+
+_WORDS = ("group", "task", "split", "label")
+_PATH = re.compile(r"/t/(?P<said>.+)/(?P<rest>v1/.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a request says of its trajectory.
+
+    Attributes:
+        name: the client's name for it; None: quarantine.
+        said: fields that it gave besides, of `OpenTrajectory`; the rest is as it was.
+        labels: from path or header; a hint that was overruled is among them.
+        by: what named it: path, header, key, hint or nothing.
+    """
+
+    name: str | None
+    said: Json
+    labels: Json
+    by: str
+
+    @property
+    def explicit(self) -> bool:
+        """Whether somebody meant to name it: a hint may be anything."""
+        return self.by in ("path", "header", "key")
+
+    def wanted(self) -> OpenTrajectory:
+        """The trajectory to open, if there is none of that name."""
+        return validated(OpenTrajectory, {"id": self.name, "labels": self.labels} | self.said)
+
+
+def split_path(path: str) -> tuple[Json, str]:
+    """(what the path says: id, group, task, split, labels; the endpoint's path, raw).
+
+    `/t/ID/group/G/task/T/split/S/label/NAME/VALUE/v1/...`, the parts behind ID in any order or absent. An id
+    may hold slashes, and `v1`; one of the words as a part of it is written with %2F around it.
+
+    Args:
+        path: raw, with its percent signs.
+
+    Raises:
+        RequestError: 404, there is no id; 400, a part of it is empty, or one is said twice.
+    """
+    if not path.startswith("/t/"):
+        return {}, path
+    found = _PATH.fullmatch(path)
+    if found is None:
+        raise RequestError(404, "not_found", f"{unquote(path)}: write /t/ID/v1/..., with an id")
+    parts = found["said"].split("/")
+    if "" in parts:
+        text = f"{unquote(path)}: a part of the path is empty; write a slash at an id's end as %2F"
+        raise RequestError(400, "bad_path", text)
+    at = next((i for i, part in enumerate(parts) if i and part in _WORDS), len(parts))
+    said: Json = {"id": unquote("/".join(parts[:at]))}
+    while at < len(parts):
+        word, size = parts[at], 3 if parts[at] == "label" else 2
+        values = [unquote(part) for part in parts[at + 1 : at + size]]
+        if word not in _WORDS or len(values) < size - 1:
+            text = f"{unquote(path)}: behind the id come group/G, task/T, split/S and label/NAME/VALUE"
+            raise RequestError(404, "not_found", text)
+        told = said.setdefault("labels", {}) if word == "label" else said
+        name, value = values if word == "label" else (word, values[0])
+        if told.get(name, value) != value:
+            text = f"{unquote(path)}: {name} is {told[name]!r} and {value!r}: send one of them"
+            raise RequestError(400, "trajectory_conflict", text)
+        told[name] = value
+        at += size
+    return said, "/" + found["rest"]
+
+
+_SAID_ONCE = ("authorization", "x-api-key", *HINT_HEADERS)
+
+
+def check_said_once(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuse a request whose headers name its trajectory, or its key, in two ways.
+
+    Args:
+        headers: raw, each as often as it was sent: mappings of headers show one of them.
+
+    Raises:
+        RequestError: 400, naming the header.
+    """
+    said: dict[str, bytes] = {}
+    for raw, value in headers:
+        name = raw.decode("latin-1").lower()
+        counts = name.startswith("x-rollbook-") or name in _SAID_ONCE
+        if counts and said.setdefault(name, value) != value:
+            text = f"the header {name} was sent twice, with two values: send it once"
+            raise RequestError(400, "trajectory_conflict", text)
+    text_of = {name: value.decode("latin-1") for name, value in said.items()}
+    bearer = sent_key({k: v for k, v in text_of.items() if k == "authorization"})
+    names = {key_name(bearer), key_name(text_of.get("x-api-key"))} - {None}
+    if len(names) > 1:
+        text = "authorization and x-api-key are keys of two trajectories: send one of them"
+        raise RequestError(400, "trajectory_conflict", text)
+
+
+def header_text(value: str | None) -> str | None:
+    """A header's value. HTTP libraries send and give Latin-1; people write UTF-8."""
+    try:
+        return value if value is None else value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def identify(path_said: Json, headers: Mapping[str, str], body: Json, key: str | None) -> Identity:
+    """Who the request is from.
+
+    Args:
+        path_said: what `split_path` found.
+        headers: by lower-case name.
+        key: the API key as sent, or None.
+
+    Raises:
+        RequestError: 400, two of path, header and key name different trajectories, or a header is no JSON.
+    """
+    header = header_text(headers.get("x-rollbook-trajectory"))
+    explicit = [("path", path_said.get("id")), ("header", header or None), ("key", key_name(key))]
+    named = [(by, name) for by, name in explicit if name]
+    for by, name in named[1:]:
+        if name != named[0][1]:
+            text = f"the {named[0][0]} names trajectory {named[0][1]!r}, the {by} {name!r}: send one of them"
+            raise RequestError(400, "trajectory_conflict", text)
+    said = {w: header_text(headers.get(f"x-rollbook-{w}")) for w in ("group", "task", "split")}
+    said = {w: value for w, value in said.items() if value is not None}
+    for word in ("group", "task", "split"):
+        if word in path_said:
+            if said.get(word, path_said[word]) != path_said[word]:
+                text = (
+                    f"the path says {word} {path_said[word]!r}, the header {said[word]!r}: send one of them"
+                )
+                raise RequestError(400, "trajectory_conflict", text)
+            said[word] = path_said[word]
+    if "split" in said:
+        check_split(str(said["split"]))
+    labels = _header_labels(headers) | path_said.get("labels", {})
+    hint = _hint(headers, body)
+    if named:
+        if hint is not None and hint != named[0][1]:
+            labels = {"session_id": hint} | labels
+        return Identity(named[0][1], said, labels, named[0][0])
+    return Identity(hint, said, labels, "nothing" if hint is None else "hint")
+
+
+def _header_labels(headers: Mapping[str, str]) -> Json:
+    raw = header_text(headers.get("x-rollbook-labels"))
+    if raw is None:
+        return {}
+    try:
+        labels = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        labels = None
+    if not isinstance(labels, dict):
+        text = f'x-rollbook-labels is {raw[:200]!r}: send a JSON object, such as {{"attempt": 2}}'
+        raise RequestError(400, "bad_labels", text)
+    check_recordable(labels, "x-rollbook-labels")
+    return labels
+
+
+def _hint(headers: Mapping[str, str], body: Json) -> str | None:
+    """A conversation's id that an agent sends by itself, if it fits as a name."""
+    metadata = body.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    hints: Sequence[Any] = (
+        *(header_text(headers.get(name)) for name in HINT_HEADERS),
+        metadata.get("trajectory_id"),
+        metadata.get("session_id"),
+        body.get("prompt_cache_key"),
+    )
+    return next((h for h in hints if isinstance(h, str) and 0 < len(h) <= 256), None)
+
+
+# Keys ---------------------------------------------------------------------------------------
+
+
+def sent_key(headers: Mapping[str, str]) -> str | None:
+    """The API key of a request: OpenAI's clients send a bearer token, Anthropic's either of two headers."""
+    bearer = headers.get("authorization", "")
+    if bearer[:7].lower() == "bearer ":
+        return bearer[7:].strip()
+    return headers.get("x-api-key")
+
+
+def key_name(key: str | None) -> str | None:
+    """The trajectory that an API key names, or None."""
+    if key is None or not key.startswith(KEY_PREFIX):
+        return None
+    name = key.removeprefix(KEY_PREFIX)
+    mac = name.rpartition(":")
+    return unquote(mac[0] if mac[0] and re.fullmatch("[0-9a-f]{32}", mac[2]) else name) or None
+
+
+def trajectory_key(name: str, run: str, secret: bytes | None) -> str:
+    """The API key of one trajectory; with a secret, one that only its holder can make."""
+    plain = KEY_PREFIX + name.replace("%", "%25").replace(":", "%3A")
+    return plain if secret is None else f"{plain}:{_mac(name, run, secret)}"
+
+
+def is_trajectory_key(key: str, run: str, secret: bytes) -> bool:
+    """Whether a key is one that `trajectory_key` made of this run and secret."""
+    name = key_name(key)
+    return name is not None and hmac.compare_digest(
+        key.encode(errors="surrogateescape"),
+        trajectory_key(name, run, secret).encode(errors="surrogateescape"),
+    )
+
+
+def _mac(name: str, run: str, secret: bytes) -> str:
+    return hmac.new(secret, f"{run}\n{name}".encode(errors="surrogateescape"), hashlib.sha256).hexdigest()[
+        :32
+    ]

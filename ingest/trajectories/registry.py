@@ -1,0 +1,179 @@
+"""Which trajectories of the run the proxy has in memory, and how much of them.
+
+Open ones are all here by name. Their contents are kept within a budget: the least recently used of those in
+which nothing is under way go first, and are read back from the log when they are asked for again. Of
+finished ones there is what `ingest.ended_names` holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from rollbook.ingest.tokens.tree import TreeTurn
+from rollbook.ingest.trajectories.ended_names import EndedNames
+from rollbook.ingest.trajectories.live import Contents, LiveTrajectory
+from rollbook.store.events import QUARANTINE, Json, TurnCompleted
+
+TIPS_KEPT = 65536
+"""Ends of quarantined conversations that are remembered."""
+BUDGET_BYTES = 512 << 20
+
+
+class Trajectories:
+    """The run's trajectories.
+
+    Args:
+        budget: about how many bytes the contents of open ones may take.
+    """
+
+    def __init__(self, budget: int = BUDGET_BYTES) -> None:
+        self.budget = budget
+        self.bytes = 0
+        """What the contents of open ones take."""
+        self.ended = EndedNames()
+        self._open: dict[str, LiveTrajectory] = {}
+        self._by_id: dict[str, LiveTrajectory] = {}
+        self._turns: dict[str, LiveTrajectory] = {}
+        self._tips: OrderedDict[bytes, LiveTrajectory] = OrderedDict()
+        self._responses: dict[str, LiveTrajectory] = {}
+        self._held: OrderedDict[str, tuple[LiveTrajectory, int]] = OrderedDict()
+
+    # Which there are --------------------------------------------------------------------------
+
+    def get(self, name: str) -> LiveTrajectory | None:
+        """The trajectory of that name: an open one, or one that ended not long ago."""
+        return self._open.get(name) or self.ended.get(name)
+
+    def open(self) -> Iterator[LiveTrajectory]:
+        """Those that are not finished, whichever proxy writes them."""
+        return iter(self._open.values())
+
+    def by_id(self, trajectory_id: str) -> LiveTrajectory | None:
+        """The open one of that id. Any thread may ask."""
+        return self._by_id.get(trajectory_id)
+
+    def of_turn(self, turn_id: str) -> LiveTrajectory | None:
+        """The open one that has this turn."""
+        return self._turns.get(turn_id)
+
+    def of_response(self, response_id: str) -> LiveTrajectory | None:
+        """The open one in which an upstream gave the response of that id, or an item of it."""
+        return self._responses.get(response_id)
+
+    def of_tip(self, tip: bytes) -> LiveTrajectory | None:
+        """The quarantined one whose conversation ends so."""
+        return self._tips.get(tip)
+
+    # What becomes of them ---------------------------------------------------------------------
+
+    def add(self, live: LiveTrajectory) -> None:
+        """Take an open one."""
+        self._open[live.opened.name] = self._by_id[live.opened.trajectory_id] = live
+        if live.contents is not None:
+            self._index(live, live.contents)
+
+    def remove(self, live: LiveTrajectory) -> None:
+        """Forget one whose opening is not in the log: its name is free again."""
+        if live.contents is not None:
+            self._unindex(live, live.contents)
+        self._let_go(live)
+        self._open.pop(live.opened.name, None)
+        self._by_id.pop(live.opened.trajectory_id, None)
+
+    def end(self, live: LiveTrajectory) -> None:
+        """It is finished: nothing of it is needed but its name."""
+        self.remove(live)
+        live.finished, live.contents = True, None
+        self.ended.add(live.opened, live.lane)
+
+    def take(
+        self,
+        live: LiveTrajectory,
+        turn: TreeTurn,
+        request: Json | None = None,
+        items: list[Any] | None = None,
+        completed: TurnCompleted | None = None,
+    ) -> None:
+        """A turn of it completed, and may be extended from now on.
+
+        Args:
+            request, items: for endpoints whose requests refer to earlier turns.
+            completed: of an upstream, which calls its reply and that one's items by ids of its own.
+        """
+        if live.contents is None:
+            return  # finished
+        tip = live.known.take(turn, request, items)
+        live.changes += 1
+        named = [] if completed is None else live.known.passed(completed)
+        if self._open.get(live.opened.name) is not live:
+            return  # its opening is not in the log
+        self._turns[turn.turn_id] = live
+        self._responses |= dict.fromkeys(named, live)
+        self._point(live, [tip])
+        self.used(live)
+
+    def restore(self, live: LiveTrajectory, contents: Contents) -> None:
+        """Take what the log has of it, in the place of what was here; what runs in it goes on."""
+        before = live.contents
+        if before is not None:
+            self._unindex(live, before)
+            for digest, what in before.arrivals.items():
+                if not isinstance(what, tuple):
+                    contents.arrived(digest, what)
+        live.contents = contents
+        self._index(live, contents)
+
+    def write_off(self, live: LiveTrajectory) -> None:
+        """Drop its contents. Where it is still pointed out, it is found all the same."""
+        live.contents = None
+        self._let_go(live)
+
+    def _let_go(self, live: LiveTrajectory) -> None:
+        _, size = self._held.pop(live.opened.name, (live, 0))
+        self.bytes -= size
+
+    def used(self, live: LiveTrajectory) -> None:
+        """Its contents were used, and may have grown; of the others the least recently used may go."""
+        if live.opened.name not in self._open or live.contents is None:
+            return  # only drafted
+        _, size = self._held.pop(live.opened.name, (live, 0))
+        self._held[live.opened.name] = (live, live.contents.size)
+        self.bytes += live.contents.size - size
+        if self.bytes > self.budget:
+            self._make_room(live)
+
+    def _make_room(self, but: LiveTrajectory) -> None:
+        for live, _ in list(self._held.values()):
+            if self.bytes <= self.budget:
+                return
+            if live is not but and live.idle:
+                self.write_off(live)
+
+    # What points to them ----------------------------------------------------------------------
+
+    def _index(self, live: LiveTrajectory, contents: Contents) -> None:
+        self._turns |= dict.fromkeys(contents.completed, live)
+        self._responses |= dict.fromkeys([*contents.replies, *contents.outputs], live)
+        self._point(live, contents.tree.tips())
+        self.used(live)
+
+    def _unindex(self, live: LiveTrajectory, contents: Contents) -> None:
+        _take_away(self._turns, contents.completed, live)
+        _take_away(self._responses, [*contents.replies, *contents.outputs], live)
+        if live.opened.split == QUARANTINE:
+            _take_away(self._tips, contents.tree.tips(), live)
+
+    def _point(self, live: LiveTrajectory, tips: Any) -> None:
+        """Let a quarantined one say how far it goes; unnamed traffic is told apart by that."""
+        if live.opened.split == QUARANTINE:
+            self._tips.update(dict.fromkeys(tips, live))
+            while len(self._tips) > TIPS_KEPT:
+                self._tips.popitem(last=False)
+
+
+def _take_away(index: dict[Any, LiveTrajectory], keys: Any, live: LiveTrajectory) -> None:
+    for key in keys:
+        if index.get(key) is live:
+            del index[key]

@@ -1,0 +1,1 @@
+"""One model call: what it asks, how it runs, and what it came to."""

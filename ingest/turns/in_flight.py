@@ -1,0 +1,117 @@
+"""A request that is being answered: its turns as they are sampled, and who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rollbook.ingest.engines.engine import Sampling
+from rollbook.ingest.replies.family import Parsed
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.turns.reply import NOTHING, GrowingReply, Reading
+from rollbook.store.events import TurnRequested
+
+
+class RunningTurn:
+    """One completion of the request. Its ids come in through `hear`."""
+
+    def __init__(
+        self, requested: TurnRequested, sampling: Sampling, reading: Reading, *, grows: bool
+    ) -> None:
+        self.requested, self.sampling = requested, sampling
+        self.ended = False
+        """Whether the log says, or will say, how it came out."""
+        self.ids: list[int]
+        self.logprobs: list[float]
+        self.grows = grows
+        self._reading = reading
+        self._begin()
+
+    def _begin(self) -> None:
+        self.ids, self.logprobs = [], []
+        self._growing = GrowingReply(self._reading) if self.grows else None
+        self._certain = NOTHING
+        self._read = 0
+
+    def again(self, requested: TurnRequested) -> None:
+        """Begin anew, as another turn: the one before failed, and nobody has seen anything of it."""
+        self.requested, self.ended = requested, False
+        self._begin()
+
+    @property
+    def turn_id(self) -> str:
+        """The turn's id; the engine knows the request by it too."""
+        return self.requested.turn_id
+
+    def hear(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        """Take what was sampled."""
+        self.ids += ids
+        self.logprobs += logprobs or ()
+        if self._growing is not None:
+            self._growing.feed(ids)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._growing is not None and self._growing.stopped
+
+    def certain(self) -> Parsed:
+        """What the reply begins with, whatever is still to come."""
+        if self._growing is not None and self._read != len(self.ids):
+            self._read = len(self.ids)
+            self._certain = self._growing.certain()
+        return self._certain
+
+
+class RunningCall:
+    """A request while it is answered. `done` is its turns, durable, or why there are none.
+
+    Several clients' connections may wait for it: a retry joins the request it repeats.
+    """
+
+    def __init__(
+        self,
+        call: ModelCall,
+        turns: Sequence[RunningTurn],
+        reading: Reading,
+        items: list[Any] | None = None,
+    ) -> None:
+        self.call, self.turns, self.reading, self.items = call, list(turns), reading, items
+        self.first = turns[0].requested
+        """The record that holds the request; of others the log has only what differs from it."""
+        self.rests_on: list[Future[int] | None] = []
+        """Appends that must be durable before a reply may end; None is one that was long ago."""
+        self.done: asyncio.Future[list[AnsweredTurn]] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(self._finished)
+        self._listeners: set[asyncio.Event] = set()
+        self.abandoned = False
+        """Whether everybody who waited has gone."""
+        self.shown = False
+        """Whether a client was sent a byte of the reply."""
+        self.counted = False
+        """Whether the metrics know how it came out."""
+
+    def listen(self) -> asyncio.Event:
+        """An event that is set whenever there is more to send. Give it back to `leave`."""
+        event = asyncio.Event()
+        self._listeners.add(event)
+        return event
+
+    def leave(self, event: asyncio.Event) -> bool:
+        """Listen no more. Whether nobody listens now to a request that still runs."""
+        self._listeners.discard(event)
+        self.abandoned = not self._listeners and not self.done.done()
+        return self.abandoned
+
+    def changed(self) -> None:
+        """Tell everybody that there is more."""
+        for event in self._listeners:
+            event.set()
+
+    def _finished(self, done: asyncio.Future[list[AnsweredTurn]]) -> None:
+        if not done.cancelled():
+            done.exception()  # taken note of, also where nobody waits any more
+        self.changed()

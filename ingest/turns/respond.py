@@ -1,0 +1,266 @@
+"""Sends a running request's reply: whole or as server-sent events, to a client that may go away.
+
+What streams out before the turn is durable is tokens only; the finish, the usage and the terminator are
+withheld until it is. While nothing is ready, bytes without meaning keep the connection alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+
+from rollbook.ingest.replies.family import Parsed
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.store.events import Json
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """After how many seconds of silence something is sent: comments in streams, spaces before a JSON reply.
+
+    Once a byte is out, a failure can no longer be told by the status: so a reply that is sent whole waits
+    longer than requests are held.
+    """
+
+    stream_s: float = 10.0
+    whole_s: float = 120.0
+
+
+class Writer(Protocol):
+    """Writes one reply as an endpoint's stream. Each method gives the bytes to send."""
+
+    def begin(self) -> bytes:
+        """What comes before the first piece."""
+
+    def piece(self, choice: int, reasoning: str, content: str, tokens: list[tuple[int, float]]) -> bytes:
+        """More of a choice: text that was added, and ids with logprobs that were sampled."""
+
+    def end(self, turns: list[AnsweredTurn]) -> bytes:
+        """The rest, once all is durable."""
+
+    def failed(self, error: Json) -> bytes:
+        """The end of a stream that fails on the way."""
+
+    keep_alive: bytes
+
+
+class Endpoint(Protocol):
+    """One of the APIs that clients speak."""
+
+    path: str
+
+    def read(self, body: Json, history: Any) -> ModelCall:
+        """A request in our form.
+
+        Raises:
+            RequestError: 400, it is none.
+        """
+
+    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+        """The answer as one object."""
+
+    def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> Writer:
+        """What writes the answer as a stream."""
+
+    def error(self, status: int, code: str, message: str) -> Json:
+        """An error in the API's form."""
+
+
+class TurnResponse(Response):
+    """The reply to a running request.
+
+    Args:
+        headers: headers of the reply, given its turns once they are known.
+        sent: told the turns, and whether a client that was still there got all of them.
+        abort: called where everybody who waited for the request has gone.
+        failure: an error in the endpoint's form.
+        left: called at the end, however it came.
+    """
+
+    def __init__(
+        self,
+        running: RunningCall,
+        endpoint: Endpoint,
+        keep_alive: KeepAlive,
+        headers: Callable[[list[AnsweredTurn] | None], dict[str, str]],
+        sent: Callable[[list[AnsweredTurn], bool], None],
+        abort: Callable[[RunningCall], Any],
+        failure: Callable[[Exception], Json],
+        left: Callable[[], None],
+    ) -> None:
+        self._running, self._endpoint, self._keep_alive = running, endpoint, keep_alive
+        self._make_headers, self._sent, self._abort = headers, sent, abort
+        self._failure, self._left = failure, left
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the reply. What fails before the first byte is raised, for a status of its own."""
+        client = _Client(receive, send, self._running)
+        woken = self._running.listen()
+        client.on_gone = woken.set
+        try:
+            if self._running.call.stream:
+                await self._stream(client, woken)
+            else:
+                await self._whole(client, woken)
+        finally:
+            client.close()
+            self._left()
+            if self._running.leave(woken):
+                await self._abort(self._running)
+
+    async def _whole(self, client: _Client, woken: asyncio.Event) -> None:
+        running, done = self._running, self._running.done
+        while not done.done() and not client.gone:
+            woken.clear()
+            if not await _wait(woken, self._keep_alive.whole_s):
+                await client.body(b" ", self._head(None, "application/json"))
+        if not done.done():
+            return
+        turns = done.result()
+        reply = self._endpoint.reply(running.call, turns, running.reading.tokenizer)
+        await self._last(client, turns, orjson.dumps(reply), self._head(turns, "application/json"))
+
+    async def _stream(self, client: _Client, woken: asyncio.Event) -> None:
+        running, done = self._running, self._running.done
+        turn_ids: list[str] = []
+        silent = False
+        while not client.gone:
+            woken.clear()
+            if not client.begun and turn_ids != [turn.turn_id for turn in running.turns]:
+                # At first, and where a turn was begun anew elsewhere before anybody saw anything of it.
+                turn_ids = [turn.turn_id for turn in running.turns]
+                writer = self._endpoint.writer(running.call, turn_ids, running.reading.tokenizer)
+                head = self._head(None, "text/event-stream; charset=utf-8")
+                shown = [_Shown() for _ in turn_ids]
+                opening = writer.begin()  # before all else, as events are numbered; sent with the first
+            data = b"".join(self._pieces(writer, shown))
+            if silent and not data and not done.done():
+                data = writer.keep_alive
+            if data:
+                await client.body(opening + data, head)
+                opening = b""
+            if done.done():
+                break
+            silent = not await _wait(woken, self._keep_alive.stream_s)
+        if not done.done():
+            return
+        error = done.exception()
+        if error is not None:
+            if not client.begun:
+                raise error
+            assert isinstance(error, Exception)
+            await client.body(writer.failed(self._failure(error)), head, more=False)
+            return
+        turns = done.result()
+        rest = b"".join(self._rest(writer, shown, turns)) + writer.end(turns)
+        await self._last(client, turns, opening + rest, head)
+
+    def _pieces(self, writer: Writer, shown: list[_Shown]) -> list[bytes]:
+        """What was sampled since the last time and is certain."""
+        found = []
+        for choice, turn in enumerate(self._running.turns):
+            piece = shown[choice].news(turn.certain(), turn.ids, turn.logprobs)
+            if piece is not None:
+                found.append(writer.piece(choice, *piece))
+        return found
+
+    def _rest(self, writer: Writer, shown: list[_Shown], turns: list[AnsweredTurn]) -> list[bytes]:
+        found = []
+        for choice, turn in enumerate(turns):
+            whole = Parsed(turn.reply.get("reasoning_content"), turn.reply.get("content") or "", (), ())
+            numbers = turn.completed.logprobs
+            logprobs = [] if numbers is None else numbers.tolist()
+            piece = shown[choice].news(whole, turn.completed.completion_ids.tolist(), logprobs)
+            if piece is not None:
+                found.append(writer.piece(choice, *piece))
+        return found
+
+    async def _last(self, client: _Client, turns: list[AnsweredTurn], data: bytes, head: _Head) -> None:
+        """Send the end; whether it arrived is known only as far as the client had not gone before."""
+        there = not client.gone
+        delivered = False
+        try:
+            await client.body(data, head, more=False)
+            delivered = there
+        finally:
+            self._sent(turns, delivered)
+
+    def _head(self, turns: list[AnsweredTurn] | None, kind: str) -> _Head:
+        headers = self._make_headers(turns) | {"content-type": kind}
+        if kind.startswith("text/event-stream"):
+            headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+_Head = list[tuple[bytes, bytes]]
+
+
+class _Shown:
+    """How much of a choice a client has been sent."""
+
+    def __init__(self) -> None:
+        self._reasoning = self._content = self._tokens = 0
+
+    def news(
+        self, reply: Parsed, ids: list[int], logprobs: list[float]
+    ) -> tuple[str, str, list[tuple[int, float]]] | None:
+        """What is new, or None."""
+        reasoning, content = (reply.reasoning or "")[self._reasoning :], reply.content[self._content :]
+        tokens = list(zip(ids[self._tokens :], logprobs[self._tokens :], strict=False))
+        if not (reasoning or content or tokens):
+            return None
+        self._reasoning += len(reasoning)
+        self._content += len(content)
+        self._tokens += len(tokens)
+        return reasoning, content, tokens
+
+
+class _Client:
+    """The other end of the connection: knows when it has gone."""
+
+    def __init__(self, receive: Any, send: Any, running: RunningCall) -> None:
+        self._receive, self._send, self._running = receive, send, running
+        self.begun = False
+        self.gone = False
+        self.on_gone: Callable[[], None] = lambda: None
+        self._watch = asyncio.create_task(self._until_gone())
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self.on_gone()
+
+    async def body(self, data: bytes, head: _Head, *, more: bool = True) -> None:
+        """Send bytes, the headers first."""
+        if not more:
+            self.close()  # with the last byte out, "disconnect" no longer means that the client left
+        if not self.begun:
+            self.begun = self._running.shown = True
+            if not more:
+                head = [*head, (b"content-length", str(len(data)).encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": head})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._watch.cancel()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event came within so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

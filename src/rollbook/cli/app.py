@@ -1,0 +1,292 @@
+"""The one command, `rollbook`. Each sub-command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook import __version__
+from rollbook.cli.bench import bench, demo
+from rollbook.cli.errors import EPILOG, run
+from rollbook.cli.keys import keys_app
+from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
+from rollbook.cli.serve import serve
+from rollbook.cli.store import store_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The ledger of agent rollouts: record agent traffic, query it with SQL, train on it, "
+    "replay any step bit for bit.",
+    epilog=EPILOG,
+)
+replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
+app.add_typer(replay_app, name="replay")
+app.add_typer(store_app, name="store")
+app.add_typer(keys_app, name="keys")
+app.command()(serve)
+
+
+class Format(StrEnum):
+    """How `rollbook sql` prints its rows."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+class Source(StrEnum):
+    """Where `rollbook train` takes its samples from."""
+
+    cut = "cut"
+    tail = "tail"
+
+
+class ExportFormat(StrEnum):
+    """What `rollbook export` writes."""
+
+    parquet = "parquet"
+    jsonl = "jsonl"
+    datasets = "datasets"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollbook {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def sql(
+    query: Annotated[str, typer.Argument(help='E.g. "select * from trajectories".')],
+    store: StoreOption,
+    format: Annotated[Format, typer.Option(help="How to print the rows.")] = Format.table,
+    as_of: AsOf = "head",
+    run: RunOfStep = None,
+    allow_files: Annotated[
+        bool, typer.Option("--allow-files", help="Let the query open and write other files, and extensions.")
+    ] = False,
+) -> None:
+    """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
+
+    Views: events, runs, trajectories, turns, tokens, rewards, policies, steps, samples, drops.
+    """
+    from rollbook.cli.sql import run_query
+
+    run_query(store, query, format.value, as_of, run, allow_files)
+
+
+@app.command()
+def tail(
+    store: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of the store, if it is on this machine; without --url: {STORE_VARIABLE}."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Or the address of a `rollbook serve`.")] = None,
+    start: Annotated[
+        str, typer.Option("--from", help="What to leave out: head, step:N, lane=count,..., or empty.")
+    ] = "empty",
+    kinds: Annotated[
+        str, typer.Option(help="Only events of these kinds, such as turn.completed,turn.failed; a line each.")
+    ] = "",
+    run: Annotated[str | None, typer.Option(help="Only this run.")] = None,
+    follow: Annotated[bool, typer.Option(help="Go on as the log grows.")] = True,
+    events: Annotated[
+        bool, typer.Option("--events", help="A line per event instead of one per turn.")
+    ] = False,
+    key: Annotated[
+        str | None, typer.Option(envvar="ROLLBOOK_API_KEY", help="For --url: the proxy's API key.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON for machines: an event per line.")] = False,
+) -> None:
+    """Watch agents: a line per turn as it becomes durable, and per outcome, reward and new version.
+
+    A turn's line: time (UTC), trajectory, its number there, which turn it
+    extends or why it is a root, prompt + completion tokens, policy version,
+    finish reason, latency, mean logprob, and how the reply begins.
+    """
+    from rollbook.cli.tail import run_tail
+
+    if store is None and url is None and (named := os.environ.get(STORE_VARIABLE)):
+        store = Path(named)
+    run_tail(store, url, start, kinds, run, follow, events, json, key)
+
+
+@app.command()
+def show(
+    trajectory: Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")],
+    store: StoreOption,
+    as_of: AsOf = "head",
+    run: Run = None,
+    tokens: Annotated[
+        bool | None,
+        typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory, whose tokenizer.json has the tokens' text.")
+    ] = None,
+    turn: Annotated[
+        str | None, typer.Option(help="Only this turn, all of it: its number, id, or the id's end.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Shorten nothing.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Look at one trajectory: its outcome, and its turns as a tree, each with messages, reply and tokens.
+
+    A turn's line says which turn it extends, or why it is a root; then its
+    finish reason, prompt + completion tokens, the policy versions that
+    sampled them, their mean and lowest logprob, whether the client has the
+    reply, and how long it took. Beneath: the messages it added, the reply.
+
+    rollbook show task-7 --store runs
+    rollbook show task-7 --store runs --turn 3 --model ./my-model
+    rollbook show task-7 --store runs --as-of step:12 --json
+    """
+    from rollbook.cli.show.command import run_show
+
+    run_show(store, trajectory, as_of, run, tokens, model, turn, full, json)
+
+
+@app.command()
+def samples(
+    store: StoreOption,
+    trajectory: Annotated[
+        str | None, typer.Option(help="Only this trajectory: the client's name or the id.")
+    ] = None,
+    as_of: AsOf = "head",
+    run: Run = None,
+    json: AsJson = False,
+) -> None:
+    """Print training samples: tokens, loss mask, logprobs, policy versions of each path."""
+    from rollbook.cli.samples import print_samples
+
+    print_samples(store, trajectory, as_of, run, json)
+
+
+@app.command()
+def ledger(
+    store: StoreOption,
+    run: Run = None,
+    as_of: AsOf = "head",
+    by_version: Annotated[bool, typer.Option("--by-version", help="A line per version, too.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Where every sampled token went, and whether what was dropped is like what was trained.
+
+    generated = trained + dropped (by a rule) + waiting (finished, unused)
+    + in flight (still open) + kept out (for a reason), at every cut. The last
+    line says that it balances; exit code 1: it does not. See docs/ledger.md.
+    """
+    from rollbook.cli.ledger import run_ledger
+
+    raise typer.Exit(run_ledger(store, run, as_of, by_version, json))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
+    store: StoreOption,
+    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
+    as_of: AsOf = "head",
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
+    ] = False,
+) -> None:
+    """Train from the log. Every step is planned and committed as events, so it can be replayed.
+
+    SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on.
+    The keys of CONFIG are in docs/configuration.md.
+    """
+    from rollbook.train.config.config import load_config
+
+    settings = load_config(config, set_ or [])
+    if show_config:
+        from rollbook.cli.terminal import say
+        from rollbook.train.config.docs import as_toml
+
+        say(as_toml(settings))
+        return
+    from rollbook.cli.training import TrainingProgress
+    from rollbook.train.loop.loop import train as run_training
+
+    with TrainingProgress() as progress:
+        run_training(settings, store, source.value, as_of, lane, progress)
+
+
+@replay_app.command("step")
+def replay_step(
+    step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
+    store: StoreOption,
+    run: Run = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    json: AsJson = False,
+) -> None:
+    """Re-run a past optimizer step from the log and compare every stage bit for bit."""
+    from rollbook.cli.replay import replay_command
+
+    raise typer.Exit(replay_command(step, store, run, policy, json))
+
+
+@app.command("export")
+def export_(
+    store: StoreOption,
+    to: Annotated[Path, typer.Option(help="File or folder to make; it must not exist yet.")],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
+    ],
+    as_of: AsOf = "head",
+    run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
+    split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
+    json: AsJson = False,
+) -> None:
+    """Write trajectories to files for others: Parquet tables, JSONL chats, or a Hugging Face dataset."""
+    from rollbook.cli.export import run_export
+
+    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help='JSONL file; a line is {"messages": [...]}.')],
+    store: StoreOption,
+    run: Annotated[str, typer.Option(help="Run to add the chats to.")],
+    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
+    split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
+    json: AsJson = False,
+) -> None:
+    """Add OpenAI-style chats as trajectories of text, without tokens; a repeated import adds nothing."""
+    from rollbook.cli.importing import run_import
+
+    run_import(file, store, run, lane, split, json)
+
+
+app.command()(bench)
+app.command()(demo)
+
+
+def main() -> None:
+    """Entry point: see `cli_errors` for what is said of errors, and the exit codes."""
+    run(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""What is said of an error, and the exit code: one line for what was foreseen and for what was not.
+
+No traceback is printed. Of what was not foreseen it is kept in a file, which the line names; with
+ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import errno
+import logging
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NO, BAD, UNFORESEEN = 1, 2, 70
+INTERRUPTED, NO_READER, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGPIPE, 128 + signal.SIGTERM
+TRACEBACK = "ROLLBOOK_TRACEBACK"
+PATIENCE_S = 20.0
+"""How long a command that was told to stop may take. What it was writing is then cut off, as by a crash."""
+EPILOG = (
+    "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
+    "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 130, 143 "
+    f"stopped by SIGINT and SIGTERM; 141 nobody reads the output. {TRACEBACK}=1 in the environment shows the "
+    "traceback of an error."
+)
+_REMEDIES = {
+    errno.ENOSPC: "make room there; temporary files go where TMPDIR says",
+    errno.EDQUOT: "make room there; temporary files go where TMPDIR says",
+    errno.EFBIG: "it would be larger than files may be here (ulimit -f)",
+    errno.EROFS: "what is mounted read-only can be read, but not written: use a copy",
+    errno.EACCES: "see whose it is; or use a copy of your own",
+    errno.EPERM: "see whose it is; or use a copy of your own",
+    errno.EMFILE: "too many files are open: raise ulimit -n",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.EIO: "the disk does not answer as it should: see the kernel's messages",
+}
+
+
+_signals: list[int] = []
+"""The signals that told this process to stop."""
+
+
+def run(command: Callable[[], object]) -> None:
+    """Run the command line and end the process, with an exit code that `EPILOG` explains."""
+    code: int | str | None = 0
+    _signals.clear()
+    try:
+        with _prepared():
+            command()
+    except SystemExit as stop:
+        code = stop.code
+        if code == NO and isinstance(stop.__context__, BrokenPipeError):  # so Typer ends then
+            code = NO_READER if _output_is_gone() else _told(stop.__context__)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError as error:
+        code = NO_READER if _output_is_gone() else _told(error)
+    except BaseException as error:
+        code = _told(error)
+    if _signals and code != 0:  # whatever a library made of it
+        code = 128 + _signals[0]
+    sys.exit(_flushed(code))
+
+
+@contextlib.contextmanager
+def _prepared() -> Iterator[None]:
+    """SIGTERM ends the process orderly, threads and logs speak in lines, any text can be printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # a test's stand-in
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_LazyFormatter())
+        handler.setLevel(logging.WARNING)
+        root.addHandler(handler)
+    is_main = threading.current_thread() is threading.main_thread()
+    hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = _told_of_thread, _told_of_callback
+    handlers = {n: signal.signal(n, _stopped) for n in (signal.SIGINT, signal.SIGTERM) if is_main}
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+        for number, before in handlers.items():
+            signal.signal(number, before)
+
+
+def _stopped(number: int, _: object) -> None:
+    """End orderly; and at all events, where a library does not come back from what it was doing."""
+    _signals.append(number)
+    patience = threading.Timer(PATIENCE_S, os._exit, (128 + number,))
+    patience.daemon = True
+    patience.start()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+class _LazyFormatter(logging.Formatter):
+    """The store's formatter, imported when something is logged, so that --help stays quick."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        from rollbook.cli.terminal import LogFormatter
+
+        kept = ""
+        if record.exc_info and record.exc_info[1] is not None:
+            kept = f" ({_kept(record.exc_info[1])})"
+        return LogFormatter().format(record) + kept
+
+
+def _told(error: BaseException) -> int:
+    """Say what went wrong; the exit code."""
+    if _signals:
+        return 128 + _signals[0]
+    if isinstance(error, KeyboardInterrupt) or _is_interrupt(error):
+        return INTERRUPTED
+    told = foreseen(error)
+    if told is not None:
+        _say(f"error: {told}")
+        if os.environ.get(TRACEBACK):
+            _say(_text_of(error))
+        return BAD
+    _say(f"error: unexpected {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
+    return UNFORESEEN
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return _is(error, "duckdb", "InterruptException")
+
+
+def foreseen(error: BaseException) -> str | None:
+    """What to say of an error that is no fault of the program's; None where it may be one."""
+    from rollbook.store.errors import RollbookError
+
+    if isinstance(error, RollbookError):
+        return str(error)
+    if isinstance(error, OSError):
+        return _of_system(error)
+    if isinstance(error, RecursionError):
+        return "a value is nested deeper than anything that this release has ever written"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {_first_line(error) or 'a file asks for more than there is'}"
+    if isinstance(error, UnicodeError):
+        return f"a text is not UTF-8: {_first_line(error)}"
+    if _is(error, "duckdb", "Error"):
+        return str(error).strip()
+    if _is(error, "sqlalchemy.exc", "SQLAlchemyError") or _is(error, "sqlite3", "Error"):
+        return f"the catalog: {_first_line(error)}; nothing in the log depends on it"
+    if _is(error, "pyarrow", "ArrowException"):
+        return f"a file's columns cannot be read or written: {_first_line(error)}"
+    return None
+
+
+def _of_system(error: OSError) -> str:
+    """An error of the operating system: what failed, where, and what to do."""
+    what = error.strerror or _first_line(error)
+    where = "".join(f"{os.fsdecode(name)}: " for name in (error.filename,) if isinstance(name, str | bytes))
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{where}{what}{'' if remedy is None else f': {remedy}'}"
+
+
+def _is(error: BaseException, module: str, name: str) -> bool:
+    """Whether it is an instance of a library's class; of one that was never imported nothing is."""
+    found = getattr(sys.modules.get(module), name, None)
+    return isinstance(found, type) and isinstance(error, found)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _text_of(error: BaseException) -> str:
+    from rollbook.store.redaction import shown
+
+    return shown("".join(traceback.format_exception(error)).rstrip())
+
+
+_file: list[str] = []
+"""The file that this process keeps tracebacks in, once there is one."""
+
+
+def _kept(error: BaseException) -> str:
+    """Keep the traceback; says where it is."""
+    if os.environ.get(TRACEBACK):
+        return f"its traceback:\n{_text_of(error)}"
+    try:
+        if not _file:
+            fd, path = tempfile.mkstemp(prefix="rollbook-traceback-", suffix=".txt")
+            os.close(fd)
+            _file.append(path)
+        with open(_file[0], "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(_text_of(error) + "\n\n")
+    except OSError:
+        return f"a fault of Rollbook's; {TRACEBACK}=1 in the environment shows where"
+    return f"a fault of Rollbook's; where it happened is in {_file[0]}"
+
+
+def _told_of_thread(args: Any) -> None:
+    """Say that a thread ended with an error."""
+    if args.exc_type is SystemExit or args.exc_value is None:
+        return
+    name = args.thread.name if args.thread else "a thread"
+    _say(f"error: {name} ended: {type(args.exc_value).__name__}: {_first_line(args.exc_value)}")
+    if foreseen(args.exc_value) is None:
+        _say(_kept(args.exc_value))
+
+
+def _told_of_callback(args: Any) -> None:
+    """Say what was raised where nobody can catch it; a signal that came to such a place comes again."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(args.exc_type)
+    if number is not None:
+        again = threading.Timer(0.05, _thread.interrupt_main, (number,))
+        again.daemon = True
+        again.start()
+    elif args.exc_value is not None:
+        error = args.exc_value
+        _say(f"error: {type(error).__name__}: {_first_line(error)} ({_kept(error)})")
+
+
+def _say(text: str) -> None:
+    from rollbook.cli.show.terminal_text import visible
+    from rollbook.store.redaction import shown
+
+    with contextlib.suppress(OSError, ValueError):
+        print(visible(shown(text), lines=True), file=sys.stderr, flush=True)
+
+
+# Output ---------------------------------------------------------------------------------------------
+
+
+def _output_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads."""
+    try:
+        poll = select.poll()
+        poll.register(sys.__stdout__.fileno() if sys.__stdout__ else 1, select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        return True
+
+
+def _flushed(code: int | str | None) -> int | str | None:
+    """Write what is still to be written; the exit code, another one where that fails."""
+    try:
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        code = NO_READER
+    except OSError as error:
+        _say(f"error: the output cannot be written: {_of_system(error)}")
+        code = BAD
+    except ValueError:  # it is closed
+        return code
+    # Nothing is left for the interpreter to write, and to complain of, when it ends.
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    return code

@@ -1,0 +1,96 @@
+"""What `rollbook store retain`, `retire` and `erase` print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from rollbook.cli.terminal import Console, print_json
+from rollbook.store.open import open_store
+from rollbook.store.upkeep.erase import EraseReport, erase_trajectory
+from rollbook.store.upkeep.retain import RetainReport, retain
+from rollbook.store.upkeep.retire import parse_steps, retire_steps
+
+MIB = 1 << 20
+
+
+def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
+    """Drop what `keep` does not keep, and print what becomes of each sealed unit."""
+    report = retain(open_store(path), keep, dry_run=dry_run)
+    if as_json:
+        _print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
+        return
+    console = Console()
+    for unit in report.units:
+        newest = datetime.fromtimestamp(unit.newest_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        events, size = unit.next_seq - unit.first_seq, unit.bytes / MIB
+        going = "stays" if not unit.dropped else "would be dropped" if dry_run else "dropped"
+        head = Text(f"{unit.lane}/{unit.unit}", style="bold")
+        head.append(f"  {events} events, {size:.1f} MiB, newest {newest} UTC: {going}", style="not bold")
+        console.print(head, soft_wrap=True)
+        for reason in unit.why_kept:
+            console.print(f"  {reason}", style="dim", soft_wrap=True)
+    console.print(_sum_up(report))
+
+
+def _sum_up(report: RetainReport) -> str:
+    dropped = sum(unit.dropped for unit in report.units)
+    verb = "would drop" if report.dry_run else "dropped"
+    return f"{verb} {dropped} of {len(report.units)} sealed units, {report.dropped_bytes / MIB:.1f} MiB"
+
+
+def run_retire(
+    path: Path,
+    run: str,
+    policy: str,
+    reason: str,
+    steps: str | None,
+    before_version: int | None,
+    as_json: bool,
+) -> None:
+    """Retire steps, and print which."""
+    chosen = None if steps is None else parse_steps(steps)
+    log = open_store(path)
+    report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    of = f"of policy {policy} in run {run}"
+    earlier = f"; {report.before} were retired before" if report.before else ""
+    Console().print(f"retired {len(report.steps)} steps {of}{earlier}")
+
+
+def run_erase(
+    path: Path, trajectory: str, run: str | None, keep_tokens: bool, reason: str, as_json: bool
+) -> None:
+    """Erase a trajectory, and print what was done."""
+    report = erase_trajectory(open_store(path), trajectory, reason, run=run, keep_tokens=keep_tokens)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    for line in _told(report):
+        Console().print(line, soft_wrap=True)
+
+
+def _told(report: EraseReport) -> list[str]:
+    what = "text" if report.tokens_kept else "text and tokens"
+    done = f"rewrote {', '.join(report.units)}" if report.units else "nothing was left to rewrite"
+    lines = [
+        f"erased the {what} of trajectory {report.name} ({report.trajectory_id}) of run {report.run}: "
+        f"{report.events} events, {report.bodies} large values; {done}"
+    ]
+    if report.shared_bodies:
+        lines.append(
+            f"{report.shared_bodies} large values stay, since requests of other trajectories hold them too"
+        )
+    if not report.finished:
+        lines.append("the trajectory is not finished: erase it again when it is")
+    return lines
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    print_json(values)

@@ -1,0 +1,250 @@
+"""A trajectory's facts as what `rich` prints: a header, and its turns as a tree. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from rollbook.cli.show.draw_tokens import context_text, legend, sampled_text
+from rollbook.cli.show.facts import FAILED, RUNNING, Answer, Label, Reward, TrajectoryFacts, TurnFacts
+from rollbook.cli.show.forest import Node, arrange
+from rollbook.cli.show.messages import REASONING, Message, part_words
+from rollbook.cli.show.reading import CHAT_COMPLETIONS
+from rollbook.cli.show.terminal_text import clock, duration, one_line, short_id, shortened, visible
+from rollbook.cli.show.token_text import TokenText
+
+IN_DETAIL = 16
+"""Of a trajectory with more turns only the first and the last are drawn whole; the others get a line each."""
+FIRST, LAST = 2, 6
+LINE = 400
+"""Characters of a line that is cut to the terminal's width in the end."""
+STATUS = {"completed": "green", "open": "yellow", "truncated": "yellow", "aborted": "red", "failed": "red"}
+ROLES = {"system": "magenta", "developer": "magenta", "user": "blue", "tool": "yellow"}
+
+Words = list[tuple[str, str]]
+"""Pieces of a line with their styles."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How much to draw.
+
+    Attributes:
+        words: the text of tokens; None leaves them out.
+        only: the turns to draw, all if None.
+    """
+
+    full: bool = False
+    words: TokenText | None = None
+    only: frozenset[str] | None = field(default=None)
+
+
+def draw(of: TrajectoryFacts, view: View) -> Group:
+    """The trajectory."""
+    parts: list[RenderableType] = [_header(of)]
+    if view.words is not None:
+        parts.append(legend())
+    names = {turn.turn_id: f"{turn.number}" for turn in of.turns}
+    chosen = [turn for turn in of.turns if view.only is None or turn.turn_id in view.only]
+    whole = _drawn_whole(chosen, view)
+    tree = Tree("", hide_root=True, guide_style="dim")
+    waiting: list[tuple[Tree, Node]] = [(tree, node) for node in reversed(arrange(chosen))]
+    while waiting:
+        place, node = waiting.pop()
+        turn = node.turn
+        branch = place.add(_whole(turn, names, view) if turn.turn_id in whole else _line(turn, names))
+        waiting += [(branch, beneath) for beneath in reversed(node.beneath)]
+    missing = len(chosen) - len(whole)
+    parts += [Text(), tree if chosen else Text("no turns", "dim")]
+    if missing:
+        hint = f"{missing:,} turns have a line only: --turn ID for one of them, --full for all"
+        parts += [Text(), Text(hint, "dim")]
+    return Group(*parts)
+
+
+def _drawn_whole(turns: list[TurnFacts], view: View) -> set[str]:
+    if not (view.full or view.only is not None or len(turns) <= IN_DETAIL):
+        turns = [*turns[:FIRST], *turns[-LAST:]]
+    return {turn.turn_id for turn in turns}
+
+
+# The header -----------------------------------------------------------------------------------------
+
+
+def _header(of: TrajectoryFacts) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, words in _header_rows(of):
+        table.add_row(name, Text.assemble(*words))
+    return table
+
+
+def _header_rows(of: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
+    yield "trajectory", [(visible(of.name), "bold"), (f"  {visible(of.trajectory_id)}", "dim")]
+    where = [("run", of.run), ("lane", of.lane), ("split", of.split), ("group", of.group)]
+    yield "recorded", _listed([(f"{name} {visible(value)}", "") for name, value in where if value])
+    if of.task:
+        yield "task", [(shortened(of.task), "")]
+    marks = [f"{name}={one_line(value, 80)}" for name, value in of.labels.items()]
+    if marks or of.added_labels:
+        yield "labels", _listed([(visible(mark), "") for mark in marks] + _labels(of.added_labels))
+    success = {None: "", True: ", success", False: ", no success"}[of.success]
+    took = f", {duration((of.finished_us - of.opened_us) / 1000)}" if of.finished_us is not None else ""
+    status: Words = [
+        (visible(of.status), STATUS.get(of.status, "")),
+        (success, "green" if of.success else "red"),
+    ]
+    yield "status", [*status, (f"  opened {clock(of.opened_us, '%Y-%m-%d %H:%M:%S')}{took}", "dim")]
+    if of.erased is not None:
+        yield "erased", [(one_line(of.erased, 200), "red")]
+    yield "rewards", _listed(_rewards(of.rewards)) or [("none", "dim")]
+    states = {state: sum(turn.status == state for turn in of.turns) for state in (FAILED, RUNNING)}
+    counted = "".join(f", {count} {state}" for state, count in states.items() if count)
+    yield "turns", [(f"{len(of.turns):,}{counted}", "")]
+    yield "tokens", [(f"{of.tokens:,}, {of.sampled:,} of them sampled", ""), (_versions(of), "")]
+    yield "fidelity", [(of.fidelity or "nothing completed", "green" if of.fidelity == "exact" else "yellow")]
+
+
+def _versions(of: TrajectoryFacts) -> str:
+    versions = of.versions()
+    if not versions:
+        return ""
+    span = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    return f", by version {span}"
+
+
+def _rewards(rewards: tuple[Reward, ...]) -> Words:
+    return [(f"{visible(reward.source)} {reward.reward:g}", "bold yellow") for reward in rewards]
+
+
+def _labels(labels: tuple[Label, ...]) -> Words:
+    return [(f"{visible(x.name)}={one_line(x.value, 80)} by {visible(x.source)}", "") for x in labels]
+
+
+def _listed(words: Words) -> Words:
+    return [piece for word in words for piece in ((", ", ""), word)][1:]
+
+
+# A turn ---------------------------------------------------------------------------------------------
+
+
+def _whole(turn: TurnFacts, names: Mapping[str, str], view: View) -> RenderableType:
+    """A turn with its messages, reply and tokens."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, min_width=9)
+    table.add_column(overflow="fold")
+    for label, text in _rows(turn, names, view):
+        table.add_row(label, text)
+    return Group(Text.assemble(*_head(turn, names)), table, Text())
+
+
+def _line(turn: TurnFacts, names: Mapping[str, str]) -> Text:
+    """A turn in one line, cut where the terminal ends."""
+    words = _head(turn, names, brief=True)
+    if turn.answer is not None:
+        said = " ".join(part_words(part, LINE) for part in turn.answer.reply.parts)
+        words += [("  ", ""), (one_line(said, LINE), "dim")]
+    elif turn.error:
+        words += [("  ", ""), (one_line(turn.error, LINE), "red")]
+    return Text.assemble(*words, no_wrap=True, overflow="ellipsis")
+
+
+def _head(turn: TurnFacts, names: Mapping[str, str], *, brief: bool = False) -> Words:
+    """A turn's first line: which one it is, where it hangs, and how it ended; `brief` leaves some out."""
+    if turn.parent is not None:
+        hangs = (f"extends {names.get(turn.parent) or short_id(turn.parent)}", "")
+    else:
+        hangs = (f"root: {visible(turn.root_reason or 'unknown')}", "magenta")
+    words: Words = [(f"{turn.number}", "bold"), (short_id(turn.turn_id), "dim"), hangs]
+    if turn.endpoint != CHAT_COMPLETIONS:
+        words.append((visible(turn.endpoint), "blue"))
+    counts = (("choice", turn.choice), ("retry", turn.retry))
+    words += [(f"{name} {count}", "") for name, count in counts if count is not None]
+    if turn.answer is None:
+        words.append((turn.status, "bold red" if turn.status == FAILED else "bold yellow"))
+    else:
+        words += _outcome(turn, turn.answer, brief=brief)
+    if turn.latency_ms is not None:
+        words.append((duration(turn.latency_ms), ""))
+    words += _rewards(turn.rewards)
+    return [piece for word in words for piece in (("  ", ""), word)][1:]
+
+
+def _outcome(turn: TurnFacts, answer: Answer, *, brief: bool) -> Words:
+    cut = answer.finish_reason not in ("stop", "tool_calls", "unknown")
+    words: Words = [(visible(answer.finish_reason), "yellow" if cut else "green")]
+    words += [(visible(flag), "bold yellow") for flag in answer.flags]
+    if answer.fidelity == "text_only":
+        words.append(("text only", "yellow"))
+    else:
+        words.append((f"{answer.prompt_tokens:,}+{len(answer.completion_ids):,} tokens", "cyan"))
+    if answer.spans:
+        steps = " > ".join(f"v{span.version}" for span in answer.spans)
+        words.append((f"{visible(answer.spans[-1].policy)} {steps}", "magenta"))
+    if answer.mean_logprob is not None and not brief:
+        words.append((f"logprob {answer.mean_logprob:.3f}, min {answer.min_logprob:.3f}", ""))
+    how = {"sent": "delivered", None: "not delivered"}.get(turn.delivered, f"delivered: {turn.delivered}")
+    if turn.delivered is None or not brief:
+        words.append((visible(how), "dim" if turn.delivered else "yellow"))
+    return words
+
+
+def _rows(turn: TurnFacts, names: Mapping[str, str], view: View) -> Iterator[tuple[Text, Text]]:
+    # Of a turn that extends another one, its first line says so already.
+    if turn.shared_messages and turn.base and (view.full or turn.parent is None):
+        base = names.get(turn.base) or short_id(turn.base)
+        many = "message" if turn.shared_messages == 1 else "messages"
+        yield Text("  ..."), Text(f"{turn.shared_messages} {many} as in {base}", "dim")
+    for message in turn.messages:
+        if view.full or not message.echo:
+            yield _message(message, view)
+    if turn.answer is not None:
+        yield from _prompt(turn, turn.answer, view)
+        yield from _reply(turn, turn.answer, view)
+    if turn.error is not None:
+        yield Text("  error", "red"), Text(shortened(turn.error, full=view.full), "red")
+    if turn.not_honoured:
+        fields = ", ".join(visible(name) for name in turn.not_honoured)
+        yield Text("  asked", "dim"), Text(f"not honoured: {fields}", "yellow")
+    if turn.labels:
+        yield Text("  labels", "dim"), Text.assemble(*_listed(_labels(turn.labels)))
+    if view.full and turn.sampling:
+        yield Text("  sampling", "dim"), Text(one_line(turn.sampling, LINE), "dim")
+
+
+def _message(message: Message, view: View) -> tuple[Text, Text]:
+    label = Text(f"  {visible(message.role)}", ROLES.get(message.role, "dim"))
+    lead = f"{visible(message.name)}: " if message.name else ""
+    return label, Text.assemble((lead, "dim"), _parts(message, view))
+
+
+def _prompt(turn: TurnFacts, answer: Answer, view: View) -> Iterator[tuple[Text, Text]]:
+    count = len(answer.context_ids)
+    if view.words is not None and count:
+        yield Text("  context", "dim"), context_text(answer, view.words, full=view.full)
+    elif count and not turn.messages and not turn.shared_messages:
+        yield Text("  prompt", "blue"), Text(f"{count:,} tokens and no messages: --tokens shows them", "dim")
+
+
+def _reply(turn: TurnFacts, answer: Answer, view: View) -> Iterator[tuple[Text, Text]]:
+    yield Text("  reply", "bold"), _parts(answer.reply, view)
+    if view.words is not None and len(answer.completion_ids):
+        delivered = turn.delivered is not None
+        yield Text("  sampled", "bold"), sampled_text(answer, view.words, delivered=delivered, full=view.full)
+
+
+def _parts(message: Message, view: View) -> Text:
+    """A message's parts beneath each other; reasoning dim, calls and images marked."""
+    styles = {REASONING: "dim italic", "call": "cyan", "image": "green", "other": "dim", "erased": "dim"}
+    text = Text("", no_wrap=False)
+    for part in message.parts:
+        if text:
+            text.append("\n")
+        text.append(shortened(part_words(part), full=view.full), styles.get(part.kind, ""))
+    return text if message.parts else Text("(nothing)", "dim")

@@ -1,0 +1,184 @@
+"""From a trajectory's events to its facts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollbook.cli.show import facts
+from rollbook.cli.show.facts import Answer, Label, Reward, TrajectoryFacts, TurnFacts
+from rollbook.cli.show.messages import call_names, read_message
+from rollbook.store.errors import CutError
+from rollbook.store.events import (
+    Event,
+    LabelAdded,
+    Logprobs,
+    RewardAssigned,
+    TrajectoryErased,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnFailed,
+    TurnRequested,
+)
+from rollbook.store.fold.trajectory import Trajectory, Turn, fold
+
+CHAT_COMPLETIONS = "/v1/chat/completions"
+
+
+def facts_of(events: Sequence[Event]) -> TrajectoryFacts:
+    """The facts that the events of one trajectory tell.
+
+    Raises:
+        CutError: its opening is not among them.
+    """
+    for trajectory in fold(events).values():
+        return _Facts(trajectory, events).trajectory()
+    raise CutError("the cut holds events of the trajectory, but not its opening: take a later one")
+
+
+class _Facts:
+    """What is needed of all events to tell the facts of each turn."""
+
+    def __init__(self, trajectory: Trajectory, events: Iterable[Event]) -> None:
+        self._of = trajectory
+        self._rewards = _in_force(trajectory.rewards)
+        self._labels: dict[str | None, list[Label]] = {}
+        self._times: dict[tuple[str, str], int] = {}
+        self._erased: str | None = None
+        for event in events:
+            record = event.record
+            match record:
+                case LabelAdded():
+                    label = Label(record.name, record.value, record.source)
+                    self._labels.setdefault(record.turn_id, []).append(label)
+                case TrajectoryErased():
+                    self._erased = record.reason
+                case TurnRequested() | TurnCompleted() | TurnFailed():
+                    self._times[event.kind, record.turn_id] = event.time_us
+                case TrajectoryOpened() | TrajectoryFinished():
+                    self._times[event.kind, ""] = event.time_us
+        self._calls = dict(
+            pair
+            for turn in trajectory.turns.values()
+            for message in (*turn.requested.messages, turn.completed.reply if turn.completed else None)
+            for pair in call_names(message)
+        )
+
+    def trajectory(self) -> TrajectoryFacts:
+        opened, finished = self._of.opened, self._of.finished
+        turns = tuple(self._turn(turn) for turn in self._of.turns.values())
+        answers = [turn.answer for turn in turns if turn.answer is not None]
+        sampled = sum(len(answer.completion_ids) for answer in answers)
+        kinds = {answer.fidelity for answer in answers}
+        return TrajectoryFacts(
+            name=opened.name,
+            trajectory_id=opened.trajectory_id,
+            run=self._of.run,
+            lane=self._of.lane,
+            group=opened.group,
+            task=opened.task,
+            split=opened.split,
+            labels=opened.labels,
+            added_labels=tuple(self._labels.get(None, ())),
+            status=finished.status if finished else "open",
+            success=finished.success if finished else None,
+            opened_us=self._times[TrajectoryOpened.KIND, ""],
+            finished_us=self._times.get((TrajectoryFinished.KIND, "")),
+            erased=self._erased,
+            rewards=self._rewards.get(None, ()),
+            turns=turns,
+            tokens=sampled + sum(len(answer.context_ids) for answer in answers),
+            sampled=sampled,
+            fidelity=(kinds.pop() if len(kinds) == 1 else facts.MIXED) if kinds else None,
+        )
+
+    def _turn(self, turn: Turn) -> TurnFacts:
+        asked = turn.requested
+        ended = turn.completed or turn.failed
+        start = self._times[asked.KIND, turn.turn_id]
+        latency = None if ended is None else (self._times[ended.KIND, turn.turn_id] - start) / 1000
+        done = turn.completed is not None
+        echo = self._echo_at(turn)
+        return TurnFacts(
+            number=turn.position + 1,
+            turn_id=turn.turn_id,
+            parent=asked.parent_turn_id,
+            root_reason=asked.root_reason,
+            base=asked.base_turn_id,
+            shared_messages=asked.shared_messages,
+            endpoint=str(asked.wire.get("endpoint") or CHAT_COMPLETIONS),
+            choice=asked.wire.get("choice"),
+            retry=asked.wire.get("retry"),
+            requested_us=start,
+            requested_model=asked.requested_model,
+            sampling=asked.sampling,
+            not_honoured=tuple(sorted(name for name, acted_on in asked.honoured.items() if not acted_on)),
+            messages=tuple(
+                read_message(message, self._calls, echo=place == echo)
+                for place, message in enumerate(asked.messages)
+            ),
+            status=facts.COMPLETED if done else facts.FAILED if turn.failed else facts.RUNNING,
+            error=turn.failed.error if turn.failed and not done else None,
+            latency_ms=latency,
+            delivered=turn.delivered,
+            answer=_answer(turn),
+            rewards=self._rewards.get(turn.turn_id, ()),
+            labels=tuple(self._labels.get(turn.turn_id, ())),
+        )
+
+    def _echo_at(self, turn: Turn) -> int | None:
+        """Which of the new messages repeats the reply of the turn that this one extends."""
+        asked = turn.requested
+        parent = self._of.turns.get(asked.parent_turn_id or "")
+        if parent is None:
+            return None
+        place = parent.requested.shared_messages + len(parent.requested.messages) - asked.shared_messages
+        message: Any = asked.messages[place] if 0 <= place < len(asked.messages) else None
+        return place if isinstance(message, dict) and message.get("role") == "assistant" else None
+
+
+def _in_force(given: Iterable[tuple[str, RewardAssigned]]) -> dict[str | None, tuple[Reward, ...]]:
+    """Of a trajectory (None) and of its turns, the last reward of each source that is not superseded."""
+    superseded = {record.supersedes for _, record in given if record.supersedes}
+    last: dict[str | None, dict[str, float]] = {}
+    for event_id, record in given:
+        if event_id not in superseded:
+            last.setdefault(record.turn_id, {})[record.source] = record.reward
+    return {
+        turn_id: tuple(Reward(source, reward) for source, reward in sorted(of.items()))
+        for turn_id, of in last.items()
+    }
+
+
+def _answer(turn: Turn) -> Answer | None:
+    done = turn.completed
+    if done is None:
+        return None
+    mean, lowest = mean_and_lowest(done.logprobs)
+    known = facts.EXACT if len(done.completion_ids) else facts.TEXT_ONLY
+    return Answer(
+        reply=read_message(done.reply, {}),
+        finish_reason=done.finish_reason,
+        flags=tuple(done.flags),
+        policy=done.policy,
+        spans=done.version_spans,
+        fidelity=facts.ERASED if turn.tokens_erased else known,
+        prompt_tokens=done.prompt_length,
+        context_ids=done.prompt_ids,
+        completion_ids=done.completion_ids,
+        logprobs=done.logprobs,
+        mean_logprob=mean,
+        min_logprob=lowest,
+        timings=done.timings,
+    )
+
+
+def mean_and_lowest(logprobs: Logprobs | None) -> tuple[float | None, float | None]:
+    """(mean, lowest) of the logprobs that are numbers; None where there is none."""
+    known = None if logprobs is None else logprobs[~np.isnan(logprobs)]
+    if known is None or not len(known):
+        return None, None
+    return float(known.mean(dtype=np.float64)), float(known.min())

@@ -1,0 +1,117 @@
+"""What `rollbook train` shows: a bar where somebody watches, a line for each event where nobody does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from rollbook.cli.terminal import Console
+from rollbook.store.events import (
+    CheckpointWritten,
+    Json,
+    Record,
+    StepCommitted,
+    StepFailed,
+    SyncFailed,
+    SyncFinished,
+)
+from rollbook.train.loop.watcher import TrainingStart
+
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "reward": "reward {:.3f}",
+    "gradient_norm": "gradient norm {:.3g}",
+    "engine_logprob_gap": "engine gap {:.2g}",
+    "samples": "{} samples",
+    "trained_tokens": "{} trained tokens",
+}
+"""The metrics of a step that are shown, in this order; those that it does not have are left out."""
+IN_BAR = ("loss", "reward")
+
+
+class TrainingProgress:
+    """Shows the steps of a training on standard error.
+
+    Failures are lines everywhere; steps, checkpoints and syncs are lines with their time where standard error
+    is no terminal, as in a batch job's file.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._watched = self._console.is_terminal
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=self._console, disable=not self._watched)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def begun(self, start: TrainingStart) -> None:
+        """Say where it starts from, and show the bar."""
+        if start.done:
+            self.note(f"going on after {start.done} of {start.steps} steps")
+        log = "tail of the log" if start.cut is None else f"log at {start.cut}"
+        how = f" with {start.algorithm} from the {log}, from version {start.version}"
+        self._console.tell("training run ", (start.run, "bold"), how)
+        self._task = self._bar.add_task("steps", total=start.steps, completed=start.done)
+        self._bar.start()
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.tell(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line that is to be seen."""
+        self._console.tell((text, "yellow"))
+
+    def tell(self, *records: Record) -> None:
+        """Show what was just written."""
+        for record in records:
+            line = line_of(record)
+            if line is not None and (isinstance(record, StepFailed | SyncFailed) or not self._watched):
+                self._console.tell(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {line}")
+
+    def committed(self, done: int, step: int, metrics: Json) -> None:
+        """Let the bar say how far the training is."""
+        described = "  ".join([f"step {step}", *_said(metrics, IN_BAR)])
+        if self._task is not None:
+            self._bar.update(self._task, completed=done, description=described)
+
+
+def line_of(record: Record) -> str | None:
+    """A line of text for an event of a training, or None for those that are not shown."""
+    match record:
+        case StepCommitted():
+            return "  ".join(
+                [f"step {record.step}: version {record.policy_version}", *_said(record.metrics, SHOWN)]
+            )
+        case StepFailed():
+            return f"step {record.step} failed (attempt {record.attempt}): {record.error}"
+        case CheckpointWritten():
+            whole = "" if record.optimizer_digest else ", weights alone"
+            megabytes = record.bytes / 2**20
+            return f"version {record.policy_version}: checkpoint {record.path} ({megabytes:.1f} MiB{whole})"
+        case SyncFinished():
+            held = f"{record.engine} holds it, {record.bytes / 2**20:.1f} MiB in {record.seconds:.2f} s"
+            return f"version {record.policy_version}: {held}"
+        case SyncFailed():
+            return f"version {record.policy_version}: the sync to {record.engine} failed: {record.error}"
+    return None
+
+
+def _said(metrics: Json, names: Iterable[str]) -> list[str]:
+    return [SHOWN[name].format(metrics[name]) for name in names if metrics.get(name) is not None]

@@ -1,0 +1,240 @@
+"""Traffic for people: a line per turn once it is answered or failed, and per outcome, reward and version.
+
+A turn's line joins two events, and names a trajectory that a third one opened. What is remembered for that is
+bounded: of what came too long ago, or before the tail began, a line tells less and is printed all the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from rich.text import Text
+
+from rollbook.cli.show.messages import beginning
+from rollbook.cli.show.reading import mean_and_lowest
+from rollbook.cli.show.terminal_text import clock, duration, one_line, short_id, visible
+from rollbook.cli.terminal import Console
+from rollbook.store.events import (
+    Event,
+    PolicyActivated,
+    RewardAssigned,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnFailed,
+    TurnRequested,
+)
+from rollbook.store.fold.versions import unversioned
+
+KINDS = frozenset(
+    record.KIND
+    for record in (
+        TrajectoryOpened,
+        TurnRequested,
+        TurnCompleted,
+        TurnFailed,
+        RewardAssigned,
+        TrajectoryFinished,
+        PolicyActivated,
+    )
+)
+"""What a `Traffic` reads; other kinds tell it nothing."""
+
+TRAJECTORIES, RUNNING, NUMBERS = 4096, 4096, 16_384
+"""Remembered: names of trajectories, turns without an answer, and numbers of turns that may be extended."""
+NAME_WIDTH = 16
+WORDS = 60
+"""Characters of a text that a line shows, more where the terminal is wide."""
+COLOURS = ("green", "cyan", "blue", "magenta", "bright_green", "bright_cyan", "bright_blue", "bright_magenta")
+
+K = TypeVar("K")
+V = TypeVar("V")
+Words = list[tuple[str, str]]
+"""Pieces of a line with their styles."""
+
+
+class Recent(Generic[K, V]):
+    """A mapping that forgets what was set longest ago."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> V | None:
+        """The value, or None where it was forgotten or never there."""
+        return self._values.get(key)
+
+    def take(self, key: K) -> V | None:
+        """The value, which is forgotten."""
+        return self._values.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A trajectory: its name, and how many turns it has had; None where not all of it was seen, in order."""
+
+    name: str | None
+    turns: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A turn that is running: all that its line takes from its request."""
+
+    time_us: int
+    number: int | None
+    parent: str | None
+    root_reason: str | None
+
+
+class Traffic:
+    """Folds events into lines; pure, but for what it remembers.
+
+    Args:
+        width: of the terminal; None where the lines go elsewhere.
+    """
+
+    def __init__(self, width: int | None = None) -> None:
+        self._width = width
+        self._trajectories: Recent[str, _Known] = Recent(TRAJECTORIES)
+        self._running: Recent[str, _Asked] = Recent(RUNNING)
+        self._numbers: Recent[str, int] = Recent(NUMBERS)
+        self._day = ""
+
+    def lines(self, event: Event) -> list[Text]:
+        """What an event adds: nothing, or a line; before it the date (UTC), where that is another one."""
+        words = self._words(event)
+        if words is None:
+            return []
+        day, _, time = clock(event.time_us, "%Y-%m-%d %H:%M:%S").partition(" ")
+        trajectory_id = str(getattr(event.record, "trajectory_id", ""))
+        colour = COLOURS[zlib.crc32(trajectory_id.encode()) % len(COLOURS)] if trajectory_id else ""
+        name = _fitted(self._name(trajectory_id) if trajectory_id else getattr(event.record, "policy", ""))
+        line = Text.assemble((f"{time[:8]:<8} ", "dim"), (f"{name:<{NAME_WIDTH}} ", colour))
+        line.append_text(Text.assemble(*words))
+        if isinstance(event.record, TurnCompleted):
+            room = WORDS if self._width is None else max(WORDS // 2, self._width - line.cell_len - 2)
+            line.append(f" {beginning(event.record.reply, room)}")
+        date = [Text(f"{day} UTC", "dim")] if day != self._day else []
+        self._day = day
+        return [*date, line]
+
+    def _words(self, event: Event) -> Words | None:
+        match event.record:
+            case TurnRequested() as asked:
+                self._ask(asked, event.time_us)
+                return None
+            case TurnCompleted() as done:
+                return self._completed(done, event.time_us)
+            case TurnFailed() as failed:
+                asked_at = self._running.take(failed.turn_id)
+                took = f" after {duration((event.time_us - asked_at.time_us) / 1000)}" if asked_at else ""
+                return [*self._place(asked_at), (f"failed{took}: {one_line(failed.error, 2 * WORDS)}", "red")]
+            case TrajectoryOpened() as opened:
+                before = self._trajectories.get(opened.trajectory_id)
+                self._trajectories[opened.trajectory_id] = replace(before or _Known(None), name=opened.name)
+                parts = [opened.split, _named("group", opened.group), _named("task", opened.task)]
+                return [("opened  ", "bold"), (", ".join(part for part in parts if part), "dim")]
+            case TrajectoryFinished() as finished:
+                return self._finished(finished)
+            case RewardAssigned() as given:
+                return self._reward(given)
+            case PolicyActivated() as policy:
+                return [
+                    (f"v{policy.policy_version} serves, on {one_line(policy.engine, WORDS)}", "bold magenta")
+                ]
+        return None
+
+    def _ask(self, asked: TurnRequested, time_us: int) -> None:
+        # Where the tail began later, or lanes are read in another order, the opening was not seen by now.
+        known = self._trajectories.get(asked.trajectory_id) or _Known(None, None)
+        number = None if known.turns is None else known.turns + 1
+        self._trajectories[asked.trajectory_id] = replace(known, turns=number)
+        if number is not None:
+            self._numbers[asked.turn_id] = number
+        self._running[asked.turn_id] = _Asked(time_us, number, asked.parent_turn_id, asked.root_reason)
+
+    def _completed(self, done: TurnCompleted, time_us: int) -> Words:
+        asked = self._running.take(done.turn_id)
+        versions = sorted({span.version for span in done.version_spans})
+        version = f"v{'-'.join(map(str, (versions[0], *versions[1:][-1:])))}" if versions else ""
+        told = f"{done.prompt_length}+{len(done.completion_ids)}"
+        tokens = told if told != "0+0" else "text only"
+        mean, _ = mean_and_lowest(done.logprobs)
+        logprob = "" if mean is None else f"{mean:.3f}"
+        finish = visible(done.finish_reason)
+        took = duration((time_us - asked.time_us) / 1000) if asked else ""
+        return [
+            *self._place(asked),
+            (f"{tokens:>11} ", "cyan"),
+            (f"{version:<5} ", "magenta"),
+            (f"{finish:<10} ", "green" if finish in ("stop", "tool_calls") else "yellow"),
+            (f"{took:>7} ", ""),
+            (f"{logprob:>7}", ""),
+            (" no version" if done.logprobs is not None and unversioned(done) else "", "yellow"),
+        ]
+
+    def _place(self, asked: _Asked | None) -> Words:
+        """A turn's number, and the turn it extends or why it is a root."""
+        if asked is None:
+            return [(f"{'':>3} {'':<11} ", "")]
+        number = "" if asked.number is None else str(asked.number)
+        if asked.parent is None:
+            return [(f"{number:>3} ", "bold"), (f"{visible(asked.root_reason or 'root'):<11} ", "magenta")]
+        extends = f"extends {self._numbers.get(asked.parent) or short_id(asked.parent)}"
+        return [(f"{number:>3} ", "bold"), (f"{extends:<11} ", "")]
+
+    def _finished(self, finished: TrajectoryFinished) -> Words:
+        known = self._trajectories.get(finished.trajectory_id)
+        success = {None: "", True: ", success", False: ", no success"}[finished.success]
+        count = known.turns if known else None
+        turns = "" if count is None else ", 1 turn" if count == 1 else f", {count} turns"
+        good = finished.status == "completed" and finished.success is not False
+        told = f"{visible(finished.status)}{success}{turns}"
+        return [("finished  ", "bold"), (told, "green" if good else "yellow")]
+
+    def _reward(self, given: RewardAssigned) -> Words:
+        of = ""
+        if given.turn_id is not None:
+            of = f" for turn {self._numbers.get(given.turn_id) or short_id(given.turn_id)}"
+        instead = ", instead of an earlier one" if given.supersedes else ""
+        source = one_line(given.source, WORDS)
+        return [("reward  ", "bold"), (f"{given.reward:g} from {source}{of}{instead}", "yellow")]
+
+    def _name(self, trajectory_id: str) -> str:
+        known = self._trajectories.get(trajectory_id)
+        return known.name if known and known.name is not None else f"..{short_id(trajectory_id)}"
+
+
+def _named(what: str, value: str | None) -> str:
+    return f"{what} {one_line(value, WORDS)}" if value else ""
+
+
+def _fitted(name: str) -> str:
+    """A name, of a long one its beginning and its end."""
+    text = visible(name)
+    return text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 10]}..{text[-8:]}"
+
+
+class TurnLines:
+    """Prints traffic; colours only where they are seen."""
+
+    def __init__(self) -> None:
+        self._console = Console(soft_wrap=True)
+        self._traffic = Traffic(self._console.width if self._console.is_terminal else None)
+
+    def __call__(self, event: Event) -> None:
+        for line in self._traffic.lines(event):
+            self._console.print(line)

@@ -1,0 +1,1 @@
+"""What programs elsewhere use of a running proxy."""

@@ -1,0 +1,67 @@
+"""A scripted OpenAI-compatible upstream: the scripted engine's replies, for peers that speak no ids.
+
+It finds the mark of the wanted reply in the last message's text and answers with ready-made parts, so it
+costs no more than the scripted engine does.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook.testing.asgi import Message, Receive, Send, listen, read_body, reply, server_of
+from rollbook.testing.dialogues import Material, Reply
+from rollbook.testing.tied import end_with_parent
+
+_MARK = re.compile(r"#(\d\d)$")
+
+
+class ScriptedOpenAI:
+    """`POST .../chat/completions`, not streamed, as an ASGI application."""
+
+    def __init__(self, material: Material) -> None:
+        self._choices = [choice_of(said) for said in material.replies]
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """One HTTP request."""
+        raw = await read_body(receive)
+        if not scope["path"].endswith("/chat/completions"):
+            return await reply(send, 404, {"error": {"message": "Not Found"}})
+        body = orjson.loads(raw)
+        found = _MARK.search(body["messages"][-1]["content"])
+        if found is None:
+            return await reply(send, 400, {"error": {"message": "the last message has no mark"}})
+        usage = {"prompt_tokens": 1000, "completion_tokens": 96, "total_tokens": 1096}
+        content = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
+        await reply(send, 200, content | {"choices": [self._choices[int(found[1])]], "usage": usage})
+
+
+def choice_of(said: Reply) -> dict[str, Any]:
+    """A reply as the choice of a chat completion."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.name is not None:
+        function = {"name": said.name, "arguments": orjson.dumps(said.arguments).decode()}
+        call_id = "call-00000000-0000-7000-8000-000000000000-0"
+        message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+    return {"index": 0, "message": message, "finish_reason": "tool_calls" if said.name else "stop"}
+
+
+def main() -> None:
+    """Serve the material named on a free port, which is printed."""
+    end_with_parent()
+    listener = listen()
+    app = ScriptedOpenAI(Material.read(Path(sys.argv[1])))
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    sys.stdout.flush()
+    gc.collect()
+    gc.freeze()
+    server_of(app).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A scripted SGLang as a process: its command line, and its end with its parent."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook.ingest.engines.scripted import load_script
+from rollbook.ingest.tokens.normal_form import conversation_digest
+from rollbook.testing.asgi import listen, server_of
+from rollbook.testing.scripted_answers import Script, hashed, in_turn
+from rollbook.testing.scripted_faults import Fault
+from rollbook.testing.scripted_job import Options
+from rollbook.testing.scripted_sglang import ScriptedSGLang
+from rollbook.testing.tied import end_with_parent
+
+
+def _arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollbook.testing.scripted_serve")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, printed")
+    parser.add_argument("--script", help="file.py:name or module:name of (input_ids, params) -> Answer")
+    parser.add_argument("--given", type=Path, help="what to call that with first, to get the script")
+    parser.add_argument("--replies", type=Path, help="JSON: a list of lists of ids, answered in turn")
+    parser.add_argument("--length", type=int, default=32, help="tokens of the hashed script")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--stop-id", type=int, help="the hashed script's last id, and an end-of-turn id")
+    parser.add_argument("--eos-id", type=int, action="append", default=[])
+    parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument("--stream-interval", type=int, default=1)
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--model-path", default="scripted")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, for text and stop strings")
+    parser.add_argument("--images", action="store_true", help="claim to understand them")
+    parser.add_argument("--log", type=int, default=0, help="requests shown by GET /scripted/seen")
+    parser.add_argument("--weights", default="", help="keep checksums of the weights, in this torch type")
+    parser.add_argument("--fault", action="append", default=[], help="JSON: the fields of a Fault")
+    return parser.parse_args(words)
+
+
+def _script(given: argparse.Namespace) -> Script:
+    if given.script:
+        found: Any = load_script(given.script, conversation_digest)
+        return found(given.given) if given.given else found  # type: ignore[no-any-return]
+    if given.replies:
+        return in_turn(orjson.loads(given.replies.read_bytes()))
+    return hashed(given.length, given.vocabulary, given.stop_id)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Serve until the parent ends or somebody says so; the address is the one line of stdout."""
+    given = _arguments(words)
+    end_with_parent()
+    stops = [] if given.stop_id is None else [given.stop_id]
+    options = Options(
+        model_path=given.model_path,
+        weight_version=given.weight_version,
+        eos_ids=frozenset([*given.eos_id, *stops]),
+        incremental=given.incremental_streaming_output,
+        interval=given.stream_interval,
+        images=given.images,
+        tokenizer=given.tokenizer,
+        log=given.log,
+        weights=given.weights,
+    )
+    app, listener = ScriptedSGLang(_script(given), options), listen(given.port)
+    for fault in given.fault:
+        app.faults.add(Fault(**orjson.loads(fault)))
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    sys.stdout.flush()
+    gc.collect()
+    gc.freeze()
+    server_of(app).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""What makes a change of a folder last: the disk is asked for it, not the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries (created, renamed, removed files) durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

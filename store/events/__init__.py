@@ -1,0 +1,83 @@
+"""The kinds of events, one frozen record each, and the envelope they travel in.
+
+An event is one immutable fact. Its record says what happened; the envelope says in which run, when,
+and under which id. `lane` and `seq`, the event's place in the log, are given by the log on append.
+
+Fields named in `events.schema.COLUMNS` become typed columns; all others go to the JSON column `extra`.
+Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
+"""
+
+from rollbook.store.events.event import RECORDS, Event, Record
+from rollbook.store.events.rollouts import (
+    QUARANTINE,
+    SPLITS,
+    Json,
+    LabelAdded,
+    Logprobs,
+    RewardAssigned,
+    RunOpened,
+    TokenIds,
+    TrajectoryAdopted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnDelivered,
+    TurnFailed,
+    TurnRequested,
+    VersionSpan,
+    token_ids,
+)
+from rollbook.store.events.training import (
+    CheckpointWritten,
+    EngineControlled,
+    PolicyActivated,
+    PolicyPublished,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+    StepRetired,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
+from rollbook.store.events.upkeep import BodyStored, CursorMoved, SegmentDropped, TrajectoryErased
+
+__all__ = [
+    "QUARANTINE",
+    "RECORDS",
+    "SPLITS",
+    "BodyStored",
+    "CheckpointWritten",
+    "CursorMoved",
+    "EngineControlled",
+    "Event",
+    "Json",
+    "LabelAdded",
+    "Logprobs",
+    "PolicyActivated",
+    "PolicyPublished",
+    "Record",
+    "RewardAssigned",
+    "RunOpened",
+    "SampleDropped",
+    "SegmentDropped",
+    "StepCommitted",
+    "StepFailed",
+    "StepPlanned",
+    "StepRetired",
+    "SyncFailed",
+    "SyncFinished",
+    "SyncStarted",
+    "TokenIds",
+    "TrajectoryAdopted",
+    "TrajectoryErased",
+    "TrajectoryFinished",
+    "TrajectoryOpened",
+    "TurnCompleted",
+    "TurnDelivered",
+    "TurnFailed",
+    "TurnRequested",
+    "VersionSpan",
+    "token_ids",
+]

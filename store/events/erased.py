@@ -1,0 +1,103 @@
+"""What an erased event looks like: its place, ids, times, numbers and lengths stay, its text does not. Pure.
+
+Nothing tells an erased event from another but what it says, so every reader of the log reads it: a text is
+gone or `{"erased": true}`, a list of messages is as long as it was, and token ids that were erased are -1,
+so that lengths, spans and counts of tokens still agree. Logprobs that were erased are null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from rollbook.store.events.blobs import KEY
+
+TEXT_ERASED = "text_erased"
+"""Flag of a completed turn whose reply is gone."""
+TOKENS_ERASED = "tokens_erased"
+"""Flag of a completed turn whose token ids and logprobs are gone too: nothing can be trained on it."""
+ERASED_TOKEN = -1
+
+MARK: Mapping[str, Any] = {"erased": True}
+GONE = "erased"
+TEXT_KINDS = ("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "label.added")
+"""Kinds of a trajectory's events that hold text of it; `body.stored` does for a request that names it."""
+CHANGED = ("extra", "prompt_ids", "completion_ids", "logprobs")
+"""Columns of the log that erasure may change."""
+
+
+def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[str, Any]:
+    """The columns `CHANGED` of an event as they are once it is erased; the same where it is already.
+
+    Args:
+        row: the columns; `extra` is JSON text, the lists are arrays or None.
+        keep_tokens: leave token ids and logprobs as they are.
+    """
+    extra = orjson.loads(row["extra"])
+    erased = {name: row[name] for name in CHANGED}
+    match kind:
+        case "trajectory.opened":
+            extra |= {"task": None, "labels": MARK}
+        case "turn.requested":
+            extra |= _request(extra)
+        case "turn.completed":
+            flags = [TEXT_ERASED] if keep_tokens else [TEXT_ERASED, TOKENS_ERASED]
+            extra["reply"] = MARK
+            if extra.get("upstream"):
+                extra["upstream"] = MARK
+            extra["flags"] = [*extra["flags"], *(f for f in flags if f not in extra["flags"])]
+        case "turn.failed":
+            extra["error"] = GONE
+        case "label.added":
+            extra["value"] = MARK
+        case "body.stored":
+            extra["body"] = MARK
+    if not keep_tokens and "prompt_sha256" in extra:  # a completed turn, or one that failed
+        if extra.get("routed_experts"):
+            extra["routed_experts"] = {}
+        extra["prompt_sha256"] = ""  # a short prompt could be found again by trying
+        erased |= {name: _no_tokens(row[name]) for name in ("prompt_ids", "completion_ids")}
+        erased["logprobs"] = None
+    text = orjson.dumps(extra).decode()
+    return erased | {"extra": row["extra"] if orjson.loads(row["extra"]) == extra else text}
+
+
+def _request(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says of the agent's words; its digest of the tools could be found again by trying."""
+    return {
+        "messages": [MARK] * len(extra["messages"]),
+        "request": MARK,
+        "requested_model": None,
+        "sampling": {k: v for k, v in extra["sampling"].items() if isinstance(v, int | float | None)},
+        "honoured": {},
+        "context_key": "",
+        # Whose key asked is no word of the agent's.
+        "wire": {**MARK, **{k: v for k, v in extra["wire"].items() if k == "key"}},
+    }
+
+
+def _no_tokens(ids: Any) -> Any:
+    return None if ids is None else np.full(len(ids), ERASED_TOKEN, np.int32)
+
+
+def named_bodies(extra: str) -> Iterator[str]:
+    """Digests of the bodies that a stored request or completion refers to."""
+    if f'"{KEY}"' in extra:
+        values = orjson.loads(extra)
+        names = ("messages", "request", "wire", "routed_experts")
+        yield from _references([values[name] for name in names if name in values])
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if KEY in value:
+            yield value[KEY]
+        else:
+            for entry in value.values():
+                yield from _references(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _references(entry)

@@ -1,0 +1,85 @@
+"""The envelope that every event travels in, and the union of all records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollbook.store.events.rollouts import (
+    LabelAdded,
+    RewardAssigned,
+    RunOpened,
+    TrajectoryAdopted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnDelivered,
+    TurnFailed,
+    TurnRequested,
+)
+from rollbook.store.events.training import (
+    CheckpointWritten,
+    EngineControlled,
+    PolicyActivated,
+    PolicyPublished,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+    StepRetired,
+    SyncFailed,
+    SyncFinished,
+    SyncStarted,
+)
+from rollbook.store.events.upkeep import BodyStored, CursorMoved, SegmentDropped, TrajectoryErased
+from rollbook.store.ids import new_id, now_us
+
+Record = (
+    RunOpened
+    | TrajectoryOpened
+    | TrajectoryFinished
+    | TurnRequested
+    | TurnCompleted
+    | TurnFailed
+    | TurnDelivered
+    | RewardAssigned
+    | PolicyPublished
+    | PolicyActivated
+    | CheckpointWritten
+    | SampleDropped
+    | StepPlanned
+    | StepCommitted
+    | StepFailed
+    | StepRetired
+    | SyncStarted
+    | SyncFinished
+    | SyncFailed
+    | BodyStored
+    | CursorMoved
+    | SegmentDropped
+    | TrajectoryErased
+    | TrajectoryAdopted
+    | LabelAdded
+    | EngineControlled
+)
+
+RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}
+"""Kind -> record type."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """A record in its envelope. `lane` and `seq` are empty until the log has taken it."""
+
+    record: Record
+    run: str
+    event_id: str = field(default_factory=new_id)
+    time_us: int = field(default_factory=now_us)
+    lane: str = ""
+    seq: int = -1
+
+    @property
+    def kind(self) -> str:
+        """The record's kind, as stored."""
+        return self.record.KIND

@@ -1,0 +1,211 @@
+"""Kinds of events about rollouts: runs, trajectories, turns, rewards and labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+Json = dict[str, Any]
+
+SPLITS = ("train", "eval", "teacher")
+"""Splits a client may open a trajectory in; `eval` is never trained."""
+
+
+QUARANTINE = "quarantine"
+"""Split of traffic that named no trajectory: kept, each conversation in one of its own, and never trained."""
+
+
+def token_ids(values: Any) -> TokenIds:
+    """An int32 array of token ids from any sequence of integers."""
+    return np.asarray(values, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Completion tokens `start <= i < end` were sampled by `version` of `policy`."""
+
+    policy: str
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunOpened:
+    """A process began to write events of this run (once per run and command)."""
+
+    KIND: ClassVar[str] = "run.opened"
+    command: str
+    config: Json
+    model: str | None = None
+    tokenizer_digest: str | None = None
+    template_digest: str | None = None
+    environment: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryOpened:
+    """One agent run began. `name` is the client's, unique within the run; `trajectory_id` is ours.
+
+    `by`, here and in other kinds, is the name of the API key that did it: `trajectory` is the trajectory's
+    own, null that no keys were checked, or that it came by no API. A name is an operator's word for a key, no
+    text of the trajectory, so erasure leaves it.
+    """
+
+    KIND: ClassVar[str] = "trajectory.opened"
+    trajectory_id: str
+    name: str
+    group: str | None = None
+    task: str | None = None
+    split: str = "train"
+    labels: Json = field(default_factory=dict)
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryFinished:
+    """No more turns follow. `status` is completed, truncated, aborted or failed."""
+
+    KIND: ClassVar[str] = "trajectory.finished"
+    trajectory_id: str
+    status: str = "completed"
+    success: bool | None = None
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequested:
+    """A model call came in.
+
+    The request's messages are the first `shared_messages` of `base_turn_id`'s request, then
+    `messages`; the rest of its body is `request`. So a conversation of N turns is stored in O(N).
+    `honoured` holds, as false, each field the engine cannot act on. `wire` says how the request came in:
+    `endpoint` (/v1/chat/completions where it is absent), `choice` (place among the siblings of n > 1),
+    `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), `key` (the name of the API key, as
+    `by` of other kinds; erasure leaves it), and, where the endpoint's messages have another form than
+    `messages`, the messages as sent: the first `shared_items` of the base turn's, then `items`.
+
+    A request for n completions is stored once: of its later turns `sibling_of` names the first one, and
+    `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`store.siblings`).
+    """
+
+    KIND: ClassVar[str] = "turn.requested"
+    trajectory_id: str
+    turn_id: str
+    request_id: str
+    parent_turn_id: str | None
+    root_reason: str | None
+    base_turn_id: str | None
+    shared_messages: int
+    messages: list[Json]
+    request: Json
+    requested_model: str | None
+    sampling: Json
+    honoured: Json
+    context_key: str
+    wire: Json = field(default_factory=dict)
+    sibling_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnCompleted:
+    """The engine answered.
+
+    `prompt_ids` is the part of the prompt that the parent's prompt and completion do not hold (the
+    whole prompt of a root); `prompt_sha256` is over the little-endian int32 ids really sent.
+    `logprobs` is null where the engine gave none (a teacher). `logprob_semantics` says what each
+    number is a logprob of; `flags` names oddities (`malformed_tool_call`). `upstream` is what an upstream
+    that was only recorded said besides, such as its id and usage. `routed_experts`, empty where the engine
+    was not asked, is what `store.routed_experts` packs: the experts of the positions of prompt and completion
+    from `start` on, but for the last, which was sampled and never passed through the model.
+    """
+
+    KIND: ClassVar[str] = "turn.completed"
+    trajectory_id: str
+    turn_id: str
+    policy: str | None
+    policy_version: int | None
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    logprobs: Logprobs | None
+    version_spans: tuple[VersionSpan, ...]
+    prompt_length: int
+    prompt_sha256: str
+    finish_reason: str
+    reply: Json
+    logprob_semantics: Json
+    flags: list[str]
+    timings: Json
+    upstream: Json = field(default_factory=dict)
+    routed_experts: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFailed:
+    """The engine did not answer; nothing of the turn is trained.
+
+    The prompt is kept as in `turn.completed`: what was, or would have been, sent. `prompt_ids` is null where
+    no ids were made (an upstream's), and for a sibling, whose prompt is that of the turn `sibling_of`.
+    """
+
+    KIND: ClassVar[str] = "turn.failed"
+    trajectory_id: str
+    turn_id: str
+    error: str
+    prompt_ids: TokenIds | None = None
+    prompt_length: int = 0
+    prompt_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDelivered:
+    """The client took the reply's last byte (`how` = sent), or showed it in a later request (echoed)."""
+
+    KIND: ClassVar[str] = "turn.delivered"
+    trajectory_id: str
+    turn_id: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewardAssigned:
+    """A number for a trajectory, or for one of its turns. `supersedes` names an earlier event_id.
+
+    `source` is what the number is called, `by` whose key assigned it.
+    """
+
+    KIND: ClassVar[str] = "reward.assigned"
+    trajectory_id: str
+    turn_id: str | None
+    reward: float
+    source: str = "agent"
+    supersedes: str | None = None
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryAdopted:
+    """This lane writes the trajectory from here on; `from_lane` ends with `last_event_id` of it."""
+
+    KIND: ClassVar[str] = "trajectory.adopted"
+    trajectory_id: str
+    from_lane: str
+    last_event_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LabelAdded:
+    """A note or tag on a trajectory, or on one of its turns; `by` is the name of the key that added it."""
+
+    KIND: ClassVar[str] = "label.added"
+    trajectory_id: str
+    turn_id: str | None
+    name: str
+    value: Any
+    source: str = "agent"
+    by: str | None = None

@@ -1,0 +1,49 @@
+"""Kinds of events about the log itself: bodies stored once, cursors, what was dropped or erased."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class BodyStored:
+    """A large JSON value that requests of this segment name by its digest (see `store.bodies`)."""
+
+    KIND: ClassVar[str] = "body.stored"
+    digest: str
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CursorMoved:
+    """A consumer has dealt with everything in this cut (`lane=count,...`); `by` is whose key moved it."""
+
+    KIND: ClassVar[str] = "cursor.moved"
+    consumer: str
+    cut: str
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDropped:
+    """Retention removed segments `first_segment..last_segment` of `of_lane`, with these events."""
+
+    KIND: ClassVar[str] = "segment.dropped"
+    of_lane: str
+    first_segment: int
+    last_segment: int
+    first_seq: int
+    next_seq: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryErased:
+    """The text of a trajectory was removed from every sealed file; its ids too unless `tokens_kept`."""
+
+    KIND: ClassVar[str] = "trajectory.erased"
+    trajectory_id: str
+    tokens_kept: bool
+    reason: str
+    events: int

@@ -1,0 +1,1 @@
+"""Folds of events into what they mean: trajectories, ownership, versions, what was consumed. Pure."""

@@ -1,0 +1,278 @@
+"""Where every sampled token went, as a fold of events. Pure.
+
+Per run and policy version, at any cut,
+
+    generated = trained + dropped (by rule) + waiting + in flight + kept out (by reason)
+
+in tokens of completed turns. What decides is what the trainer does: a turn belongs to the sample of the first
+leaf above it in turn order, and is decided with that sample by each committed attempt that consumed or
+dropped it, if it had been delivered by the cut of the attempt's plan (before that it was masked). The SQL
+view `ledger` says the same of a whole store.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollbook.store.cut import Cut, holds, parse_cut
+from rollbook.store.events import (
+    Event,
+    SampleDropped,
+    StepCommitted,
+    StepPlanned,
+    TrajectoryAdopted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnDelivered,
+    TurnRequested,
+)
+from rollbook.store.events.erased import TOKENS_ERASED
+from rollbook.store.fold.ownership import Place, Tenures
+
+TRAINED, DROPPED, WAITING = "trained", "dropped", "waiting"
+IN_FLIGHT, KEPT_OUT = "in flight", "kept out"
+TERMS = (TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT)
+
+TEXT_ONLY, ALTERED, ERASED = "text only", "altered", "erased"
+UNDELIVERED, LATE, NO_VERSION = "undelivered", "late", "no version"
+
+Where = tuple[str, str | None]
+"""A term, and of dropped and kept out the rule or reason."""
+
+_UNDECIDED: frozenset[Where] = frozenset(
+    [(IN_FLIGHT, None), (WAITING, None), (KEPT_OUT, UNDELIVERED), (KEPT_OUT, LATE)]
+)
+"""Tokens without a version that went nowhere else are kept out for that."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Maker:
+    """A run, and the policy version that sampled a token; both None where the engine named none."""
+
+    run: str
+    policy: str | None
+    version: int | None
+
+
+@dataclass(slots=True)
+class Entry:
+    """Distinct turns, and tokens."""
+
+    turns: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Sampled tokens by who made them and where they went.
+
+    Attributes:
+        entries: no entry has zero tokens but that of turns which are text only.
+        generated: tokens of completed turns, counted from their lengths and spans alone.
+    """
+
+    entries: Mapping[tuple[Maker, Where], Entry]
+    generated: Mapping[Maker, int]
+
+    def unaccounted(self) -> dict[Maker, int]:
+        """Generated tokens less those of all terms, where that is not zero; empty if the ledger balances."""
+        left = dict(self.generated)
+        for (maker, _), entry in self.entries.items():
+            left[maker] = left.get(maker, 0) - entry.tokens
+        return {maker: tokens for maker, tokens in left.items() if tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A committed attempt consumed a sample (rule None), or dropped it, at this cut."""
+
+    rule: str | None
+    cut: Cut
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn's events, as far as they are known. `asked` is the place of its request."""
+
+    asked: Place | None = None
+    parent: str | None = None
+    length: int | None = None
+    """Of its completion; None unless it completed."""
+    makers: Counter[Maker] = field(default_factory=Counter)
+    altered: bool = False
+    erased: bool = False
+    delivered: list[Place] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    """A trajectory's events, as far as they are known."""
+
+    opened: Place | None = None
+    split: str = ""
+    finished: Place | None = None
+    turns: dict[str, _Turn] = field(default_factory=lambda: defaultdict(_Turn))
+    adoptions: dict[Place, str] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    uses: dict[str, list[_Use]] = field(default_factory=lambda: defaultdict(list))
+
+
+def fold_ledger(events: Iterable[Event]) -> Ledger:
+    """The ledger of a log, from its events up to a cut: lanes in any order, each lane in its own.
+
+    That a trajectory gets no completed turn after it has finished is taken for granted.
+
+    Raises:
+        CutError: the manifest of a committed step names no cut.
+    """
+    trajectories: dict[str, _Trajectory] = defaultdict(_Trajectory)
+    plans: dict[tuple[str, str, int, int], StepPlanned] = {}
+    committed: set[tuple[str, str, int, int]] = set()
+    drops: list[tuple[Event, SampleDropped]] = []
+    planners: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
+    for event in events:
+        match event.record:
+            case StepPlanned() as record:
+                plans[event.run, record.policy, record.step, record.attempt] = record
+                planners[event.lane, event.run].append((event.seq, record.policy))
+            case StepCommitted() as record:
+                committed.add((event.run, record.policy, record.step, record.attempt))
+            case SampleDropped() as record:
+                drops.append((event, record))
+            case _:
+                _take(trajectories, event)
+    final = {key: (plans[key], parse_cut(plans[key].cut)) for key in committed & plans.keys()}
+    for plan, cut in final.values():
+        for ref in plan.samples:
+            trajectories[ref["trajectory_id"]].uses[ref["turn_id"]].append(_Use(None, cut))
+    for event, drop in drops:
+        planner = next((p for seq, p in planners[event.lane, event.run] if seq > event.seq), None)
+        for (run, policy, step, attempt), (_, cut) in final.items():
+            if (run, step, attempt) == (event.run, drop.step, drop.attempt) and planner in (None, policy):
+                trajectories[drop.trajectory_id].uses[drop.turn_id].append(_Use(drop.rule, cut))
+    return _sum(trajectories.values())
+
+
+def _take(trajectories: dict[str, _Trajectory], event: Event) -> None:
+    """Take in one event of a trajectory; others are passed over."""
+    record: Any = event.record
+    if getattr(record, "trajectory_id", None) is None:
+        return
+    trajectory = trajectories[record.trajectory_id]
+    place = trajectory.places[event.event_id] = (event.lane, event.seq)
+    match record:
+        case TrajectoryOpened():
+            trajectory.opened, trajectory.split = place, record.split
+        case TrajectoryFinished():
+            trajectory.finished = place
+        case TrajectoryAdopted():
+            trajectory.adoptions[place] = record.last_event_id
+        case TurnRequested():
+            turn = trajectory.turns[record.turn_id]
+            turn.asked, turn.parent = place, record.parent_turn_id
+        case TurnCompleted():
+            _complete(trajectory.turns[record.turn_id], event.run, record)
+        case TurnDelivered():
+            trajectory.turns[record.turn_id].delivered.append(place)
+
+
+def _complete(turn: _Turn, run: str, record: TurnCompleted) -> None:
+    turn.length = len(record.completion_ids)
+    turn.makers = Counter({Maker(run, None, None): turn.length})
+    for span in record.version_spans:
+        turn.makers[Maker(run, span.policy, span.version)] += span.end - span.start
+        turn.makers[Maker(run, None, None)] -= span.end - span.start
+    turn.altered = bool(record.logprob_semantics.get("altered"))
+    turn.erased = TOKENS_ERASED in record.flags
+
+
+def _sum(trajectories: Iterable[_Trajectory]) -> Ledger:
+    entries: dict[tuple[Maker, Where], Entry] = defaultdict(Entry)
+    generated: dict[Maker, int] = defaultdict(int)
+    for trajectory in trajectories:
+        for turn in trajectory.turns.values():
+            for maker, tokens in turn.makers.items():
+                generated[maker] += tokens
+        for turn, where in _decide(trajectory):
+            for maker, tokens in turn.makers.items():
+                if tokens or (where[1] == TEXT_ONLY and maker.version is None):
+                    lost = maker.version is None and where in _UNDECIDED
+                    entry = entries[maker, (KEPT_OUT, NO_VERSION) if lost else where]
+                    entry.turns, entry.tokens = entry.turns + 1, entry.tokens + tokens
+    return Ledger(dict(entries), {maker: tokens for maker, tokens in generated.items() if tokens})
+
+
+def _decide(trajectory: _Trajectory) -> Iterator[tuple[_Turn, Where]]:
+    """Where each completed turn went, whoever sampled its tokens."""
+    owners = _owners(trajectory)
+    spoiled = {
+        leaf for leaf in set(owners.values()) if any(turn.erased for _, turn in _path(trajectory, leaf))
+    }
+    for turn_id, turn in trajectory.turns.items():
+        if turn.length is not None:
+            yield turn, _where(trajectory, turn, owners.get(turn_id, ""), spoiled)
+
+
+def _where(trajectory: _Trajectory, turn: _Turn, owner: str, spoiled: set[str]) -> Where:
+    if not turn.length:
+        return KEPT_OUT, TEXT_ONLY
+    if trajectory.opened is None or turn.asked is None:
+        return IN_FLIGHT, None
+    if turn.altered:
+        return KEPT_OUT, ALTERED
+    uses = trajectory.uses.get(owner, [])
+    rules = [use.rule for use in uses if _saw(use.cut, trajectory, turn)]
+    if None in rules:
+        return TRAINED, None
+    if rules:
+        return DROPPED, min(rule for rule in rules if rule is not None)
+    if trajectory.split != "train":
+        return KEPT_OUT, trajectory.split
+    if owner in spoiled:
+        return KEPT_OUT, ERASED
+    if trajectory.finished is None:
+        return IN_FLIGHT, None
+    if not turn.delivered:
+        return KEPT_OUT, UNDELIVERED
+    return (KEPT_OUT, LATE) if uses else (WAITING, None)
+
+
+def _saw(cut: Cut, trajectory: _Trajectory, turn: _Turn) -> bool:
+    """Whether the turn was delivered by the cut of a plan.
+
+    A plan is taken at its word where its cut does not hold the end of a trajectory that it names.
+    """
+    if trajectory.finished is None or not holds(cut, *trajectory.finished):
+        return bool(turn.delivered)
+    return any(holds(cut, *place) for place in turn.delivered)
+
+
+def _owners(trajectory: _Trajectory) -> dict[str, str]:
+    """Completed turn -> the first leaf, in turn order, on whose path it lies."""
+    done = {i: t for i, t in trajectory.turns.items() if t.length is not None and t.asked is not None}
+    inner = {turn.parent for turn in done.values()}
+    owners: dict[str, str] = {}
+    for leaf in _in_turn_order(trajectory, [turn_id for turn_id in done if turn_id not in inner]):
+        for turn_id, _ in _path(trajectory, leaf):
+            owners.setdefault(turn_id, leaf)
+    return owners
+
+
+def _in_turn_order(trajectory: _Trajectory, turn_ids: list[str]) -> list[str]:
+    asked = {turn_id: trajectory.turns[turn_id].asked or ("", -1) for turn_id in turn_ids}
+    if trajectory.opened is None:
+        return sorted(turn_ids, key=lambda turn_id: asked[turn_id])
+    tenures = Tenures(trajectory.opened, trajectory.adoptions, trajectory.places)
+    return sorted(turn_ids, key=lambda turn_id: tenures.key(asked[turn_id]))
+
+
+def _path(trajectory: _Trajectory, leaf: str) -> Iterator[tuple[str, _Turn]]:
+    """The completed turns from a leaf to its root, as far as the events hold them."""
+    node: str | None = leaf
+    while node is not None and node in trajectory.turns and trajectory.turns[node].length is not None:
+        yield node, trajectory.turns[node]
+        node = trajectory.turns[node].parent

@@ -1,1 +1,0 @@
-"""One lane on disk: frames, the one writer, recovery after a crash, and readers in any process."""

@@ -1,0 +1,190 @@
+"""What a lane's files hold after a crash: cut off a torn tail, refuse damage.
+
+A bad frame at or after the watermark, with no valid frame behind it, is a write that never finished:
+nobody was told it is durable, and it is truncated. Any other bad frame is damage to acknowledged
+events: the lane is quarantined, which changes no byte of it, and the error names the place.
+
+Segments that were sealed were verified then; recovery goes on from where the last sealed unit ends.
+
+A writer whose write has failed recovers its own lane too, and knows what it has acknowledged. Then nothing
+behind that is kept, whole or not, since those who appended it were told that it is not in the log. This is
+sound after a failed fsync as well. The kernel may have dropped what that fsync was for, and then calls the
+cached pages clean, so a later fsync of the same file proves nothing about them: but all of them hold bytes
+behind the acknowledged end, which are cut off, or bytes before it, which an earlier fsync that succeeded has
+put on the disk and the failed write repeated unchanged where it shared a block with them. What comes
+next goes into a new file. Before the acknowledged bytes are verified, the kernel is asked to forget what it
+keeps of the file, so that they are read from the disk as far as it does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollbook.store.durable import fsync_folder
+from rollbook.store.errors import CorruptionError
+from rollbook.store.inside import open_plain
+from rollbook.store.sealed.unit import unsealed_start
+from rollbook.store.wal.check import LaneState, SegmentInfo, Start, verify_segment
+from rollbook.store.wal.files import (
+    Watermark,
+    lane_folder,
+    quarantine,
+    read_watermark,
+    segment_numbers,
+    segment_path,
+    write_watermark,
+)
+from rollbook.store.wal.frame import (
+    EMPTY_CHAIN,
+    BadFrameError,
+)
+
+_CHUNK = 1 << 20
+
+
+def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) -> LaneState:
+    """Verify every frame that is not sealed and cut off a torn tail. The caller holds the lane's lock.
+
+    Args:
+        acknowledged: what the lane's writer, which is the caller, has acknowledged; it is cut off behind
+            that. Without, whole frames that nobody was told of count.
+
+    Raises:
+        CorruptionError: acknowledged bytes are damaged or missing. The lane has a note of it, its bytes
+            are unchanged.
+        OSError: the files cannot be read or written now.
+    """
+    folder = lane_folder(store, lane)
+    if acknowledged is not None:
+        _cut_behind(folder, acknowledged)
+    while True:
+        start: Start | None = None
+        try:
+            start = unsealed_start(store, lane)
+            state = _recover(folder, start)
+        except (CorruptionError, FileNotFoundError) as error:
+            if start is not None and unsealed_start(store, lane) != start:
+                continue  # closed segments were sealed meanwhile, and their files removed: look again
+            quarantine(folder, str(error))
+            if isinstance(error, CorruptionError):
+                raise
+            raise CorruptionError(f"{folder}: a segment went away while it was read: {error}") from error
+        (folder / "QUARANTINED").unlink(missing_ok=True)
+        return state
+
+
+def _cut_behind(folder: Path, end: Watermark) -> None:
+    """Let the lane end where its writer has acknowledged it, durably."""
+    for number in reversed(segment_numbers(folder)):
+        path = segment_path(folder, number)
+        if number > end.segment:
+            path.unlink()
+        elif number == end.segment:
+            if path.stat().st_size > end.offset:
+                _fsync(path, end.offset)
+            _forget_cached(path)
+    fsync_folder(folder)
+    write_watermark(folder, end)
+
+
+def _forget_cached(path: Path) -> None:
+    """Read the file anew, from the disk as far as the kernel lets go of what it keeps of it.
+
+    What cannot be read is an OSError here; met in a mapped file it would end the process.
+    """
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(_CHUNK):
+            pass
+
+
+def _recover(folder: Path, start: Start) -> LaneState:
+    numbers = [n for n in segment_numbers(folder) if n >= start.number]
+    if not numbers and start.number == 1 and not _has_watermark(folder):
+        return LaneState((), start, Watermark(0, 0, 0), EMPTY_CHAIN, 0, 0)
+    watermark = read_watermark(folder)
+    expected = list(range(start.number, start.number + len(numbers)))
+    if numbers != expected or watermark.segment > start.number - 1 + len(numbers):
+        raise CorruptionError(
+            f"{folder}: a segment is missing (found {numbers} after the sealed ones, durable up to "
+            f"{watermark.segment}): restore it from a copy"
+        )
+    infos: list[SegmentInfo] = []
+    chain, next_seq, truncated = start.chain, start.next_seq, 0
+    for number in numbers:
+        path = segment_path(folder, number)
+        info, bad = verify_segment(path, chain, next_seq)
+        if bad is not None:
+            truncated = _truncate_torn_tail(path, number, bad, watermark, last=number == numbers[-1])
+        if info is None:
+            break
+        chain, next_seq = info.chain, info.first_seq + info.events
+        infos.append(info)
+    if next_seq < watermark.next_seq:
+        raise CorruptionError(
+            f"{folder}: holds {next_seq} events, but {watermark.next_seq} were acknowledged: restore its "
+            "files from a copy"
+        )
+    if infos:
+        # Whole frames nobody was told of may not yet be on the disk, and what a failed write left may not
+        # yet be off it. The segment that follows goes on from here, so here it must end for good.
+        _fsync(segment_path(folder, infos[-1].number))
+    end = infos[-1] if infos else None
+    # Without segments the lane ends where its last sealed one did, whose WAL file may still be there.
+    mark = Watermark(end.number, end.bytes, next_seq) if end else _end_of_sealed(start)
+    return LaneState(tuple(infos), start, mark, chain, next_seq, truncated)
+
+
+def _end_of_sealed(start: Start) -> Watermark:
+    return Watermark(start.number - 1, start.before, start.next_seq)
+
+
+def _has_watermark(folder: Path) -> bool:
+    """False too for an empty file: a lane whose first opening was cut short."""
+    path = folder / "WATERMARK"
+    return path.exists() and path.stat().st_size > 0
+
+
+def _fsync(path: Path, size: int | None = None) -> None:
+    """Make the file durable, first cut to `size` if given."""
+    fd = open_plain(path, os.O_RDWR)
+    try:
+        if size is not None:
+            os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _truncate_torn_tail(
+    path: Path, number: int, bad: BadFrameError, watermark: Watermark, *, last: bool
+) -> int:
+    """Cut the file at the bad frame if it is a torn tail; the number of bytes cut off."""
+    acknowledged = number < watermark.segment or (
+        number == watermark.segment and bad.offset < watermark.offset
+    )
+    if acknowledged or not last or "follows" in bad.reason:
+        raise CorruptionError(
+            f"{path}: damaged at offset {bad.offset} ({bad.reason}); durable up to offset "
+            f"{watermark.offset} of segment {watermark.segment}. Nothing was changed: restore the "
+            "file from a copy"
+        )
+    written = _without_room(path, bad.offset)
+    if bad.offset == 0:
+        path.unlink()
+    else:
+        _fsync(path, bad.offset)
+    fsync_folder(path.parent)
+    return written - bad.offset
+
+
+def _without_room(path: Path, start: int) -> int:
+    """Size of the file without the zeros it ends with: room that the writer made for frames to come."""
+    with path.open("rb") as file:
+        file.seek(start)
+        end = start
+        while part := file.read(1 << 24):
+            if kept := part.rstrip(bytes(1)):
+                end = file.tell() - len(part) + len(kept)
+        return end

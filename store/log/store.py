@@ -1,0 +1,249 @@
+"""A store: a folder with lanes, a catalog and checkpoints, read and written by many processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.store.cut import Cut, format_cut, parse_cut
+from rollbook.store.errors import CutError
+from rollbook.store.events import Event, StepPlanned, TrajectoryOpened, codec
+from rollbook.store.fold.trajectory import Trajectory, fold
+from rollbook.store.log.consumer import Consumer
+from rollbook.store.log.reader import LaneReader
+from rollbook.store.log.tail import EVERYTHING, Filter, Tail
+from rollbook.store.log.trajectory_reader import TrajectoryReader
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.marker import raise_marker
+from rollbook.store.permissions import make_folder
+from rollbook.store.sealed.parquet import TABLE_SCHEMA
+from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
+from rollbook.store.wal.check import LaneState
+from rollbook.store.wal.files import folders_of_lanes, take_lock
+from rollbook.store.wal.watermarks import closed_head
+
+POINT_READS = 256
+"""Up to so many trajectories are looked up one by one; for more the log is read through."""
+
+logger = logging.getLogger(__name__)
+
+Opened = Callable[[Path, str, LaneState], None]
+"""Told folder and lane that a writer took, and what it found there."""
+
+
+def _untold(path: Path, lane: str, state: LaneState) -> None:
+    """Nobody is told."""
+
+
+class Store:
+    """An opened store. Opening takes no lock: any number of processes read while others write.
+
+    Args:
+        opened: told of each lane that is opened for writing.
+    """
+
+    def __init__(self, path: Path, store_id: str, opened: Opened = _untold) -> None:
+        self.path = path
+        self._opened = opened
+        self.store_id = store_id
+        self._points = TrajectoryReader(path)
+
+    def lanes(self) -> list[str]:
+        """Names of the lanes that have been opened for writing, sorted."""
+        # A lane that lost its watermark is listed by its segments, so that reading it is refused; and one
+        # whose folder may not be read is an error, and no lane that is not there.
+        folder, found = self.path / "lanes", []
+        for lane in folders_of_lanes(self.path):
+            try:
+                names = os.listdir(folder / lane)
+            except NotADirectoryError:
+                continue
+            if any(name == "WATERMARK" or name.endswith(".wal") for name in names):
+                found.append(lane)
+        return sorted(found)
+
+    def head(self) -> dict[str, int]:
+        """The cut that holds everything durable at one instant, so that it is closed.
+
+        Raises:
+            CorruptionError: a lane's watermark is missing or unreadable.
+        """
+        return closed_head(self.path)
+
+    def cut(self, text: str = "head", run: str | None = None) -> dict[str, int]:
+        """The cut a text names: `head`, `step:N` (as planned, in `run` if given) or `lane=n,...`.
+
+        Raises:
+            CutError: not a cut, or more than the store holds, or no such step.
+        """
+        head = self.head()
+        if text == "head":
+            return head
+        cut = self._step_cut(text, run) if text.startswith("step:") else parse_cut(text)
+        self._check_held(cut, head)
+        return cut
+
+    def _check_held(self, cut: Cut, head: Cut | None = None) -> None:
+        """Refuse a cut that holds more than the store."""
+        head = self.head() if cut and head is None else head or {}
+        for lane, count in cut.items():
+            if count > head.get(lane, 0):
+                raise CutError(
+                    f"cut {format_cut(cut)!r} holds {count} events of lane {lane!r}, but the store has "
+                    f"{head.get(lane, 0)}"
+                )
+
+    def _step_cut(self, text: str, run: str | None) -> dict[str, int]:
+        number = text.removeprefix("step:")
+        cuts = {}
+        for event in self.events():
+            record = event.record
+            if not isinstance(record, StepPlanned) or run not in (None, event.run):
+                continue
+            if str(record.step) == number:
+                cuts[event.run, record.policy] = record.cut  # a later attempt replaces an earlier one
+        if len(cuts) != 1:
+            several = ", ".join(f"{run} ({policy})" for run, policy in sorted(cuts))
+            found = f"planned in runs (policies) {several}; name the run" if cuts else "no run planned it"
+            raise CutError(f"cut {text!r}: {found}")
+        return parse_cut(next(iter(cuts.values())))
+
+    def batches(
+        self, cut: Cut | None = None, start: Cut | None = None
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """(lane, record batch) of every event in the cut (default: head), lane by lane.
+
+        Args:
+            start: leave out what this cut holds.
+
+        Raises:
+            CutError: the cut holds more than the store.
+            CorruptionError: acknowledged bytes are damaged.
+        """
+        for reader, batch in self._read(cut, start):
+            yield reader.lane, batch
+
+    def _read(self, cut: Cut | None, start: Cut | None) -> Iterator[tuple[LaneReader, pa.RecordBatch]]:
+        known = self.lanes()
+        for lane, count in sorted((self.head() if cut is None else cut).items()):
+            if lane not in known:
+                raise CutError(f"cut holds {count} events of lane {lane!r}, which the store does not have")
+            reader = LaneReader(self.path, lane, (start or {}).get(lane, 0))
+            for batch in reader.poll(count):
+                yield reader, batch
+
+    def events(self, cut: Cut | None = None, start: Cut | None = None) -> Iterator[Event]:
+        """Every event in the cut (default: head) and not in `start`, lane by lane, each lane in order."""
+        for reader, batch in self._read(cut, start):
+            yield from codec.decode(batch, reader.lane, reader.body)
+
+    def trajectories(
+        self, cut: Cut | None = None, ids: Collection[str] | None = None
+    ) -> dict[str, Trajectory]:
+        """Trajectories at the cut (default: head), by id; only those in `ids`, if given."""
+        if ids is None:
+            return fold(self.events(cut))
+        if len(ids) <= POINT_READS:
+            self._check_held(cut or {})
+            events = self._points.events(self.lanes(), ids)
+            return fold(e for e in events if cut is None or e.seq < cut.get(e.lane, 0))
+        wanted = pa.array(sorted(ids), pa.string())
+        events = []
+        for reader, batch in self._read(cut, None):
+            mask = pc.is_in(batch.column("trajectory_id"), wanted)
+            events += codec.decode(batch.filter(mask), reader.lane, reader.body)
+        return fold(events)
+
+    def trajectory(self, trajectory_id: str, cut: Cut | None = None) -> Trajectory | None:
+        """One trajectory at the cut (default: head), or None. Reads only what holds its events.
+
+        Raises:
+            CorruptionError: a file that may hold it is damaged.
+        """
+        return self.trajectories(cut, [trajectory_id]).get(trajectory_id)
+
+    def opening(self, run: str, name: str) -> tuple[TrajectoryOpened, str] | None:
+        """The opening of the run's trajectory of that client's name, and its lane; None where there is none.
+
+        Reads what is small of each unit, and nothing twice of what is not sealed.
+
+        Raises:
+            CorruptionError: a file that may hold it is damaged.
+        """
+        trajectory_id = self._points.opened(self.lanes(), run, name)
+        if trajectory_id is None:
+            return None
+        for event in self._points.events(self.lanes(), [trajectory_id]):
+            if isinstance(event.record, TrajectoryOpened):
+                return event.record, event.lane
+        return None
+
+    def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
+        """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, copying nothing."""
+        parts = [
+            pa.record_batch([pa.repeat(pa.scalar(lane), batch.num_rows), *batch.columns], schema=TABLE_SCHEMA)
+            for lane, batch in self.batches(cut, start)
+        ]
+        return pa.Table.from_batches(parts, TABLE_SCHEMA)
+
+    def writer(self, lane: str, settings: AppendSettings | None = None) -> LaneWriter:
+        """Take a lane for writing; closes with the context manager.
+
+        Args:
+            settings: grouping and segment sizes (default: the store's own).
+
+        Raises:
+            LaneLockedError: another process writes it.
+            CorruptionError: its acknowledged events are damaged.
+            FormatError: a newer Rollbook has written into the store since it was opened.
+        """
+        raise_marker(self.path)
+        writer = LaneWriter(self.path, self.store_id, lane, settings or self.settings().append)
+        self._opened(self.path, lane, writer.recovered)
+        return writer
+
+    def settings(self) -> StoreSettings:
+        """What `store.toml` says, read anew.
+
+        Raises:
+            ConfigError: it has an unknown key or an ill-typed value.
+        """
+        return read_settings(self.path)
+
+    def tail(self, start: Cut | None = None, wanted: Filter = EVERYTHING) -> Tail:
+        """A reader that hands out events as they become durable, from `start` (default: the first).
+
+        Raises:
+            CutError: `start` holds more than the store.
+        """
+        return Tail(self.path, start or {}, wanted)
+
+    def consumer(self, name: str, lane: str | None = None) -> Consumer:
+        """A tail that remembers in the log how far it has come; see `store.consumer`."""
+        return Consumer(self.path, name, self.writer, lane)
+
+    @contextlib.contextmanager
+    def claim(self, what: str, remedy: str, patience_s: float = 0.0) -> Iterator[None]:
+        """Be the only process that does `what` with this store, such as training a policy of a run.
+
+        Args:
+            patience_s: how long to wait for another process to be done with it.
+
+        Raises:
+            LaneLockedError: another process does.
+        """
+        folder = self.path / "claims"
+        make_folder(folder)
+        file = folder / f"{quote(what, safe=' ')}.lock"
+        fd = take_lock(file, f"{what} in {self.path} is being done by", remedy, patience_s=patience_s)
+        try:
+            yield
+        finally:
+            os.close(fd)

@@ -1,0 +1,135 @@
+"""Single trajectories, wherever their events are: sealed units by location, the live tail by an index."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from rollbook.store.errors import CorruptionError
+from rollbook.store.events import BodyStored, Event, TrajectoryOpened, codec
+from rollbook.store.log.reader import LaneReader
+from rollbook.store.sealed.point_read import opened_in, trajectory_rows, unit_body
+from rollbook.store.sealed.unit import Unit, while_replaced
+
+
+class _LiveLane:
+    """What of a lane is in no sealed unit, and which of its rows belong to which trajectory."""
+
+    def __init__(self, store: Path, lane: str, start: int) -> None:
+        self.start = start
+        self._reader = LaneReader(store, lane, start)
+        self._batches: list[pa.RecordBatch] = []
+        self._rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._bodies: dict[str, tuple[int, int]] = {}
+        self.opened: dict[tuple[str, str], str] = {}
+        """(run, client's name) -> trajectory."""
+
+    def refresh(self) -> None:
+        """Take in what became durable since."""
+        for batch in self._reader.poll():
+            number = len(self._batches)
+            self._batches.append(batch)
+            for row, trajectory_id in enumerate(batch.column("trajectory_id").to_pylist()):
+                if trajectory_id is not None:
+                    self._rows[trajectory_id].append((number, row))
+            for row, kind in enumerate(batch.column("kind").to_pylist()):
+                if kind == BodyStored.KIND:
+                    self._bodies[self._extra(number, row)["digest"]] = (number, row)
+                elif kind == TrajectoryOpened.KIND:
+                    name = (batch.column("run")[row].as_py(), self._extra(number, row)["name"])
+                    self.opened[name] = batch.column("trajectory_id")[row].as_py()
+
+    def events(self, trajectory_id: str) -> list[Event]:
+        """The trajectory's events among them."""
+        by_batch: dict[int, list[int]] = defaultdict(list)
+        for number, row in self._rows.get(trajectory_id, ()):
+            by_batch[number].append(row)
+        events: list[Event] = []
+        for number, rows in by_batch.items():
+            chosen = self._batches[number].take(pa.array(np.array(rows)))
+            events += codec.decode(chosen, self._reader.lane, self._body)
+        return events
+
+    def _extra(self, number: int, row: int) -> dict[str, Any]:
+        found: dict[str, Any] = orjson.loads(self._batches[number].column("extra")[row].as_py())
+        return found
+
+    def _body(self, digest: str) -> Any:
+        if digest not in self._bodies:
+            raise CorruptionError(f"lane {self._reader.lane!r}: body {digest} is missing")
+        return self._extra(*self._bodies[digest])["body"]
+
+
+class TrajectoryReader:
+    """Reads the events of single trajectories; keep it, since it remembers what it has indexed."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._live: dict[str, _LiveLane] = {}
+        self._lock = threading.Lock()
+
+    def events(self, lanes: Sequence[str], ids: Collection[str]) -> list[Event]:
+        """All durable events of these trajectories, lane by lane, each lane in order. Threads may share it.
+
+        Raises:
+            CorruptionError: a file that may hold one of them is damaged.
+        """
+        with self._lock:
+            return self._events(lanes, ids)
+
+    def opened(self, lanes: Sequence[str], run: str, name: str) -> str | None:
+        """Id of the run's trajectory of that client's name, or None. Threads may share it.
+
+        Raises:
+            CorruptionError: a file that may hold its opening is damaged.
+        """
+
+        def of_lane(lane: str, units: Sequence[Unit]) -> str | None:
+            live = self._live_lane(lane, units[-1].next_seq if units else 0)
+            found = live.opened.get((run, name))
+            sealed = (opened_in(self._store, unit, run, name) for unit in reversed(units))
+            return found or next(filter(None, sealed), None)
+
+        with self._lock:
+            found = (while_replaced(self._store, lane, partial(of_lane, lane)) for lane in lanes)
+            return next(filter(None, found), None)
+
+    def _events(self, lanes: Sequence[str], ids: Collection[str]) -> list[Event]:
+        found: list[Event] = []
+        for lane in lanes:
+            # The sealer may remove a unit's files, or move them to object storage, while they are looked for.
+            of_lane = while_replaced(self._store, lane, partial(self._of_lane, lane, ids))
+            found += sorted(of_lane, key=lambda event: event.seq)
+        return found
+
+    def _of_lane(self, lane: str, ids: Collection[str], units: Sequence[Unit]) -> list[Event]:
+        live = self._live_lane(lane, units[-1].next_seq if units else 0)
+        found: list[Event] = []
+        for unit in units:  # the outer loop: what was read of a unit serves all of them
+            for trajectory_id in ids:
+                found += self._sealed(unit, trajectory_id)
+        for trajectory_id in ids:
+            found += live.events(trajectory_id)
+        return found
+
+    def _live_lane(self, lane: str, start: int) -> _LiveLane:
+        live = self._live.get(lane)
+        if live is None or live.start != start:  # what was live is in a unit by now
+            live = self._live[lane] = _LiveLane(self._store, lane, start)
+        live.refresh()
+        return live
+
+    def _sealed(self, unit: Unit, trajectory_id: str) -> list[Event]:
+        rows = trajectory_rows(self._store, unit, trajectory_id)
+        if not rows.num_rows:
+            return []
+        batch = codec.conform(rows.drop_columns("lane").combine_chunks().to_batches()[0])
+        return list(codec.decode(batch, unit.lane, lambda digest: unit_body(self._store, unit, digest)))

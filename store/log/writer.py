@@ -1,0 +1,364 @@
+"""The one writer of a lane: appends in groups, and says so only when the bytes are durable.
+
+One thread collects what is waiting and encodes it as one frame; another (`lane.flusher`) writes it, calls
+`fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
+one `append` share a frame, so they are all there after a crash or none is.
+
+After a failed write every pending future fails, and so does what is appended from then on. Meanwhile the
+writer asks every second or so whether a file could be written again, in a new descriptor. If so, it does what
+a new writer would: it recovers the lane, whose lock it still holds, begins a new segment with a new framer
+and flusher, and takes appends again. Only where recovery finds damage it takes nothing more for good.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from rollbook.store.durable import fsync_folder
+from rollbook.store.errors import CorruptionError, WriteFailedError
+from rollbook.store.events import Event, TurnCompleted
+from rollbook.store.log.recovery import recover_lane
+from rollbook.store.log.search import event_window
+from rollbook.store.permissions import make_folder
+from rollbook.store.settings import AppendSettings
+from rollbook.store.wal import files
+from rollbook.store.wal.check import LaneState
+from rollbook.store.wal.flusher import Disk, Flusher, RealDisk
+from rollbook.store.wal.framer import Framer
+
+_Pending = tuple[Sequence[Event], "Future[int]"]
+MEND_S = 1.0
+"""After a failed write, and after each try to go on, so long passes before the next one at least."""
+REST = 10
+"""And so many times as long as the try took: recovery reads all that is not sealed."""
+PROBE_BYTES = 1 << 20
+"""So much room there must be before a try, or as much as failed to be written: else it would fail again."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Signal(enum.Enum):
+    """What the encoding thread is told beside appends."""
+
+    CLOSE = enum.auto()
+    FAILED = enum.auto()
+
+
+class _Group:
+    """Appends that are committed together, until they are many or large."""
+
+    def __init__(self, settings: AppendSettings) -> None:
+        self.appends: list[_Pending] = []
+        self.callers = 0
+        """How many handed something over."""
+        self._events, self._bytes = settings.group_events, settings.group_bytes
+
+    def add(self, appends: Sequence[_Pending]) -> None:
+        """Take what one caller handed over."""
+        self.callers += 1
+        for append in appends:
+            self.appends.append(append)
+            self._events -= len(append[0])
+            if self._events > 0:
+                self._bytes -= _size(append[0])
+
+    @property
+    def full(self) -> bool:
+        """Whether it is to be committed without waiting for more."""
+        return self._events <= 0 or self._bytes <= 0
+
+
+class LaneWriter:
+    """Appends events to one lane. Threads may share it; processes may not.
+
+    Args:
+        store: folder of the store.
+        store_id: its uuid, written into each segment.
+        lane: the lane's name.
+        settings: grouping and segment sizes.
+        disk: what makes bytes durable.
+
+    Raises:
+        LaneLockedError: another process writes the lane.
+        CorruptionError: acknowledged events of the lane are damaged.
+        WriteFailedError: its files cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        store_id: str,
+        lane: str,
+        settings: AppendSettings | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        self.lane = lane
+        self.spells = 0
+        """How often it had to stop taking appends."""
+        self._store, self._store_id, self._disk = store, store_id, disk or RealDisk()
+        self._settings = settings or AppendSettings()
+        self._queue: queue.SimpleQueue[tuple[_Pending, ...] | _Signal] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._failure: Exception | None = WriteFailedError("it has not begun")
+        self._damaged = False
+        self._alone = True
+        """Whether nobody else can have written the lane since its lock was taken."""
+        self._next_try = 0.0
+        self._closed = False
+        self._crowded = False
+        folder = files.lane_folder(store, lane)
+        make_folder(folder)
+        fsync_folder(folder.parent)
+        self._lock_fd = self._take_lock()
+        try:
+            self.recovered: LaneState = recover_lane(store, lane)
+            self._framer, self._flusher = self._begin(self.recovered)
+        except BaseException as error:
+            os.close(self._lock_fd)
+            if isinstance(error, OSError):
+                text = f"lane {lane!r} of {store} cannot be begun: {error}; mend that and begin again"
+                raise WriteFailedError(text) from error
+            raise
+        self._failure = None
+        self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
+        self._thread.start()
+
+    def _take_lock(self) -> int:
+        return files.take_lock(
+            files.lane_folder(self._store, self.lane) / "LOCK",
+            f"lane {self.lane!r} of {self._store} is being written by",
+            "name another lane with --lane",
+        )
+
+    def _hold_lock(self) -> None:
+        """See that the lock that is held is the lane's: its disk may have been mounted anew.
+
+        Raises:
+            LaneLockedError: another process writes the lane by now.
+        """
+        there = (files.lane_folder(self._store, self.lane) / "LOCK").stat()
+        if not os.path.samestat(there, os.fstat(self._lock_fd)):
+            self._alone = False
+            before, self._lock_fd = self._lock_fd, self._take_lock()
+            os.close(before)
+
+    def _recovered(self, acknowledged: files.Watermark) -> LaneState:
+        """The lane as it is to go on, which holds what was acknowledged.
+
+        Raises:
+            CorruptionError: it does not, or somebody else has written it meanwhile.
+        """
+        state = recover_lane(self._store, self.lane, acknowledged if self._alone else None)
+        if state.next_seq != acknowledged.next_seq:
+            raise CorruptionError(
+                f"lane {self.lane!r} holds {state.next_seq} events, and its writer has acknowledged "
+                f"{acknowledged.next_seq}: another process has written it meanwhile; restart this one"
+            )
+        self._alone = True
+        return state
+
+    def _begin(self, state: LaneState) -> tuple[Framer, Flusher]:
+        """What writes from here on: a segment that was recovered is never written again, so in a fresh one.
+
+        Raises:
+            OSError: it cannot be begun.
+        """
+        folder = files.lane_folder(self._store, self.lane)
+        flusher = Flusher(folder, state.mark, self._disk, self._note_failure)
+        try:
+            window = event_window(self._store, self.lane, state)
+            framer = Framer(self.lane, self._store_id, state, window, self._settings)
+            flusher.start()
+            flusher.put(framer.begin_segment(), alone=True)
+            if flusher.failure is not None:
+                raise flusher.failure.__cause__ or flusher.failure
+        except BaseException:
+            flusher.close()
+            raise
+        return framer, flusher
+
+    def append(self, events: Sequence[Event], future: Future[int] | None = None) -> Future[int]:
+        """Append events together; the future gives the first one's sequence number once durable.
+
+        An event whose id the lane already holds is not stored again: its old number counts.
+
+        Args:
+            future: an `append_future` that somebody waits for already; a new one without.
+
+        The future raises WriteFailedError when the events did not become durable, and UnstorableError when
+        one holds a value that has no stored form, or ValueError when there are none (the lane goes on).
+        """
+        future = append_future() if future is None else future
+        self.append_each([(events, future)])
+        return future
+
+    def append_each(self, appends: Sequence[_Pending]) -> None:
+        """Append several, each as by `append`, but handed over in one go: they are committed together.
+
+        Args:
+            appends: events, and an `append_future` that somebody waits for.
+        """
+        with self._gate:
+            if self._failure is not None or self._closed:
+                reason = self._failure or "it is closed"
+                for _, future in appends:
+                    future.set_exception(WriteFailedError(f"lane {self.lane!r}: {reason}"))
+                return
+            taken = tuple((tuple(events), future) for events, future in appends if events)
+            if taken:
+                self._queue.put(taken)
+            for events, future in appends:
+                if not events:
+                    future.set_exception(ValueError("append needs at least one event"))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the lane takes nothing now, or None."""
+        return None if self._failure is None else str(self._failure)
+
+    @property
+    def waiting(self) -> str | None:
+        """What appends wait for, such as a free descriptor, or None."""
+        return self._flusher.waiting
+
+    def close(self) -> None:
+        """Commit what is pending and give the lane back. Safe to call twice."""
+        with self._gate:
+            first, self._closed = not self._closed, True
+            if first:
+                self._queue.put(_Signal.CLOSE)
+        self._thread.join()
+        if first:
+            self._flusher.close()
+            os.close(self._lock_fd)
+
+    def __enter__(self) -> LaneWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _note_failure(self, error: Exception) -> None:
+        """Take no more appends."""
+        with self._gate:
+            if self._failure is None:
+                self.spells += 1
+                self._next_try = time.monotonic() + MEND_S
+                self._queue.put(_Signal.FAILED)
+                logger.warning("%s", error)
+            self._failure = error
+
+    # The encoding thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        open_ = True
+        while open_:
+            group = _Group(self._settings)
+            try:
+                open_ = self._collect(group)
+                if self._failure is None:
+                    self._commit(group)
+            except Exception as error:  # a fault of ours: nobody may wait for ever because of it
+                self._note_failure(error)
+            if (failure := self._failure) is not None:
+                self._fail(group, failure)
+                if open_ and not self._damaged and time.monotonic() >= self._next_try:
+                    self._mend()
+
+    def _commit(self, group: _Group) -> None:
+        """Hand the group to the flusher, which answers it from then on."""
+        jobs = self._framer.jobs(group.appends)
+        group.appends = []
+        for job in jobs:
+            self._flusher.put(job, alone=self._queue.empty())
+
+    def _collect(self, group: _Group) -> bool:
+        """Fill the group, and whether more may follow; it stays empty where something else is to be done."""
+        try:
+            first = self._queue.get(timeout=self._idle_s())
+        except queue.Empty:
+            return True
+        if isinstance(first, _Signal):
+            return first is not _Signal.CLOSE
+        group.add(first)
+        # Whoever appends alone gains nothing by waiting for company.
+        linger_s = self._settings.linger_ms / 1e3 if self._crowded else 0.0
+        open_ = self._drain(group)
+        if linger_s and open_ and not group.full:
+            # Asleep, not waiting at the queue: to wake up for each append costs more than to encode it.
+            time.sleep(linger_s)
+            open_ = self._drain(group)
+        self._crowded = group.callers > 1
+        return open_
+
+    def _idle_s(self) -> float | None:
+        """How long to wait for an append: until the segment is too old, or the lane may be tried again."""
+        if self._failure is None:
+            return self._framer.seconds_until_old()
+        return None if self._damaged else max(self._next_try - time.monotonic(), 0.0)
+
+    def _drain(self, group: _Group) -> bool:
+        """Move what is waiting into the group until it is full; whether more may follow."""
+        while not group.full:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return True
+            if isinstance(item, _Signal):
+                return item is not _Signal.CLOSE
+            group.add(item)
+        return True
+
+    def _fail(self, group: _Group, error: Exception) -> None:
+        for _, future in group.appends:
+            if not future.done():
+                future.set_exception(WriteFailedError(f"lane {self.lane!r}: {error}"))
+
+    def _mend(self) -> None:
+        """Go on, where the lane's files can be written again."""
+        begun = time.monotonic()
+        try:
+            self._flusher.close()
+            room = max(self._flusher.wanted, PROBE_BYTES)
+            self._disk.probe(files.lane_folder(self._store, self.lane), room)
+            self._hold_lock()
+            state = self._recovered(self._flusher.mark)
+            framer, flusher = self._begin(state)
+        except CorruptionError as error:
+            self._damaged = True
+            self._note_failure(error)
+            logger.error("lane %s takes nothing more: %s", self.lane, error)
+        except Exception as error:
+            now = time.monotonic()
+            self._next_try = now + max(MEND_S, REST * (now - begun))
+            logger.debug("lane %s cannot go on yet: %s", self.lane, error)
+        else:
+            with self._gate:
+                self._framer, self._flusher, self._failure = framer, flusher, None
+            logger.warning("lane %s goes on at event %d", self.lane, state.next_seq)
+
+
+def append_future() -> Future[int]:
+    """What an append resolves. It cannot be cancelled: an append cannot be taken back."""
+    future: Future[int] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _size(events: Sequence[Event]) -> int:
+    """Bytes of the events' arrays: what makes a group large, as far as it is cheap to know."""
+    # Whatever a client appends, this must not fail: nobody would answer the futures of the group.
+    turns = [r for e in events if isinstance(r := getattr(e, "record", None), TurnCompleted)]
+    return sum(2 * _nbytes(t.completion_ids) + _nbytes(t.prompt_ids) for t in turns)
+
+
+def _nbytes(array: object) -> int:
+    return int(getattr(array, "nbytes", 0))

@@ -1,0 +1,27 @@
+"""Opens a store: its log, and its catalog, which is told of the lanes that are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollbook.store.catalog.catalog import note_opening
+from rollbook.store.inside import look_inside
+from rollbook.store.log.store import Store
+from rollbook.store.marker import MARKER, create_marker, read_marker
+
+
+def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
+    """Open the store at `path`; with `create`, make an empty one where there is nothing.
+
+    Raises:
+        NotAStoreError: nothing is there (and `create` is false), or something that is not a store.
+        FormatError: a newer Rollbook wrote it.
+        OutsideError: the folder holds a link, a device or the like; none of it was opened.
+    """
+    folder = Path(path).absolute()
+    if create and not (folder / MARKER).exists():
+        create_marker(folder)
+    store = Store(folder, read_marker(folder), note_opening)
+    look_inside(folder)
+    return store

@@ -1,0 +1,1 @@
+"""Jobs over a whole store: seal, merge, retain, erase, upload, attach, verify."""

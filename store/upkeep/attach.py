@@ -1,0 +1,150 @@
+"""Makes a store again from what is in object storage alone: on another machine, or after a disk is gone.
+
+Only manifests are fetched. Each lane ends with its last uploaded unit: events after it were in WAL files,
+which are never uploaded. The new store reads; it removes and uploads nothing until `[remote] uri` is set
+in its `store.toml`, which makes it the one that writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pyarrow import fs
+
+from rollbook.store.durable import fsync_folder
+from rollbook.store.errors import CorruptionError, NotAStoreError
+from rollbook.store.ids import new_id
+from rollbook.store.marker import MARKER, read_marker
+from rollbook.store.permissions import make_empty, make_folder
+from rollbook.store.sealed.remote import explained, remote_place
+from rollbook.store.sealed.unit import (
+    MANIFEST,
+    UNIT_NAME,
+    Unit,
+    current_units,
+    parse_manifest,
+    unit_folder,
+    unsealed_start,
+    with_remote,
+    write_manifest,
+)
+from rollbook.store.settings import OwnRemoteSettings
+from rollbook.store.wal.files import Watermark, lane_folder, write_watermark
+
+AT_ONCE = 16
+"""Manifests fetched at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReport:
+    """What was found in object storage.
+
+    Attributes:
+        lanes: lane -> its events; those that retention dropped count.
+        units: sealed units, dropped ones and replaced ones included.
+        bytes: of their files, which stay where they are.
+        unfinished: addresses of folders without a manifest: uploads that were cut short. Nobody reads them.
+    """
+
+    lanes: dict[str, int]
+    units: int
+    bytes: int
+    unfinished: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def attach(folder: Path, uri: str, endpoint: str | None = None) -> AttachReport:
+    """Make a store in a new folder that reads the one at `uri`, such as s3://bucket/prefix/STORE-ID.
+
+    Args:
+        endpoint: URL of an S3-compatible service that is not AWS.
+
+    Raises:
+        NotAStoreError: the folder is not empty, or no store is at `uri`.
+        ConfigError, RemoteError: the address cannot be used; object storage does not answer or refuses.
+        CorruptionError: a manifest is damaged, or one between two others is missing.
+        FormatError: a newer Rollbook wrote it.
+    """
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise NotAStoreError(f"{folder} exists and is not empty: name an empty or a new folder")
+    uri, settings = uri.rstrip("/"), OwnRemoteSettings(endpoint=endpoint)
+    with explained(uri, settings):
+        system, base = remote_place(uri, settings)
+        marker = _marker(system, base, uri)
+        units, unfinished = _find_units(system, base, uri)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = folder.with_name(f".{folder.name}.{new_id()}")
+    try:
+        lanes = _write_store(made, marker, units, endpoint)
+        made.rename(folder)  # in place of an empty folder, too
+        fsync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    size = sum(unit.bytes for unit in units if unit.dropped_us is None)
+    return AttachReport(lanes, len(units), size, unfinished)
+
+
+def _marker(system: fs.FileSystem, base: str, uri: str) -> bytes:
+    try:
+        with system.open_input_stream(f"{base}/{MARKER}") as stream:
+            return bytes(stream.read())
+    except FileNotFoundError:
+        raise NotAStoreError(
+            f"{uri} holds no {MARKER}: name the address with the store's id at its end, as "
+            "`rollbook store upload` prints it"
+        ) from None
+
+
+def _find_units(system: fs.FileSystem, base: str, uri: str) -> tuple[list[Unit], tuple[str, ...]]:
+    """Every unit that has a manifest there, its `remote` where it was found; and the folders without one."""
+    selector = fs.FileSelector(f"{base}/sealed", recursive=True, allow_not_found=True)
+    files = [info.path.removeprefix(f"{base}/") for info in system.get_file_info(selector) if info.is_file]
+    folders = {folder for file in files if UNIT_NAME.fullmatch((folder := Path(file).parent).name)}
+    whole = sorted(folder for folder in folders if f"{folder}/{MANIFEST}" in set(files))
+
+    def read(unit: Path) -> Unit:
+        with system.open_input_stream(f"{base}/{unit}/{MANIFEST}") as stream:
+            return with_remote(parse_manifest(stream.read(), f"{uri}/{unit}/{MANIFEST}"), f"{uri}/{unit}")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        units = list(pool.map(read, whole))
+    return units, tuple(f"{uri}/{folder}" for folder in sorted(folders - set(whole)))
+
+
+def _write_store(folder: Path, marker: bytes, units: list[Unit], endpoint: str | None) -> dict[str, int]:
+    """Write the store's files; lane -> its events."""
+    make_folder(folder / "lanes")
+    make_empty(folder / MARKER).write_bytes(marker)
+    read_marker(folder)  # refuses what a newer release wrote, or what is no marker
+    if endpoint is not None:
+        make_empty(folder / "store.toml").write_text(
+            f"[remote]\nendpoint = {orjson.dumps(endpoint).decode()}\n"
+        )
+    for unit in units:
+        make_folder(unit_folder(folder, unit))
+        write_manifest(unit_folder(folder, unit), unit)
+    ends: dict[str, int] = {}
+    for lane in sorted({unit.lane for unit in units}):
+        try:
+            end = unsealed_start(folder, lane)
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"lane {lane!r} is not whole in object storage: a unit is missing before "
+                f"{current_units(folder, lane)[-1].remote}: run `rollbook store upload` where the store is, "
+                "if it still is"
+            ) from error
+        make_folder(lane_folder(folder, lane))
+        write_watermark(lane_folder(folder, lane), Watermark(end.number - 1, end.before, end.next_seq))
+        ends[lane] = end.next_seq
+    fsync_folder(folder)
+    return ends

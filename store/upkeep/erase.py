@@ -1,0 +1,240 @@
+"""Erases a trajectory's text from every file of the store; `docs/keeping.md` says what that means.
+
+In this order, so that whoever is stopped anywhere in between finishes by asking again: what is not sealed yet
+is sealed; each unit that holds text of the trajectory is rewritten as a new generation, whose manifest names
+the erasure; only then is everything removed that such a unit took the place of (WAL copies, older
+generations, derived files); last comes the event that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.store.catalog.catalog import note_units
+from rollbook.store.errors import LaneLockedError
+from rollbook.store.events import BodyStored, Event, TrajectoryErased, TurnCompleted, TurnRequested
+from rollbook.store.events.erased import CHANGED, TEXT_KINDS, erase_row, named_bodies
+from rollbook.store.ids import now_us
+from rollbook.store.log.store import Store
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, unit_table
+from rollbook.store.sealed.seal import seal_closed, write_unit
+from rollbook.store.sealed.unit import Erasure, Unit, all_units, current_units
+from rollbook.store.upkeep.claim import only_one
+from rollbook.store.upkeep.find import Found, find_trajectory, units_with, unsealed_lanes
+from rollbook.store.upkeep.remove import UPKEEP_LANE, remove_replaced, remove_wal
+from rollbook.store.wal.files import lane_folder, read_watermark, segment_path
+from rollbook.store.wal.frame import ALIGN, first_seq_of
+
+
+@dataclass(frozen=True, slots=True)
+class EraseReport:
+    """What an erasure did.
+
+    Attributes:
+        events: events of the trajectory that hold none of its text now.
+        bodies: large values that were erased with them, since no other trajectory names them.
+        shared_bodies: large values that stay, since requests of other trajectories name them too.
+        units: lane/name of the units that were rewritten; none where all of it was erased before.
+        finished: whether the trajectory is; if not, what is recorded later is not erased.
+    """
+
+    trajectory_id: str
+    name: str
+    run: str
+    tokens_kept: bool
+    events: int
+    bodies: int
+    shared_bodies: int
+    units: tuple[str, ...]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Places of a unit's rows to erase: the trajectory's own and bodies; and which bodies others share."""
+
+    own: list[int]
+    bodies: list[int]
+    shared_bodies: set[str]
+
+
+def erase_trajectory(
+    log: Store, trajectory: str, reason: str, *, run: str | None = None, keep_tokens: bool = False
+) -> EraseReport:
+    """Erase a trajectory, named by its id or by its name in a run. Readers that have files open keep them.
+
+    Args:
+        reason: why, for the event.
+        keep_tokens: leave token ids and logprobs, so that it can still be trained on and replayed.
+
+    Raises:
+        UpkeepError: no such trajectory, or several of that name.
+        LaneLockedError: its newest events are in a segment that is still written, or another process looks
+            after the store; nothing was erased.
+        CorruptionError: a file that holds it is damaged.
+    """
+    with only_one(log):
+        found = find_trajectory(log, trajectory, run)
+        with log.writer(UPKEEP_LANE) as upkeep:
+            _seal_all_of(log, found)
+            units = units_with(log, found.trajectory_id)
+            # All are read before the first is rewritten, so that a damaged one stops this before it begins.
+            rows = [_rows_of(unit_table(log.path, unit), found.trajectory_id, keep_tokens) for unit in units]
+            made = [_rewrite(log, unit, found.trajectory_id, keep_tokens) for unit in units]
+            _remove_what_was_replaced(log)
+            report = EraseReport(
+                found.trajectory_id,
+                found.name,
+                found.run,
+                keep_tokens,
+                sum(len(r.own) for r in rows),
+                sum(len(r.bodies) for r in rows),
+                len(set().union(*(r.shared_bodies for r in rows))),
+                tuple(f"{unit.lane}/{unit.name}" for unit in made if unit is not None),
+                found.finished,
+            )
+            _record(log, upkeep, report, reason)
+    return report
+
+
+# Before: everything of it into units ----------------------------------------------------------------
+
+
+def _seal_all_of(log: Store, found: Found) -> None:
+    """Seal what is in no unit yet of the lanes that hold the trajectory.
+
+    Raises:
+        LaneLockedError: some of it is in a segment that another process still writes.
+    """
+    newest = unsealed_lanes(log, found.trajectory_id)
+    with contextlib.ExitStack() as stack:
+        for lane, seq in newest.items():
+            if seq >= _open_segment_start(log.path, lane):
+                _take(log, lane, found, stack)
+        # Whoever took a lane has begun a new segment in it: the one before is closed.
+    for lane in newest:
+        for _ in seal_closed(log.path, lane, log.settings().seal):
+            pass
+        note_units(log.path, lane, current_units(log.path, lane))
+
+
+def _take(log: Store, lane: str, found: Found, stack: contextlib.ExitStack) -> None:
+    try:
+        stack.enter_context(log.writer(lane))
+    except LaneLockedError as error:
+        seconds = log.settings().append.segment_age_s
+        raise LaneLockedError(
+            f"trajectory {found.name!r} of run {found.run!r} has events in the segment of lane {lane!r} "
+            f"that is still written; it closes within {seconds:g} s of its first event: try again then. "
+            f"Nothing was erased. ({error})"
+        ) from None
+
+
+def _open_segment_start(store: Path, lane: str) -> int:
+    """First sequence number of the lane's newest segment."""
+    folder = lane_folder(store, lane)
+    mark = read_watermark(folder)
+    with segment_path(folder, mark.segment).open("rb") as file:
+        first = first_seq_of(file.read(ALIGN))
+    return mark.next_seq if first is None else first
+
+
+# Rewriting ------------------------------------------------------------------------------------------
+
+
+def _rows_of(table: pa.Table, trajectory_id: str, keep_tokens: bool) -> _Rows:
+    """The rows with text of the trajectory, and those of bodies that only it names.
+
+    What a completion names (the experts its tokens went to) goes with the tokens.
+    """
+    mine = pc.fill_null(pc.equal(table["trajectory_id"], trajectory_id), False)
+    naming = [TurnRequested.KIND] if keep_tokens else [TurnRequested.KIND, TurnCompleted.KIND]
+    asked = pc.is_in(table["kind"], pa.array(naming))
+    named, named_by_others = (
+        {d for extra in table["extra"].filter(pc.and_(asked, of)).to_pylist() for d in named_bodies(extra)}
+        for of in (mine, pc.invert(mine))
+    )
+    own = _places(pc.and_(mine, pc.is_in(table["kind"], pa.array(TEXT_KINDS))))
+    stored = _places(pc.equal(table["kind"], BodyStored.KIND)) if named else []
+    only_mine = named - named_by_others
+    bodies = [i for i in stored if orjson.loads(table["extra"][i].as_py())["digest"] in only_mine]
+    return _Rows(own, bodies, named & named_by_others)
+
+
+def _places(mask: Any) -> list[int]:
+    return [int(i) for i in np.flatnonzero(mask.to_numpy())]
+
+
+def _rewrite(log: Store, unit: Unit, trajectory_id: str, keep_tokens: bool) -> Unit | None:
+    """The unit's next generation, without the text; None where it holds none."""
+    table = unit_table(log.path, unit)
+    rows = _rows_of(table, trajectory_id, keep_tokens)
+    places = pa.array([*rows.own, *rows.bodies], pa.int64())
+    before = table.take(places)
+    after = _erased(before, keep_tokens)
+    if same_bits(before, after) is None:
+        return None
+    order = np.arange(table.num_rows)
+    order[places.to_numpy()] = table.num_rows + np.arange(len(places))
+    table = pa.concat_tables([table, after]).take(pa.array(order))
+    same_place = [u for u in all_units(log.path, unit.lane) if (u.first, u.last) == (unit.first, unit.last)]
+    others = tuple(e for e in unit.erased if e.trajectory_id != trajectory_id)
+    made = replace(
+        unit,
+        generation=1 + max(u.generation for u in same_place),
+        sealed_us=now_us(),
+        erased=(*others, Erasure(trajectory_id, now_us(), keep_tokens)),
+        remote=None,
+    )
+    return write_unit(log.path, made, table, log.settings().seal)
+
+
+def _erased(table: pa.Table, keep_tokens: bool) -> pa.Table:
+    """The rows as they are once erased."""
+    kinds = table["kind"].to_pylist()
+    columns = {name: table[name].to_pylist() for name in CHANGED}
+    rows = [
+        erase_row(kind, {name: columns[name][i] for name in CHANGED}, keep_tokens=keep_tokens)
+        for i, kind in enumerate(kinds)
+    ]
+    for name in ("extra",) if keep_tokens else CHANGED:
+        field = TABLE_SCHEMA.field(name)
+        made = pa.array([row[name] for row in rows], field.type)
+        table = table.set_column(TABLE_SCHEMA.get_field_index(name), field, made)
+    return table
+
+
+# After ----------------------------------------------------------------------------------------------
+
+
+def _remove_what_was_replaced(log: Store) -> None:
+    """Remove all that units with erasures took the place of; of earlier erasures too that were cut short."""
+    for lane in log.lanes():
+        units = [u for u in current_units(log.path, lane) if u.erased]
+        if not units:
+            continue
+        for unit in units:
+            remove_wal(log.path, unit)
+            remove_replaced(log.path, lane, unit)
+        note_units(log.path, lane, current_units(log.path, lane))
+
+
+def _record(log: Store, upkeep: LaneWriter, report: EraseReport, reason: str) -> None:
+    """Append the event, unless an earlier one says the same and nothing was left to do."""
+    cut = {UPKEEP_LANE: log.head().get(UPKEEP_LANE, 0)}
+    known = [e.record for e in log.events(cut) if isinstance(e.record, TrajectoryErased)]
+    same = [
+        r for r in known if r.trajectory_id == report.trajectory_id and r.tokens_kept <= report.tokens_kept
+    ]
+    if report.units or not same:
+        record = TrajectoryErased(report.trajectory_id, report.tokens_kept, reason, report.events)
+        upkeep.append([Event(record, report.run)]).result()

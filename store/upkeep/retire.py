@@ -1,0 +1,82 @@
+"""Gives committed steps up for replay, so that retention may drop what only they needed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+
+from rollbook.store.errors import UpkeepError
+from rollbook.store.events import Event, StepRetired
+from rollbook.store.log.store import Store
+from rollbook.store.upkeep.remove import UPKEEP_LANE
+from rollbook.store.upkeep.scan import survey
+
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RetireReport:
+    """Steps of a policy that were retired now, and of those asked for how many were before."""
+
+    run: str
+    policy: str
+    steps: tuple[int, ...]
+    before: int
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last step of `A-B`, or of `A`.
+
+    Raises:
+        UpkeepError: it is neither.
+    """
+    found = _RANGE.fullmatch(text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if last < first:
+        raise UpkeepError(f"--steps {text!r}: write a step or a range with its end, such as 7 or 0-99")
+    return first, last
+
+
+def retire_steps(
+    log: Store,
+    run: str,
+    policy: str,
+    reason: str,
+    *,
+    steps: tuple[int, int] | None = None,
+    before_version: int | None = None,
+) -> RetireReport:
+    """Retire planned steps `first <= step <= last`, or those that made a version up to `before_version`.
+
+    Steps that did not commit may still run, so they are retired only while nobody trains the policy.
+
+    Raises:
+        UpkeepError: neither or both of `steps` and `before_version`, or no such step.
+        LaneLockedError: a step that did not commit is among them, and a trainer is at work.
+    """
+    if (steps is None) == (before_version is None):
+        raise UpkeepError("name the steps to retire: either --steps A-B or --before-version N")
+    known = survey(log, places=False).training
+    if (run, policy) not in known:
+        trained = ", ".join(f"{p} of {r}" for r, p in sorted(known)) or "none"
+        raise UpkeepError(f"no training of policy {policy!r} in run {run!r}; there is: {trained}")
+    training = known[run, policy]
+    plans = {step: plan for (step, _), plan in sorted(training.plans.items())}
+    if steps is not None:
+        wanted = [step for step in sorted(plans) if steps[0] <= step <= steps[1]]
+    else:
+        wanted = [step for step, plan in sorted(plans.items()) if plan.version < (before_version or 0)]
+    if not wanted:
+        raise UpkeepError(
+            f"policy {policy!r} in run {run!r} has no such step: it has {min(plans, default=0)} to "
+            f"{max(plans, default=0)}"
+        )
+    fresh = [step for step in wanted if step not in training.retired]
+    what = f"training policy {policy} of run {run}"
+    uncommitted = [step for step in fresh if step not in training.committed]
+    with log.claim(what, "retire committed steps only") if uncommitted else contextlib.nullcontext():
+        if fresh:
+            with log.writer(UPKEEP_LANE) as writer:
+                writer.append([Event(StepRetired(step, policy, reason), run) for step in fresh]).result()
+    return RetireReport(run, policy, tuple(fresh), len(wanted) - len(fresh))

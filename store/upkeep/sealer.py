@@ -1,0 +1,283 @@
+"""The sealer: what happens to a lane's files after a segment is closed, one pass at a time.
+
+In each lane: remove what an interrupted pass left; seal closed segments, and the last one too where its
+writer is gone; merge small units; derive; tell the catalog; remove units that were replaced, and WAL files
+beyond `keep_wal_bytes`; move units to object storage where `[remote] uri` is set. Whatever a pass is stopped
+at, the next one goes on: a unit appears whole, and nothing is removed before what replaces it is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from rollbook.store.catalog.catalog import note_units
+from rollbook.store.errors import CorruptionError, LaneLockedError, RemoteError, StoreError
+from rollbook.store.log.recovery import recover_lane
+from rollbook.store.log.store import Store
+from rollbook.store.sealed.seal import remove_leftovers, remove_sealed_wal, seal_closed
+from rollbook.store.sealed.unit import Unit, current_units, unit_folder, unsealed_start
+from rollbook.store.settings import SealSettings
+from rollbook.store.upkeep.claim import CLAIM
+from rollbook.store.upkeep.compact import compact, remove_superseded
+from rollbook.store.upkeep.upload import upload_lane
+from rollbook.store.wal.files import (
+    lane_folder,
+    quarantine,
+    quarantined,
+    read_watermark,
+    segment_path,
+    take_lock,
+    write_watermark,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is being done to a lane."""
+
+    lane: str
+    sealed: list[str] = field(default_factory=list)
+    merged: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    wal_files: int = 0
+    log_bytes: int = 0
+    written_bytes: int = 0
+    damage: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSealed:
+    """What a pass did to a lane.
+
+    Attributes:
+        sealed: units made of segments.
+        merged: units made of units.
+        removed: units that another one had replaced.
+        wal_files: WAL files removed.
+        log_bytes: bytes of the segments that were sealed.
+        written_bytes: bytes of Parquet, of sealed and merged units.
+        damage: why the lane could not be worked on, or not to the end.
+    """
+
+    lane: str
+    sealed: tuple[str, ...]
+    merged: tuple[str, ...]
+    removed: tuple[str, ...]
+    wal_files: int
+    log_bytes: int
+    written_bytes: int
+    damage: str | None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was done."""
+        return not (self.sealed or self.merged or self.removed or self.wal_files)
+
+
+@dataclass(frozen=True, slots=True)
+class SealReport:
+    """What a pass did, lane by lane, and the seconds it took."""
+
+    lanes: tuple[LaneSealed, ...]
+    seconds: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was done."""
+        return all(lane.idle for lane in self.lanes)
+
+    @property
+    def damage(self) -> dict[str, str]:
+        """Lane -> why it could not be worked on."""
+        return {lane.lane: lane.damage for lane in self.lanes if lane.damage is not None}
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+class Sealer:
+    """Makes passes over a store.
+
+    Args:
+        stop: when set, a pass ends after the unit it is writing.
+        on_step: told (lane, what is being done), for a progress line.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        stop: threading.Event | None = None,
+        on_step: Callable[[str, str], None] = lambda lane, step: None,
+    ) -> None:
+        self._store = store
+        self._stop = stop or threading.Event()
+        self._on_step = on_step
+        self._derived: set[tuple[str, str]] = set()
+        self._noted: dict[str, list[Unit]] = {}
+
+    def run_once(self, patience_s: float = 0.0) -> SealReport:
+        """One pass over every lane. Damage in one lane stops no other.
+
+        Args:
+            patience_s: how long to wait for another process that changes sealed units.
+
+        Raises:
+            LaneLockedError: another process does.
+            ConfigError: `store.toml` cannot be used.
+        """
+        begun = time.monotonic()
+        settings = self._store.settings().seal
+        lanes: list[LaneSealed] = []
+        with self._store.claim(CLAIM, "try again when it is done", patience_s):
+            for lane in self._store.lanes():
+                if self._stop.is_set():
+                    break
+                lanes.append(self._lane(lane, settings))
+        return SealReport(tuple(lanes), time.monotonic() - begun)
+
+    def _lane(self, lane: str, settings: SealSettings) -> LaneSealed:
+        tally = _Tally(lane)
+        folder = lane_folder(self._store.path, lane)
+        try:
+            tally.damage = quarantined(folder)
+            if tally.damage is None:
+                self._work(tally, settings)
+        except CorruptionError as error:
+            # Not tried again at each pass: `rollbook store verify`, or a writer, takes the note away.
+            quarantine(folder, str(error))
+            tally.damage = str(error)
+        except (StoreError, OSError, pa.ArrowException, duckdb.Error) as error:
+            tally.damage = f"{lane}: {error}"
+        return LaneSealed(
+            lane,
+            tuple(tally.sealed),
+            tuple(tally.merged),
+            tuple(tally.removed),
+            tally.wal_files,
+            tally.log_bytes,
+            tally.written_bytes,
+            tally.damage,
+        )
+
+    def _work(self, tally: _Tally, settings: SealSettings) -> None:
+        store, lane = self._store.path, tally.lane
+        remove_leftovers(store, lane)
+        self._seal(tally, seal_closed(store, lane, settings))
+        with adopted(store, lane) as ours:
+            if ours:
+                self._seal(tally, seal_closed(store, lane, settings, all_of_it=True))
+        if not self._stop.is_set():
+            self._merge(tally, settings)
+        units = current_units(store, lane)
+        self._derive(lane, units)
+        self._tell_catalog(lane, units)
+        tally.removed += remove_superseded(store, lane)
+        check_files(store, units)
+        tally.wal_files = len(remove_sealed_wal(store, lane, units, settings.keep_wal_bytes))
+        # Last, so that nothing here waits for object storage.
+        upload_lane(self._store, lane, stopped=self._stop.is_set)
+        self._tell_catalog(lane, current_units(store, lane))
+
+    def _seal(self, tally: _Tally, units: Iterator[Unit]) -> None:
+        self._on_step(tally.lane, "sealing")
+        while not self._stop.is_set() and (unit := next(units, None)) is not None:
+            tally.sealed.append(unit.name)
+            tally.log_bytes += sum(segment.bytes for segment in unit.segments)
+            tally.written_bytes += unit.bytes
+
+    def _merge(self, tally: _Tally, settings: SealSettings) -> None:
+        self._on_step(tally.lane, "merging units")
+        try:
+            for unit, _ in compact(self._store.path, tally.lane, settings):
+                tally.merged.append(unit.name)
+                tally.written_bytes += unit.bytes
+                if self._stop.is_set():
+                    return
+        except RemoteError as error:  # units in object storage are merged when it answers again
+            tally.damage = str(error)
+
+    def _derive(self, lane: str, units: list[Unit]) -> None:
+        """Make the derived files that are missing; a unit that refuses is tried once."""
+        from rollbook.store.sealed.derived import build_derived
+
+        for unit in units:
+            if (lane, unit.name) in self._derived or self._stop.is_set():
+                continue
+            self._derived.add((lane, unit.name))
+            self._on_step(lane, f"deriving from {unit.name}")
+            try:
+                build_derived(self._store.path, unit)
+            except CorruptionError:
+                raise
+            except (RemoteError, OSError, duckdb.IOException) as error:
+                logger.warning("deriving from units of lane %s waits for its storage: %s", lane, error)
+                self._derived.discard((lane, unit.name))
+                return
+            except Exception as error:  # it only makes questions faster, whatever is wrong with it
+                logger.warning("nothing is derived from unit %s of lane %s: %s", unit.name, lane, error)
+
+    def _tell_catalog(self, lane: str, units: list[Unit]) -> None:
+        if self._noted.get(lane) == units:
+            return
+        self._on_step(lane, "telling the catalog")
+        if note_units(self._store.path, lane, units):
+            self._noted[lane] = units
+
+
+@contextlib.contextmanager
+def adopted(store: Path, lane: str) -> Iterator[bool]:
+    """Hold a lane whose writer is gone, recovered; False where there is one, or nothing to seal.
+
+    Raises:
+        CorruptionError: acknowledged events of the lane are damaged.
+    """
+    folder = lane_folder(store, lane)
+    if read_watermark(folder).next_seq == unsealed_start(store, lane).next_seq:
+        yield False
+        return
+    try:
+        fd = take_lock(folder / "LOCK", f"lane {lane!r} is being written by", "wait", briefly=True)
+    except LaneLockedError:
+        yield False
+        return
+    try:
+        # What a writer left whole beyond the watermark counts from now on, as it does for the next writer.
+        write_watermark(folder, recover_lane(store, lane).mark)
+        yield True
+    finally:
+        os.close(fd)
+
+
+def check_files(store: Path, units: list[Unit]) -> None:
+    """See that units whose WAL may go have their files, by name and size.
+
+    Raises:
+        CorruptionError: one is missing, or has another size.
+    """
+    for unit in units:
+        if unit.dropped_us is not None or unit.remote is not None:
+            continue
+        if not any(segment_path(lane_folder(store, unit.lane), s.number).exists() for s in unit.segments):
+            continue
+        for file in unit.files:
+            path = unit_folder(store, unit) / file.name
+            size = path.stat().st_size if path.exists() else None
+            if size != file.bytes:
+                raise CorruptionError(
+                    f"{path}: has {size} bytes, not the {file.bytes} of its manifest; its WAL files are "
+                    "kept: restore it from a copy"
+                )

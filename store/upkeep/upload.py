@@ -1,0 +1,271 @@
+"""Moves sealed units into object storage: the log's tail stays here, sealed files go to `[remote] uri`.
+
+A unit's files are stored, read back and compared by size and sha256; then its manifest is stored, then the
+manifest here names the address, and only then do the files here go, unless a reader has leased them.
+Whatever this is stopped at, the next call goes on: a file that is there whole is not sent again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs
+
+from rollbook.store.durable import fsync_folder
+from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, StoreError
+from rollbook.store.inside import read_small
+from rollbook.store.log.store import Store
+from rollbook.store.marker import MARKER
+from rollbook.store.permissions import make_empty
+from rollbook.store.sealed.leases import removing
+from rollbook.store.sealed.parquet import sha256_of
+from rollbook.store.sealed.remote import UPLOADING, explained, put, remote_place, remove_remote_files
+from rollbook.store.sealed.unit import (
+    MANIFEST,
+    SealedFile,
+    Unit,
+    all_units,
+    current_units,
+    lane_units_folder,
+    manifest_bytes,
+    parse_manifest,
+    read_manifest,
+    unit_folder,
+    with_remote,
+    write_manifest,
+)
+from rollbook.store.settings import RemoteSettings
+from rollbook.store.upkeep.claim import only_one
+from rollbook.store.upkeep.compact import GONE, remove_superseded
+
+CHUNK = 8 << 20
+
+
+@dataclass(slots=True)
+class UploadReport:
+    """What an upload did.
+
+    Attributes:
+        units: lane/name of the units that object storage holds now, and did not before.
+        bytes: of their files.
+        freed: bytes of local files removed, those of earlier uploads too.
+        kept: lane/name of units whose local files a reader still needs; a later call removes them.
+    """
+
+    units: list[str] = field(default_factory=list)
+    bytes: int = 0
+    freed: int = 0
+    kept: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def remote_folder(uri: str, store_id: str) -> str:
+    """Address of a store in object storage."""
+    return f"{uri.rstrip('/')}/{store_id}"
+
+
+def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, size: None) -> UploadReport:
+    """Move every sealed unit of the store, lane by lane.
+
+    Args:
+        on_unit: told lane/name and bytes of a unit that has been moved.
+
+    Raises:
+        ConfigError: `[remote] uri` is not set, or cannot be used.
+        RemoteError: object storage does not answer or refuses; what was not moved is still here.
+        CorruptionError: a file here is not what its manifest says; it was not moved.
+        LaneLockedError: another process changes sealed units, and went on for too long.
+    """
+    if log.settings().remote.uri is None:
+        raise ConfigError(
+            f'{log.path / "store.toml"} names no place to upload to: set uri = "s3://bucket/prefix" in '
+            "[remote]"
+        )
+    report = UploadReport()
+    with only_one(log):
+        for lane in log.lanes():
+            upload_lane(log, lane, report, on_unit=on_unit)
+    return report
+
+
+def upload_lane(
+    log: Store,
+    lane: str,
+    report: UploadReport | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    on_unit: Callable[[str, int], None] = lambda name, size: None,
+) -> UploadReport:
+    """Move the lane's sealed units, in order; nothing where `[remote] uri` is not set.
+
+    The caller is the only one that changes the store's sealed units.
+
+    Args:
+        stopped: asked before each unit.
+
+    Raises:
+        ConfigError, RemoteError, CorruptionError: as `upload_units`.
+    """
+    report = UploadReport() if report is None else report
+    settings = log.settings().remote
+    if settings.uri is None:
+        return report
+    before = len(report.units)
+    units = current_units(log.path, lane)
+    if any(unit.remote is None for unit in units):
+        _refuse_others(log, lane, settings)
+    for unit in units:
+        if stopped():
+            break
+        name = f"{lane}/{unit.name}"
+        if unit.remote is None:
+            unit = _upload(log, unit, settings, remote_folder(settings.uri, log.store_id))
+            report.units.append(name)
+            report.bytes += unit.bytes if unit.dropped_us is None else 0
+            on_unit(name, unit.bytes)
+        freed = _remove_local_files(log.path, unit)
+        report.freed += freed or 0
+        report.kept += [name] if freed is None else []
+    if len(report.units) > before:
+        remove_superseded(log.path, lane)
+    return report
+
+
+def _upload(log: Store, unit: Unit, settings: RemoteSettings, base: str) -> Unit:
+    """Store one unit and say so in its manifest here; of a dropped unit only the manifest is stored."""
+    folder = unit_folder(log.path, unit)
+    address = f"{base}/sealed/{unit.lane}/{unit.name}"
+    moved = with_remote(unit, address)
+    # Before the first byte: whoever removes this unit knows where something of it may be.
+    _note(folder, address)
+    system, path = remote_place(address, settings)
+    with explained(address, settings):
+        _put_marker(log, system, remote_place(base, settings)[1])
+    if unit.dropped_us is None:
+        for file in unit.files:
+            _check_local(folder / file.name, file)
+            with explained(f"{address}/{file.name}", settings):
+                _send(system, folder / file.name, f"{path}/{file.name}", file)
+    else:
+        remove_remote_files(log.path, unit)  # what an upload before the drop may have left
+    with explained(address, settings):
+        put(system, f"{path}/{MANIFEST}", manifest_bytes(moved))
+    write_manifest(folder, moved)
+    (folder / UPLOADING).unlink()
+    return moved
+
+
+def _note(folder: Path, address: str) -> None:
+    with make_empty(folder / UPLOADING).open("w") as file:
+        file.write(address)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(folder)
+
+
+def _put_marker(log: Store, system: fs.FileSystem, base: str) -> None:
+    """Store what says whose folder it is, unless it is there."""
+    ours = read_small(log.path / MARKER)
+    try:
+        with system.open_input_stream(f"{base}/{MARKER}") as stream:
+            if stream.read() == ours:
+                return
+    except FileNotFoundError:
+        pass
+    put(system, f"{base}/{MARKER}", ours)
+
+
+def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
+    """See that nobody else moves units of this lane: what is there is ours, or was never finished.
+
+    Raises:
+        StoreError: somebody does.
+    """
+    base = f"{remote_folder(settings.uri or '', log.store_id)}/sealed/{lane}"
+    with explained(base, settings):
+        system, path = remote_place(base, settings)
+        found = system.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
+        whole = {Path(info.path).parent.name for info in found if info.base_name == MANIFEST}
+        for name in whole & {unit.name for unit in all_units(log.path, lane) if unit.remote is None}:
+            _refuse_another(system, f"{path}/{name}/{MANIFEST}", log, lane, name)
+    # A unit that was replaced here keeps its folder, hidden at last, until it is gone there.
+    here = {folder.name for folder in lane_units_folder(log.path, lane).iterdir()}
+    here |= {name.removeprefix(".").removesuffix(GONE) for name in here}
+    if strange := sorted(whole - here):
+        raise _two_copies(f"{base}/{strange[0]}")
+
+
+def _refuse_another(system: fs.FileSystem, path: str, log: Store, lane: str, name: str) -> None:
+    """A unit of our name that is there already was sent from here, unless it has other content."""
+    with system.open_input_stream(path) as stream:
+        theirs = parse_manifest(stream.read(), path)
+    ours = read_manifest(lane_units_folder(log.path, lane) / name)
+    if (theirs.segments, theirs.files) != (ours.segments, ours.files):
+        raise _two_copies(f"s3://{path}")
+
+
+def _two_copies(address: str) -> StoreError:
+    return StoreError(
+        f"{address} is not of this copy of the store: two copies upload to the same place. Let one of them "
+        "write, and give the other one another [remote] uri in its store.toml"
+    )
+
+
+def _check_local(path: Path, file: SealedFile) -> None:
+    try:
+        found = sha256_of(path)
+    except FileNotFoundError:
+        raise CorruptionError(f"{path}: a sealed file is missing: restore it from a copy") from None
+    if found != file.sha256:
+        raise CorruptionError(f"{path}: its sha256 is not its manifest's: restore it from a copy")
+
+
+def _send(system: fs.FileSystem, source: Path, target: str, file: SealedFile) -> None:
+    """Store a file unless it is there, and read it back.
+
+    Raises:
+        RemoteError: what was read back is something else.
+    """
+    if _holds(system, target, file):
+        return
+    with source.open("rb") as stream, system.open_output_stream(target) as sink:
+        while chunk := stream.read(CHUNK):
+            sink.write(chunk)
+    if not _holds(system, target, file):
+        raise RemoteError(f"s3://{target}: what was stored there does not read back the same; try again")
+
+
+def _holds(system: fs.FileSystem, path: str, file: SealedFile) -> bool:
+    """Whether the object has the file's size and sha256; every byte of it is read."""
+    info = system.get_file_info(path)
+    if info.type != fs.FileType.File or info.size != file.bytes:
+        return False
+    digest = hashlib.sha256()
+    with system.open_input_stream(path) as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest() == file.sha256
+
+
+def _remove_local_files(store: Path, unit: Unit) -> int | None:
+    """Remove the files here of a unit that object storage holds; bytes, or None while a reader needs them."""
+    folder = unit_folder(store, unit)
+    paths = [path for file in unit.files if (path := folder / file.name).exists()]
+    if not paths:
+        return 0
+    freed = sum(path.stat().st_size for path in paths)
+    with removing(store) as held:
+        # Whoever takes a lease afterwards has read a manifest that names the address.
+        if (unit.lane, unit.name) in held:
+            return None
+        for path in paths:
+            path.unlink()
+    fsync_folder(folder)
+    return freed

@@ -1,0 +1,278 @@
+"""`rollbook store verify`: reads every byte of the log and says whether it is whole, lane by lane.
+
+Of a sealed unit: its place among the others (segments, sequence numbers, chain), each file's size and
+sha256, its Parquet pages, and that it holds each sequence number once. Of a WAL file, sealed or not: every
+frame's checksum, chain and sequence numbers, and where it was sealed that it is what the manifest says. A
+lane's first fault is reported, and noted in the lane; the note is taken away when the lane is whole again.
+
+No lock is taken. Beside a live writer, what is durable when a lane's turn comes is verified; beside a sealer,
+a lease keeps the unit that is being read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rollbook.store.errors import CorruptionError, RemoteError, StoreError
+from rollbook.store.log.store import Store
+from rollbook.store.sealed.leases import take_lease
+from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged
+from rollbook.store.sealed.remote import is_outage, place
+from rollbook.store.sealed.unit import SealedFile, SealedSegment, Unit, current_units, unit_folder
+from rollbook.store.wal.check import verify_segment
+from rollbook.store.wal.files import Watermark, lane_folder, quarantine, read_watermark, segment_path
+from rollbook.store.wal.frame import EMPTY_CHAIN
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The first thing wrong in a lane: the file, its WAL segment and the offset of the frame if it is one."""
+
+    file: str
+    reason: str
+    segment: int | None = None
+    offset: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.offset is None else f" at offset {self.offset}"
+        return f"{self.file}: damaged{at} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneVerified:
+    """What was verified of a lane, up to its fault if it has one.
+
+    Attributes:
+        events: events that are there; of units that retention dropped, none are.
+        bytes: bytes read.
+    """
+
+    lane: str
+    events: int
+    units: int
+    wal_files: int
+    bytes: int
+    fault: Fault | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self) | {"whole": self.fault is None}
+
+
+class _FaultError(Exception):
+    """Internal: carries a fault to where the lane's verification ends."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """How far a lane is verified: the next segment, the next event, and the chain value before it (hex)."""
+
+    segment: int = 1
+    next_seq: int = 0
+    chain: str = EMPTY_CHAIN.hex()
+
+
+def verify_lane(store: Path, lane: str, on_bytes: Callable[[int], None] = lambda count: None) -> LaneVerified:
+    """Verify one lane; see the module. `on_bytes` is told of bytes as they have been read."""
+    found = LaneVerified(lane, 0, 0, 0, 0, None)
+    try:
+        mark = read_watermark(lane_folder(store, lane))
+        at = _Place()
+        while at.segment <= mark.segment:
+            at, found = _step(store, at, mark, found, on_bytes)
+        if at.next_seq < mark.next_seq:
+            file = str(lane_folder(store, lane) / "WATERMARK")
+            raise _FaultError(
+                Fault(file, f"{mark.next_seq} events were acknowledged, the lane holds {at.next_seq}")
+            )
+    except _FaultError as error:
+        return replace(found, fault=error.fault)
+    except RemoteError:
+        raise  # nothing is known to be damaged
+    except StoreError as error:
+        return replace(found, fault=Fault(str(lane_folder(store, lane)), str(error)))
+    return found
+
+
+def verify_store(
+    log: Store, on_bytes: Callable[[str, int], None] = lambda lane, count: None
+) -> list[LaneVerified]:
+    """Verify every lane, and write or take away the note that a lane is damaged."""
+    found: list[LaneVerified] = []
+    for lane in log.lanes():
+        result = verify_lane(log.path, lane, lambda count, lane=lane: on_bytes(lane, count))  # type: ignore[misc]
+        folder = lane_folder(log.path, lane)
+        # Whoever may only read the store still gets the report.
+        with contextlib.suppress(OSError):
+            if result.fault is None:
+                (folder / "QUARANTINED").unlink(missing_ok=True)
+            else:
+                quarantine(folder, str(result.fault))
+        found.append(result)
+    return found
+
+
+def lane_bytes(store: Path, lane: str) -> int:
+    """About how many bytes verifying the lane reads."""
+    wal = sum(path.stat().st_size for path in lane_folder(store, lane).glob("*.wal") if path.exists())
+    try:
+        return wal + sum(unit.bytes for unit in current_units(store, lane) if unit.dropped_us is None)
+    except CorruptionError:
+        return wal  # verifying the lane says what is damaged
+
+
+# A lane, unit by unit and then segment by segment ---------------------------------------------------
+
+
+def _step(
+    store: Path, at: _Place, mark: Watermark, found: LaneVerified, on_bytes: Callable[[int], None]
+) -> tuple[_Place, LaneVerified]:
+    """Verify the unit that holds the next segment, or the segment's WAL file."""
+    lane = found.lane
+    unit = next((u for u in current_units(store, lane) if u.first <= at.segment <= u.last), None)
+    if unit is None:
+        return _open_step(store, at, mark, found, on_bytes)
+    with take_lease(store, {lane: [unit.name]}) as lease:
+        try:
+            if not lease.missing:
+                wal = _verify_unit(store, unit, at, on_bytes)
+        except (_FaultError, OSError):
+            # Dropped, erased or moved away meanwhile? Then what counts now is verified.
+            if unit in current_units(store, lane):
+                raise
+            return at, found
+    if lease.missing:
+        return at, found
+    kept = unit.dropped_us is None
+    return _Place(unit.last + 1, unit.next_seq, unit.chain), replace(
+        found,
+        events=found.events + (unit.next_seq - unit.first_seq if kept else 0),
+        units=found.units + 1,
+        wal_files=found.wal_files + wal,
+        bytes=found.bytes + unit.bytes,
+    )
+
+
+def _open_step(
+    store: Path, at: _Place, mark: Watermark, found: LaneVerified, on_bytes: Callable[[int], None]
+) -> tuple[_Place, LaneVerified]:
+    path = segment_path(lane_folder(store, found.lane), at.segment)
+    stop = mark.offset if at.segment == mark.segment else None
+    try:
+        info, bad = verify_segment(path, bytes.fromhex(at.chain), at.next_seq, stop)
+    except FileNotFoundError:
+        if any(u.first <= at.segment <= u.last for u in current_units(store, found.lane)):
+            return at, found  # sealed and removed meanwhile: the unit is verified instead
+        raise _FaultError(Fault(str(path), "the segment is missing", at.segment)) from None
+    if bad is not None or info is None:
+        offset, reason = (bad.offset, bad.reason) if bad else (0, "it holds no frame")
+        raise _FaultError(Fault(str(path), reason, at.segment, offset))
+    on_bytes(info.bytes)
+    return _Place(at.segment + 1, at.next_seq + info.events, info.chain.hex()), replace(
+        found,
+        events=found.events + info.events,
+        wal_files=found.wal_files + 1,
+        bytes=found.bytes + info.bytes,
+    )
+
+
+# A unit ---------------------------------------------------------------------------------------------
+
+
+def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], None]) -> int:
+    """Verify a unit and what is left of its WAL; how many WAL files those are."""
+    manifest = str(unit_folder(store, unit) / "UNIT.json")
+    # A unit that took the place of some that are verified already begins before `at`.
+    if unit.first == at.segment and (unit.first_seq, unit.chain_before) != (at.next_seq, at.chain):
+        raise _FaultError(
+            Fault(
+                manifest,
+                f"begins at event {unit.first_seq} with chain {unit.chain_before}, but what comes before it "
+                f"ends at event {at.next_seq} with chain {at.chain}",
+            )
+        )
+    number, seq = unit.first, unit.first_seq
+    for segment in unit.segments:
+        if (segment.number, segment.first_seq) != (number, seq):
+            raise _FaultError(Fault(manifest, f"segment {segment.number} is not in its place"))
+        number, seq = segment.number + 1, segment.first_seq + segment.events
+    if unit.dropped_us is not None:
+        return 0
+    seqs = [_verify_file(store, unit, file) for file in unit.files]
+    on_bytes(unit.bytes)
+    held = np.sort(np.concatenate([np.empty(0, np.int64), *seqs]))
+    count = unit.next_seq - unit.first_seq  # compared first: what a manifest says may be no size of an array
+    if len(held) != count or not np.array_equal(held, np.arange(unit.first_seq, unit.next_seq)):
+        raise _FaultError(
+            Fault(manifest, f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each")
+        )
+    return _verify_copies(store, unit, on_bytes)
+
+
+def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.int64]:
+    """Verify one Parquet file; its rows' sequence numbers."""
+    system, folder = place(store, unit)
+    path = f"{folder}/{file.name}"
+    try:
+        digest, size = hashlib.sha256(), 0
+        with system.open_input_stream(path) as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+                size += len(chunk)
+        if (size, digest.hexdigest()) != (file.bytes, file.sha256):
+            raise _FaultError(
+                Fault(path, f"{size} bytes with another sha256 than its manifest's {file.bytes}")
+            )
+        seqs = [np.empty(0, np.int64)]
+        with system.open_input_file(path) as source:
+            parquet = checked_parquet(source)
+            for group in range(parquet.num_row_groups):
+                table = parquet.read_row_group(group).select(TABLE_SCHEMA.names)
+                if set(table.column("lane").unique().to_pylist()) != {unit.lane}:
+                    raise _FaultError(Fault(path, f"holds rows of other lanes than {unit.lane!r}"))
+                seqs.append(table.column("seq").to_numpy())
+    except (pa.ArrowException, OSError, KeyError) as error:
+        if is_outage(error):
+            raise damaged(store, unit, file.name, error) from error
+        raise _FaultError(Fault(path, f"it cannot be read: {error}")) from error
+    found = np.concatenate(seqs)
+    if len(found) != file.rows:
+        raise _FaultError(Fault(path, f"{len(found)} rows, not its manifest's {file.rows}"))
+    return found
+
+
+def _verify_copies(store: Path, unit: Unit, on_bytes: Callable[[int], None]) -> int:
+    """Verify the WAL files that are still there beside the unit."""
+    count, chain = 0, unit.chain_before
+    for segment in unit.segments:
+        with contextlib.suppress(FileNotFoundError):  # removed before, or at this moment
+            _verify_copy(store, unit, segment, chain)
+            on_bytes(segment.bytes)
+            count += 1
+        chain = segment.chain
+    return count
+
+
+def _verify_copy(store: Path, unit: Unit, segment: SealedSegment, chain: str) -> None:
+    path = segment_path(lane_folder(store, unit.lane), segment.number)
+    info, bad = verify_segment(path, bytes.fromhex(chain), segment.first_seq, segment.bytes)
+    if bad is not None or info is None:
+        offset, reason = (bad.offset, bad.reason) if bad else (0, "it holds no frame")
+        raise _FaultError(Fault(str(path), reason, segment.number, offset))
+    if (info.events, info.bytes, info.chain.hex()) != (segment.events, segment.bytes, segment.chain):
+        raise _FaultError(Fault(str(path), "it is not the file that was sealed", segment.number))

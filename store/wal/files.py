@@ -1,0 +1,222 @@
+"""The files of one lane: its folder, lock, watermark and segments."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from rollbook.store.cut import LANE_NAME
+from rollbook.store.errors import CorruptionError, CutError, LaneLockedError, OutsideError
+from rollbook.store.inside import read_small
+from rollbook.store.permissions import open_file, replace_small
+
+_WATERMARK = struct.Struct("<QQQQ")
+WATERMARK_BYTES = _WATERMARK.size
+_SEGMENT = re.compile(r"[0-9]{8}\.wal")
+_BRIEFLY = " (briefly)"
+_LOCK_BYTES = 32
+"""At most what a lock's file holds: the number of a process, and whether it holds it briefly."""
+BRIEFLY_S = 60.0
+"""How long to wait for a process that holds a lock briefly, such as the sealer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """How far the lane is durable: all of earlier segments, and `offset` bytes of `segment`."""
+
+    segment: int
+    offset: int
+    next_seq: int
+
+    def pack(self) -> bytes:
+        """32 bytes: the three numbers and their xxh3-64, little-endian."""
+        body = struct.pack("<QQQ", self.segment, self.offset, self.next_seq)
+        return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def lane_folder(store: Path, lane: str) -> Path:
+    """Folder of a lane in a store.
+
+    Raises:
+        CutError: the name is no lane name.
+    """
+    if not LANE_NAME.fullmatch(lane):
+        raise CutError(f"lane name {lane!r}: use lower-case letters, digits, '.', '_' and '-'")
+    return store / "lanes" / lane
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """Path of a segment; numbers rise without gaps from 1."""
+    return folder / f"{number:08d}.wal"
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    """Numbers of the segments present, rising; none where there is no such folder.
+
+    Raises:
+        OSError: the folder cannot be read, so what it holds is not known.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[:8]) for name in names if _SEGMENT.fullmatch(name))
+
+
+def folders_of_lanes(store: Path) -> list[str]:
+    """Names of what is in the folder of lanes.
+
+    Raises:
+        CorruptionError: a store without it.
+        OSError: it cannot be read, so the lanes are not known.
+    """
+    try:
+        return os.listdir(store / "lanes")
+    except FileNotFoundError:
+        raise CorruptionError(
+            f"{store / 'lanes'} is missing, where the events of every lane are: restore it from a copy"
+        ) from None
+
+
+def read_watermark(folder: Path) -> Watermark:
+    """The lane's durable end. A writer may be replacing it, so a torn read is tried again.
+
+    Raises:
+        CorruptionError: it is missing, or stays unreadable.
+    """
+    path = folder / "WATERMARK"
+    for _ in range(20):
+        try:
+            data = read_small(path)
+        except FileNotFoundError:
+            raise CorruptionError(f"{path}: the watermark is missing") from None
+        if not data and _never_written(folder):
+            return Watermark(0, 0, 0)
+        if (mark := unpack_watermark(data)) is not None:
+            return mark
+        time.sleep(0.001)
+    raise CorruptionError(f"{path}: the watermark does not match its checksum")
+
+
+def unpack_watermark(data: bytes) -> Watermark | None:
+    """The watermark in a file's bytes, or None where they are none: damaged, or read while overwritten."""
+    if len(data) != WATERMARK_BYTES:
+        return None
+    segment, offset, next_seq, check = _WATERMARK.unpack(data)
+    return Watermark(segment, offset, next_seq) if xxhash.xxh3_64_intdigest(data[:24]) == check else None
+
+
+def _never_written(folder: Path) -> bool:
+    """Whether the lane is one whose first opening has only begun, or was cut short."""
+    sealed = folder.parents[1] / "sealed" / folder.name
+    return not segment_numbers(folder) and not sealed.exists()
+
+
+def write_watermark(folder: Path, mark: Watermark) -> None:
+    """Move the lane's durable end, durably. The caller holds the lane's lock."""
+    fd = open_file(folder / "WATERMARK", os.O_RDWR | os.O_CREAT)
+    try:
+        # In place, like the writer's: a reader that sees half of it tries again.
+        os.pwrite(fd, mark.pack(), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def quarantine(folder: Path, reason: str) -> None:
+    """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
+    # Whoever calls this raises the damage as an error; that there is no room for a note does not hide it.
+    with contextlib.suppress(OSError):
+        replace_small(folder / "QUARANTINED", f"{reason}\n".encode(errors="backslashreplace"))
+
+
+def quarantined(folder: Path) -> str | None:
+    """Why the lane is quarantined, or None."""
+    try:
+        return read_small(folder / "QUARANTINED").decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+class SpareDescriptor:
+    """A descriptor held back for when no other is to be had. Belongs to one thread at a time."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self.keep()
+
+    def keep(self) -> None:
+        """Hold one from now on, if there is one to be had."""
+        if self._fd < 0:
+            with contextlib.suppress(OSError):
+                self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def give(self) -> bool:
+        """Give it back to the system; whether one was held."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        return fd >= 0
+
+    def close(self) -> None:
+        """Hold none any more."""
+        self.give()
+
+
+def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, patience_s: float = 0.0) -> int:
+    """Take a lock for this process; the descriptor holds it until it is closed.
+
+    Args:
+        what: what is locked, and `remedy` what to do when it is: both for the error's message.
+        briefly: it will be given back within seconds, so others wait for it instead of being refused.
+        patience_s: how long to wait for a process that did not say so.
+
+    Raises:
+        LaneLockedError: another process holds it.
+        OutsideError: the file is a link, a pipe or the like, or has more in it than a lock; it is as it was.
+    """
+    fd = open_file(file, os.O_RDWR | os.O_CREAT)
+    try:
+        _refuse_no_lock(file, fd)
+        _wait_for(fd, what, remedy, briefly, patience_s)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}{_BRIEFLY if briefly else ''}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refuse_no_lock(file: Path, fd: int) -> None:
+    """See that the file is a lock before its content is replaced: by a hard link it may be any other."""
+    if (size := os.fstat(fd).st_size) > _LOCK_BYTES:
+        raise OutsideError(
+            f"{file} has {size:,} bytes, so it is no lock: remove it, nobody needs its content"
+        )
+
+
+def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float) -> None:
+    begun = time.monotonic()
+    while not _flock(fd):
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        # A moment for everybody: whoever has just taken it may not have written its name yet.
+        patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.02)
+        if briefly or time.monotonic() > begun + patience:
+            raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}")
+        time.sleep(0.01)
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""One segment's WAL file as record batches, zero-copy out of the memory-mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollbook.store.errors import CorruptionError
+from rollbook.store.events.codec import conform, to_batch
+from rollbook.store.inside import refuse_no_plain
+from rollbook.store.wal.arrow_bytes import read_batch, read_schema
+from rollbook.store.wal.frame import (
+    BATCH_FRAME,
+    ROW_FRAME,
+    BadFrameError,
+    Frame,
+    read_frame,
+    scan,
+    skip_frame,
+)
+from rollbook.store.wal.rows import decode_rows
+
+ROWS_TOGETHER, BYTES_TOGETHER = 512, 4 << 20
+"""Row frames next to each other become one batch of up to this many events, or about this many bytes."""
+
+
+class Segment:
+    """A WAL file being read: the file stays mapped, so removing it takes nothing from this reader."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.number, self.path = number, path
+        self.offset = 0
+        self._schema: pa.Schema | None = None
+        self._view = memoryview(b"")
+
+    def _map(self, stop: int | None) -> memoryview:
+        refuse_no_plain(self.path)
+        with pa.memory_map(str(self.path)) as file:
+            return memoryview(file.read_buffer(file.size() if stop is None else stop))
+
+    def batches(self, stop: int | None, start_seq: int) -> Iterator[tuple[pa.RecordBatch, int, int]]:
+        """(batch, its first sequence number, offset behind it) from where reading stands.
+
+        Raises:
+            BadFrameError, pa.ArrowException, FormatError, FileNotFoundError
+        """
+        self._view = self._map(stop)
+        if self._schema is None:
+            header = read_frame(self._view, 0)
+            self._schema = read_schema(header.payload)
+            conform(pa.RecordBatch.from_pylist([], schema=self._schema))  # refuses other columns
+            self.offset = _skip_to(self._view, header.end, start_seq)
+        yield from self._batches(self._view, self.offset)
+
+    def _batches(self, buffer: memoryview, offset: int) -> Iterator[tuple[pa.RecordBatch, int, int]]:
+        waiting: list[Frame] = []
+        rows = 0
+        for frame in scan(buffer, offset, len(buffer)):
+            if frame.kind == ROW_FRAME:
+                waiting.append(frame)
+                rows += frame.count
+                if rows < ROWS_TOGETHER and frame.end - waiting[0].offset < BYTES_TOGETHER:
+                    continue
+            if waiting:
+                yield _rows_batch(waiting)
+                waiting, rows = [], 0
+            if frame.kind == BATCH_FRAME:
+                assert self._schema is not None
+                batch = conform(read_batch(frame.payload, self._schema))
+                yield batch, frame.first_seq, frame.end
+            elif frame.kind != ROW_FRAME:
+                raise BadFrameError(frame.offset, f"a frame of kind {frame.kind} in the middle of a segment")
+        if waiting:
+            yield _rows_batch(waiting)
+
+    def bodies(self) -> Iterator[pa.RecordBatch]:
+        """The batches before the offset, out of what is mapped: the file may be gone."""
+        before = self._view[: self.offset]
+        for batch, _, _ in self._batches(before, skip_frame(before, 0).end):
+            yield batch
+
+
+def segment_batches(path: Path, stop: int | None = None) -> Iterator[pa.RecordBatch]:
+    """A segment's batches, up to `stop` bytes of the file.
+
+    Raises:
+        CorruptionError: the frames do not hold events.
+        FormatError: a newer Rollbook wrote them.
+        FileNotFoundError
+    """
+    try:
+        for batch, _, _ in Segment(int(path.stem), path).batches(stop, 0):
+            yield batch
+    except (BadFrameError, pa.ArrowException) as error:
+        raise CorruptionError(f"{path}: its events cannot be read: {error}") from error
+
+
+def _rows_batch(frames: list[Frame]) -> tuple[pa.RecordBatch, int, int]:
+    try:
+        rows = [row for f in frames for row in decode_rows(f.payload, f.count)]
+        return to_batch(rows, frames[0].first_seq), frames[0].first_seq, frames[-1].end
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BadFrameError(frames[0].offset, f"not the rows of events: {error}") from error
+
+
+def _skip_to(buffer: memoryview, offset: int, seq: int) -> int:
+    """Offset of the frame that holds event `seq`, by the headers alone."""
+    while offset < len(buffer):
+        frame = skip_frame(buffer, offset)
+        if frame.first_seq + frame.count > seq:
+            break
+        offset = frame.end
+    return offset

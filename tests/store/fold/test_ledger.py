@@ -1,0 +1,393 @@
+"""What each clause of the ledger decides, by examples, and what `rollbook ledger` prints of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from rollbook import store as rb
+from rollbook.cli import ledger as print_ledger
+from rollbook.cli.app import app as cli
+from rollbook.cli.ledger import told
+from rollbook.store import Event, Store
+from rollbook.store import events as kinds
+from rollbook.store.cut import format_cut
+from rollbook.store.fold.ledger import fold_ledger
+from rollbook.store.sql import balance
+from rollbook.store.two_samples import compare, ks_p_value, ks_statistic
+
+ASK: Any = ("r", None, None, 0, [], {}, None, {}, {}, "c")
+
+
+class Log:
+    """A store that is told turns in a word each."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._time = 0
+
+    def add(self, lane: str, *records: Any, run: str = "demo") -> list[Event]:
+        """Append them, each a second after the one before."""
+        events = [Event(r, run, time_us=(self._time + i) * 1_000_000) for i, r in enumerate(records)]
+        self._time += len(records)
+        with self.store.writer(lane) as writer:
+            writer.append(events).result(30)
+        return events
+
+    def open(self, name: str, split: str = "train", lane: str = "serve") -> None:
+        """Open a trajectory."""
+        self.add(lane, kinds.TrajectoryOpened(name, name, None, None, split))
+
+    def turn(
+        self,
+        name: str,
+        turn_id: str,
+        length: int,
+        parent: str | None = None,
+        *,
+        lane: str = "serve",
+        delivered: bool = True,
+        version: int | None = 0,
+        semantics: Any = None,
+    ) -> None:
+        """Ask, answer and perhaps deliver a turn."""
+        spans = () if version is None else (kinds.VersionSpan("actor", version, 0, length),)
+        ids = np.arange(length, dtype=np.int32)
+        done = kinds.TurnCompleted(
+            *(name, turn_id, None if version is None else "actor", version, ids[:0], ids, None, spans),
+            *(0, "", "stop", {}, semantics or {}, [], {}),
+        )
+        sent = [kinds.TurnDelivered(name, turn_id, "sent")] if delivered else []
+        self.add(lane, kinds.TurnRequested(name, turn_id, "r", parent, *ASK[1:]), done, *sent)
+
+    def finish(self, name: str, lane: str = "serve") -> None:
+        """End it."""
+        self.add(lane, kinds.TrajectoryFinished(name))
+
+    def step(
+        self,
+        used: Sequence[tuple[str, str]],
+        drops: Sequence[tuple[str, str]] = (),
+        *,
+        step: int = 0,
+        end: str = "committed",
+        policy: str = "actor",
+    ) -> None:
+        """An attempt at a step."""
+        refs = [{"trajectory_id": name, "turn_id": leaf} for name, leaf in used]
+        cut = format_cut(self.store.head())
+        records: list[Any] = [kinds.SampleDropped(*ref, "staleness", "r", step, {}) for ref in drops]
+        records += [
+            kinds.StepPlanned(step, 1, policy, 0, "p", cut, {}, "d", refs, [], {}, {}, 0.1, 0, {}, {})
+        ]
+        if end == "committed":
+            records += [kinds.StepCommitted(step, 1, policy, 1, {}, {})]
+        self.add("train", *records)
+
+    def terms(self) -> dict[str, int]:
+        """Term or rule -> tokens, and the fold must agree with the view."""
+        rows = rb.connect(self.store.path).execute("SELECT term, rule, tokens FROM ledger").fetchall()
+        found: dict[str, int] = {}
+        for term, rule, tokens in rows:
+            found[rule or term] = found.get(rule or term, 0) + tokens
+        folded: dict[str, int] = {}
+        for (_, (term, rule)), entry in fold_ledger(self.store.events()).entries.items():
+            folded[rule or term] = folded.get(rule or term, 0) + entry.tokens
+        assert folded == found
+        return found
+
+
+@pytest.fixture
+def log(store: Store) -> Log:
+    """An empty store to tell things to."""
+    return Log(store)
+
+
+@pytest.fixture
+def rollbook(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the `rollbook` command as its entry point does: (exit code, stdout, stderr)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rollbook", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def _fork(log: Log) -> None:
+    """A root of 10 tokens that two leaves share, of 1 and 2 tokens."""
+    log.open("t")
+    log.turn("t", "root", 10)
+    log.turn("t", "z-first", 1, "root")
+    log.turn("t", "a-second", 2, "root")
+    log.finish("t")
+
+
+def test_the_owner_decides_over_a_shared_turn(log: Log) -> None:
+    """The second leaf is trained; the root belongs to the first, which was dropped."""
+    _fork(log)
+    log.step([("t", "a-second")], [("t", "z-first")])
+    assert log.terms() == {"trained": 2, "staleness": 11}
+
+
+def test_a_shared_turn_waits_with_its_owner(log: Log) -> None:
+    """A sample trained on a turn only as context does not train it; its owner does later."""
+    _fork(log)
+    log.step([("t", "a-second")])
+    assert log.terms() == {"trained": 2, "waiting": 11}
+    log.step([("t", "z-first")], step=1)
+    assert log.terms() == {"trained": 13}
+
+
+def test_turn_order_over_an_adoption(log: Log) -> None:
+    """The first lane's leaf comes before the second lane's, whatever their names and numbers."""
+    log.add("x", kinds.RewardAssigned("other", None, 1.0), run="other")
+    log.open("t", lane="x")
+    log.turn("t", "root", 10, lane="x")
+    log.turn("t", "first", 1, "root", lane="x")
+    last = list(log.store.events())[-1].event_id
+    log.add("b", kinds.TrajectoryAdopted("t", "x", last))
+    log.turn("t", "second", 2, "root", lane="b")
+    last = [e for e in log.store.events() if e.lane == "b"][-1].event_id
+    log.add("a", kinds.TrajectoryAdopted("t", "b", last))
+    log.turn("t", "third", 4, "second", lane="a")
+    log.turn("t", "fourth", 8, "second", lane="a")
+    log.finish("t", lane="a")
+    log.step([("t", "first")])
+    assert log.terms() == {"trained": 11, "waiting": 14}
+    log.step([("t", "fourth")], step=1)
+    assert log.terms() == {"trained": 19, "waiting": 6}
+
+
+def test_only_committed_attempts_count(log: Log) -> None:
+    """What an attempt without an end consumed or dropped is waiting still."""
+    _fork(log)
+    log.step([("t", "z-first")], [("t", "a-second")], end="nothing")
+    assert log.terms() == {"waiting": 13}
+
+
+def test_a_drop_is_of_the_policy_that_plans_next(log: Log) -> None:
+    """Another policy's committed step of the same number, or another run's, does not make it final."""
+    _fork(log)
+    log.step([("t", "z-first")])
+    log.step([], [("t", "a-second")], policy="critic", end="nothing")
+    assert log.terms() == {"trained": 11, "waiting": 2}
+
+
+def test_another_runs_plan_between(log: Log) -> None:
+    """A drop that no plan followed yet waits for one of its own run."""
+    _fork(log)
+    log.add("train", kinds.SampleDropped("t", "a-second", "staleness", "r", 0, {}))
+    plan = kinds.StepPlanned(0, 1, "critic", 0, "p", "empty", {}, "d", [], [], {}, {}, 0.1, 0, {}, {})
+    log.add("train", plan, run="other")
+    log.step([("t", "z-first")])
+    assert log.terms() == {"trained": 11, "staleness": 2}
+
+
+def test_kept_out_and_why(log: Log) -> None:
+    """Each reason has its tokens; an empty list of alterations is none."""
+    for split, length in (("eval", 1), ("teacher", 2), ("quarantine", 4)):
+        log.open(split, split)
+        log.turn(split, split, length, version=None)
+    log.open("t")
+    log.turn("t", "altered", 8, semantics={"altered": ["logit_bias"]})
+    log.turn("t", "undelivered", 16, delivered=False)
+    log.turn("t", "no version", 32, version=None)
+    log.turn("t", "empty", 0, version=None)
+    log.turn("t", "plain", 64, semantics={"altered": []})
+    kept = {"eval": 1, "teacher": 2, "quarantine": 4, "altered": 8, "text only": 0, "no version": 32}
+    assert log.terms() == kept | {"in flight": 80}
+    log.finish("t")
+    assert log.terms() == kept | {"undelivered": 16, "waiting": 64}
+    log.step([("teacher", "teacher"), ("t", "altered"), ("t", "no version")])
+    assert log.terms() == {n: kept[n] for n in ("eval", "quarantine", "altered", "text only")} | {
+        "trained": 34,
+        "undelivered": 16,
+        "waiting": 64,
+    }
+
+
+def test_a_delivery_that_came_too_late(log: Log) -> None:
+    """A turn that was masked when its sample was consumed is not trained by its delivery afterwards."""
+    log.open("t")
+    log.turn("t", "root", 10, delivered=False)
+    log.turn("t", "leaf", 1, "root")
+    log.finish("t")
+    log.step([("t", "leaf")])
+    assert log.terms() == {"trained": 1, "undelivered": 10}
+    log.add("serve", kinds.TurnDelivered("t", "root", "echoed"))
+    assert log.terms() == {"trained": 1, "late": 10}
+    log.step([("t", "leaf")], step=1)
+    assert log.terms() == {"trained": 11}
+
+
+def test_a_turn_of_several_versions_is_split(store: Store, story: Any) -> None:
+    """Each version has the tokens of its spans; turn u2 of the story was sampled by two."""
+    with store.writer("serve") as writer:
+        writer.append(story["serve"]).result(30)
+    rows = rb.connect(store.path).execute(
+        "SELECT policy_version, term, turns, tokens FROM ledger ORDER BY ALL"
+    )
+    assert rows.fetchall() == [(0, "waiting", 2, 3), (1, "waiting", 1, 2)]
+
+
+def test_turns_of_one_name(log: Log) -> None:
+    """A turn's id is its trajectory's own: two of the same name are two turns."""
+    for name, length in (("t", 1), ("u", 2)):
+        log.open(name)
+        log.turn(name, "same", length)
+    assert rb.connect(log.store.path).execute("SELECT turns, tokens FROM ledger").fetchall() == [(2, 3)]
+
+
+# The command ----------------------------------------------------------------------------------------
+
+
+def _biased(log: Log) -> None:
+    """Twelve trained trajectories of 10 to 21 tokens, and twelve dropped ones of 100 to 111."""
+    names = {f"{kind}{i}": base + i for kind, base in (("short", 10), ("long", 100)) for i in range(12)}
+    for name, length in names.items():
+        log.open(name)
+        log.turn(name, f"{name}.0", length)
+        log.finish(name)
+    used = [(name, f"{name}.0") for name in names]
+    log.step(used[:12], used[12:])
+
+
+def test_the_command(log: Log, rollbook: Any) -> None:
+    """A row per term, rules beneath, the share of each, a sentence on bias, and the balance in the end."""
+    _biased(log)
+    code, out, err = rollbook("ledger", "--store", log.store.path, "--by-version")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"run demo at {format_cut(log.store.head())}"
+    assert [line.split() for line in lines[2:10]] == [
+        ["term", "tokens", "turns", "share"],
+        ["generated", "1,452", "24", "100.0", "%"],
+        ["trained", "186", "12", "12.8", "%"],
+        ["dropped", "1,266", "12", "87.2", "%"],
+        ["staleness", "1,266", "12", "87.2", "%"],
+        ["waiting", "0", "0", "0.0", "%"],
+        ["in", "flight", "0", "0", "0.0", "%"],
+        ["kept", "out", "0", "0", "0.0", "%"],
+    ]
+    assert lines[12].split() == ["actor", "0", "1,452", "186", "1,266", "0", "0", "0"]
+    assert lines[14] == (
+        "dropped trajectories are longer: median 106 against 15.5 tokens, p90 110 against 19.9; "
+        "KS 1.00, p < 0.001 (12 dropped, 12 trained)"
+    )
+    assert lines[15].startswith("no sign that dropped trajectories differ in duration: median 4 against 4 s")
+    assert lines[-1] == (
+        "demo balances: 1,452 generated = 186 trained + 1,266 dropped + 0 waiting + 0 in flight + 0 kept out"
+    )
+
+
+def test_the_command_as_json(log: Log, rollbook: Any) -> None:
+    """The same for machines."""
+    _biased(log)
+    log.open("x")
+    log.turn("x", "x", 3)
+    code, out, _ = rollbook("ledger", "--store", log.store.path, "--json")
+    found = orjson.loads(out)
+    assert (code, found["balances"], found["cut"]) == (0, True, format_cut(log.store.head()))
+    [run] = found["runs"]
+    assert (run["run"], run["generated"], run["difference"]) == ("demo", {"turns": 25, "tokens": 1455}, 0)
+    assert [(t["term"], t["rule"], t["turns"], t["tokens"]) for t in run["terms"]] == [
+        ("dropped", None, 12, 1266),
+        ("dropped", "staleness", 12, 1266),
+        ("in flight", None, 1, 3),
+        ("trained", None, 12, 186),
+    ]
+    assert run["terms"][2]["share"] == pytest.approx(3 / 1455)
+    lengths = run["dropped_against_trained"]["tokens"]
+    assert lengths["dropped"] == {"count": 12, "median": 105.5, "p90": pytest.approx(109.9)}
+    assert lengths["ks_statistic"] == 1.0
+    assert lengths["p_value"] == pytest.approx(ks_p_value(1.0, 12, 12))
+
+
+def test_a_run_and_a_cut(log: Log, rollbook: Any) -> None:
+    """`--run` picks one of several, `--as-of` an earlier cut; a run that is not there is an error."""
+    _fork(log)
+    log.add("other", kinds.TrajectoryOpened("o", "o"), run="else")
+    path = log.store.path
+    assert rollbook("ledger", "--store", path, "--as-of", "serve=4", "--run", "demo")[1].endswith(
+        "demo balances: 10 generated = 0 trained + 0 dropped + 0 waiting + 10 in flight + 0 kept out\n"
+    )
+    code, _, err = rollbook("ledger", "--store", path, "--run", "else")
+    assert (code, err) == (
+        2,
+        "error: run 'else' has no completed turn at 'head'; runs that have: demo\n",
+    )
+    assert rollbook("ledger", "--store", path, "--as-of", "empty")[:2] == (0, "no completed turn at empty\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_ledger_that_does_not_balance(
+    log: Log, rollbook: Any, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """Where the terms are not what was generated the exit code is 1 and the difference is told."""
+    _fork(log)
+    monkeypatch.setattr(balance, "SHARES", f"SELECT * FROM ({balance.SHARES}) WHERE turn_id <> 'a-second'")
+    code, out, _ = rollbook("ledger", "--store", log.store.path, *options)
+    assert code == 1
+    if options:
+        assert (orjson.loads(out)["balances"], orjson.loads(out)["runs"][0]["difference"]) == (False, 2)
+    else:
+        assert out.splitlines()[-1] == (
+            "demo does not balance: 13 generated, 0 trained + 0 dropped + 11 waiting + 0 in flight + "
+            "0 kept out; the difference is 2 tokens (by version: actor 0: 2). "
+            "Check the store with rollbook store verify"
+        )
+
+
+# Two samples ----------------------------------------------------------------------------------------
+
+
+def _numbers(*values: float) -> Any:
+    return np.array(values, np.float64)
+
+
+def test_the_statistic() -> None:
+    """The largest distance between the two step functions, ties included."""
+    assert ks_statistic(_numbers(1, 2, 3, 4), _numbers(1, 2, 3, 4)) == 0.0
+    assert ks_statistic(_numbers(1, 2), _numbers(3, 4, 5)) == 1.0
+    assert ks_statistic(_numbers(1, 2, 3, 4), _numbers(3, 4, 5, 6)) == 0.5
+    assert ks_statistic(_numbers(1, 1, 1, 2), _numbers(1, 2, 2)) == pytest.approx(0.75 - 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("x", "p_value"), [(0.5, 0.963945), (0.8276, 0.5), (1.2238, 0.1), (1.3581, 0.05), (1.6276, 0.01)]
+)
+def test_the_p_value(x: float, p_value: float) -> None:
+    """The quantiles of Kolmogorov's distribution that tables give."""
+    n, m = 800, 200
+    assert ks_p_value(x / np.sqrt(n * m / (n + m)), n, m) == pytest.approx(p_value, rel=2e-3)
+    assert ks_p_value(0.0, n, m) == 1.0
+
+
+def test_the_test_is_calibrated() -> None:
+    """Of samples of one distribution about one in twenty differs at the level of 0.05."""
+    rng = np.random.default_rng(7)
+    found = [compare(rng.normal(size=80), rng.normal(size=60)).p_value < 0.05 for _ in range(1000)]
+    assert 0.02 < np.mean(found) < 0.06
+
+
+def test_what_is_told() -> None:
+    """Longer, shorter, differing, or nothing that can be told."""
+    rng = np.random.default_rng(0)
+    low, high = rng.uniform(0, 1, 100), rng.uniform(2, 3, 50)
+    words = ("are longer", "are shorter", "length", "tokens")
+    assert told(compare(high, low), *words).startswith("dropped trajectories are longer: median 2.")
+    assert told(compare(low, high), *words).startswith("dropped trajectories are shorter: median 0.")
+    assert "KS 1.00, p < 0.001 (100 dropped, 50 trained)" in told(compare(low, high), *words)
+    wide = np.repeat(_numbers(0, 10, 20), 40)
+    narrow = np.full(100, 10.0)
+    assert told(compare(wide, narrow), *words).startswith("dropped trajectories differ in length: median 10 ")
+    assert told(compare(low, low), *words).startswith("no sign that dropped trajectories differ in length")
+    assert print_ledger.SIGNIFICANT == 0.05

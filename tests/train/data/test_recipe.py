@@ -1,0 +1,125 @@
+"""Recipes: what is a candidate, and which rule drops which sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.config.config import GrpoConfig, RecipeConfig, SftConfig
+from rollbook.train.data.recipe import is_candidate, select
+from rollbook.train.data.samples import Sample, all_samples
+
+GRPO = GrpoConfig(name="grpo", group_size=2)
+SFT = SftConfig(name="sft")
+
+
+def _samples(fabric: Any, *trajectories: Any) -> list[Sample]:
+    made = [record for one in trajectories for record in one]
+    return all_samples(fold(fabric.events(made)).values())
+
+
+@pytest.mark.parametrize(
+    ("splits", "expected"),
+    [(("train",), ["a"]), (("teacher",), ["b"]), (("train", "teacher"), ["a", "b"]), ((), [])],
+)
+def test_candidates_are_of_the_recipes_splits(fabric: Any, splits: Any, expected: list[str]) -> None:
+    """A sample is a candidate if its split is named and it has a trainable token."""
+    samples = _samples(
+        fabric,
+        fabric.records("a"),
+        fabric.records("b", split="teacher"),
+        fabric.records("c", split="eval"),
+        fabric.records("d", [fabric.T(delivered=False)]),
+    )
+    recipe = RecipeConfig(splits=splits)
+    assert [s.name for s in samples if is_candidate(s, recipe)] == expected
+
+
+@pytest.mark.parametrize(("version", "dropped"), [(5, False), (6, True)])
+def test_staleness_is_held_against_the_oldest_token(fabric: Any, version: int, dropped: bool) -> None:
+    """A sample is dropped when its oldest token is more than the limit behind, with the numbers."""
+    turns = [fabric.T(version=3), fabric.T([5], [6], 0, version=5)]
+    samples = _samples(fabric, fabric.records("a", turns))
+    kept, drops = select(samples, RecipeConfig(max_staleness=2), SFT, version)
+    assert (len(kept), len(drops)) == ((0, 1) if dropped else (1, 0))
+    if dropped:
+        assert drops[0].rule == "staleness"
+        assert drops[0].detail == {"staleness": 3, "max_staleness": 2, "oldest_version": 3}
+        assert drops[0].sample is samples[0]
+
+
+def test_without_a_limit_or_a_version_nothing_is_stale(fabric: Any) -> None:
+    """No limit keeps everything; a teacher's tokens, which no version sampled, never age."""
+    samples = _samples(fabric, fabric.records("a", [fabric.T(version=None)]))
+    assert len(select(samples, RecipeConfig(max_staleness=0), SFT, 1000)[0]) == 1
+    old = _samples(fabric, fabric.records("b"))
+    assert len(select(old, RecipeConfig(), SFT, 1000)[0]) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+def test_grpo_trains_no_token_of_unknown_weights(fabric: Any, limit: int | None) -> None:
+    """One token without a version is enough, bound or not; to SFT the sample is a text like a teacher's."""
+    half = [fabric.T(version=9), fabric.T([5], [6], 0, version=None)]
+    samples = _samples(fabric, fabric.records("a", half, reward=1.0), fabric.records("b", reward=0.0))
+    recipe = RecipeConfig(max_staleness=limit, drop_zero_variance=False)
+    kept, drops = select(samples, recipe, GRPO, 9)
+    told = [(d.sample.name, d.rule, d.detail) for d in drops]
+    assert ([s.name for s in kept], told) == (["b"], [("a", "no_version", {"tokens": 1})])
+    assert len(select(samples, recipe, SFT, 9)[0]) == 2
+
+
+def test_grpo_needs_a_reward_and_logprobs(fabric: Any) -> None:
+    """GRPO drops what has no reward of the source, then what has no logprobs; SFT takes both."""
+    samples = _samples(
+        fabric,
+        fabric.records("unrewarded", group="g"),
+        fabric.records("unscored", [fabric.T(logprobs=None)], group="g", reward=1.0),
+        fabric.records("x", group="g", reward=1.0),
+        fabric.records("y", group="g", reward=0.0),
+    )
+    kept, drops = select(samples, RecipeConfig(), GRPO, 0)
+    assert [s.name for s in kept] == ["x", "y"]
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
+        ("unrewarded", "no_reward", {"source": "agent"}),
+        ("unscored", "no_logprobs", {}),
+    ]
+    assert [s.name for s in select(samples, RecipeConfig(), SFT, 0)[0]] == [s.name for s in samples]
+    _, judged = select(samples, RecipeConfig(reward_source="judge"), GRPO, 0)
+    assert [d.detail for d in judged if d.rule == "no_reward"] == [{"source": "judge"}]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_flat_groups(fabric: Any, wanted: bool) -> None:
+    """A group whose rewards are equal is dropped whole where the recipe says so, others are not."""
+    rewards = {"flat": (0.5, 0.5), "steep": (0.5, 1.0)}
+    samples = _samples(
+        fabric,
+        *(
+            fabric.records(f"{group}{i}", group=group, reward=reward)
+            for group, values in rewards.items()
+            for i, reward in enumerate(values)
+        ),
+    )
+    kept, drops = select(samples, RecipeConfig(drop_zero_variance=wanted), GRPO, 0)
+    assert {s.group for s in kept} == ({"steep"} if wanted else {"flat", "steep"})
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == (
+        [(f"flat{i}", "zero_variance", {"reward": 0.5}) for i in (0, 1)] if wanted else []
+    )
+
+
+def test_each_candidate_is_kept_or_dropped_once(fabric: Any) -> None:
+    """Kept and dropped samples together are the candidates, each once, whatever the rules."""
+    turns = {"stale": fabric.T(version=0), "fresh": fabric.T(version=9)}
+    samples = _samples(
+        fabric,
+        *(
+            fabric.records(f"{age}{i}", [turns[age]], group=f"g{i % 2}", reward=reward)
+            for age in turns
+            for i, reward in enumerate((1.0, 0.0, None, 1.0))
+        ),
+    )
+    kept, drops = select(samples, RecipeConfig(max_staleness=1), GRPO, 9)
+    assert sorted([s.name for s in kept] + [d.sample.name for d in drops]) == sorted(s.name for s in samples)
+    assert {d.sample.name for d in drops if d.rule == "staleness"} == {f"stale{i}" for i in range(4)}

@@ -1,0 +1,153 @@
+"""A step whose numbers are not finite is named, and neither committed nor published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.store import Store
+from rollbook.store.errors import NotFiniteError
+from rollbook.store.events import CheckpointWritten, PolicyPublished, StepCommitted, StepFailed
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.config.config import GrpoConfig, SftConfig
+from rollbook.train.data.batch import Batch, build_batch, partition
+from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.loop import step as steps
+from rollbook.train.loop.finite import check_batch, check_tensors, check_tokens
+from rollbook.train.megatron.backend import TrainablePolicy
+
+Stores = Callable[..., Store]
+GRPO = GrpoConfig(name="grpo", group_size=4, groups=1)
+
+
+@pytest.fixture
+def samples(fabric: Any) -> list[Sample]:
+    """Four of one group, of two prompt and two trained tokens each."""
+    made = [record for i in range(4) for record in fabric.records(f"t{i}", group="g", reward=float(i))]
+    return all_samples(fold(fabric.events(made)).values())
+
+
+def _batch(samples: list[Sample], algorithm: Any = GRPO, size: int | None = None) -> Batch:
+    return build_batch(samples, algorithm, partition(len(samples), size))
+
+
+def _of(log: Store, *kinds: type[Any]) -> list[Any]:
+    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
+
+
+def test_finite_numbers_pass(samples: list[Sample]) -> None:
+    """A teacher's sample has no logprobs and no reward, and passes too."""
+    check_batch(_batch(samples))
+    teacher = [replace(s, reward=None, logprobs=np.full(len(s), np.nan, np.float32)) for s in samples]
+    check_batch(_batch(teacher, SftConfig(name="sft")))
+    check_tokens("losses", [torch.zeros(4, 3)], _batch(samples), partition(4, None))
+    check_tensors("weights", [("a", torch.zeros(3))])
+
+
+def test_a_reward_without_end(samples: list[Sample]) -> None:
+    """It makes all advantages of its group none, and is told with the first of them."""
+    worse = [*samples[:2], replace(samples[2], reward=float("inf")), samples[3]]
+    with pytest.raises(
+        NotFiniteError, match=r"advantage nan of sample t0 \(turn t0.0\), whose reward is 0.0"
+    ):
+        check_batch(_batch(worse))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_an_engines_logprob_without_end(samples: list[Sample], value: float) -> None:
+    """It is named with its token; outside of what is trained it does not matter."""
+    logprobs = samples[2].logprobs.copy()
+    logprobs[3] = value
+    worse = [*samples[:2], replace(samples[2], logprobs=logprobs), samples[3]]
+    with pytest.raises(
+        NotFiniteError, match=rf"old_logprobs of token 3 of sample t2 \(turn t2.0\) is {value}"
+    ):
+        check_batch(_batch(worse))
+    masked = replace(worse[2], loss_mask=np.zeros(len(samples[2]), np.bool_))
+    check_batch(_batch([*samples[:2], masked, samples[3]]))
+
+
+@pytest.mark.parametrize("size", [None, 3, 1])
+def test_the_first_token_is_named(samples: list[Sample], size: int | None) -> None:
+    """Whatever the micro-batches are."""
+    parts = partition(4, size)
+    tensors = [torch.zeros(len(rows), 3) for rows in parts[0]]
+    where = [(m, row) for m, rows in enumerate(parts[0]) for row in range(len(rows))]
+    for at in (3, 2):
+        micro, row = where[at]
+        tensors[micro][row, 1] = float("nan")
+        with pytest.raises(
+            NotFiniteError, match=rf"losses of token 2 of sample t{at} \(turn t{at}.0\) is nan"
+        ):
+            check_tokens("losses", tensors, _batch(samples, size=size), parts)
+
+
+def test_the_first_tensor_is_named() -> None:
+    """With how much of it is lost."""
+    tensors = [("a", torch.zeros(3)), ("b", torch.tensor([0.0, float("inf"), float("nan")]))]
+    with pytest.raises(NotFiniteError, match="gradients: 2 of 3 values of b are not finite"):
+        check_tensors("gradients", tensors)
+
+
+# A training ----------------------------------------------------------------------------------------
+
+
+def _published(log: Store) -> list[int]:
+    """The versions that there are; the weights of each are finite."""
+    for checkpoint in _of(log, CheckpointWritten):
+        held = read_weights(log.path / checkpoint.path)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in held.values())
+    return [record.policy_version for record in _of(log, PolicyPublished)]
+
+
+def test_a_rate_that_is_far_too_high(fabric: Any, recorded: Stores) -> None:
+    """The step after fails in the log and says where it began; the run goes on with a lower rate."""
+    log = recorded()
+    wild = {"lr": 1e30, "weight_decay": 0.01}
+    with pytest.raises(NotFiniteError, match=r"(gradients|logprobs).*: the step is not committed"):
+        fabric.train(log, fabric.config(fabric.SFT, optimizer=wild, checkpoint_every=1))
+    assert len(_of(log, StepCommitted)) == 1
+    (failed,) = _of(log, StepFailed)
+    assert (failed.step, failed.attempt) == (1, 1)
+    assert "NotFiniteError" in failed.error
+    assert _published(log) == [0, 1]
+
+
+def test_weights_that_overflow(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that they would have been is none, and another training goes on from the one before."""
+    log, step = recorded(), TrainablePolicy.optimizer_step
+
+    def overflows(self: TrainablePolicy, learning_rate: float) -> float:
+        norm = step(self, learning_rate)
+        with torch.no_grad():
+            next(iter(self.weights().values()))[0, 0] = float("inf")
+        return norm
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainablePolicy, "optimizer_step", overflows)
+        with pytest.raises(NotFiniteError, match=r"weights: 1 of \d+ values of model\.\S+ are not finite"):
+            fabric.train(log, fabric.config(fabric.SFT, checkpoint_every=1))
+    assert _published(log) == [0]
+    fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e-3}))
+    assert [(s.step, s.policy_version) for s in _of(log, StepCommitted)] == [(0, 1), (1, 2)]
+
+
+def test_a_step_that_an_earlier_rollbook_committed_replays(
+    fabric: Any, recorded: Stores, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with numbers that are none: what was, can be looked at."""
+    log = recorded()
+    with monkeypatch.context() as patch:
+        for check in ("check_batch", "check_tokens", "check_tensors"):
+            patch.setattr(steps, check, lambda *_: None)
+        fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e30, "weight_decay": 0.01}))
+    assert len(_of(log, StepCommitted)) == 2
+    code, said, _ = cli("replay", "step", 1, "--store", log.path)
+    assert code == 0
+    assert "bit for bit" in said

@@ -1,0 +1,114 @@
+"""What is read of a config.json, in the keys of transformers 4 and 5, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollbook.store.errors import ModelError
+from rollbook.train.megatron.shape import Experts, ModelShape, read_shape
+
+
+def _written(folder: Path, **changes: Any) -> Path:
+    """A folder with only a config.json, of a Qwen3 but for the changes; `...` leaves a key out."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 100,
+        "max_position_embeddings": 48,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
+    values = {k: v for k, v in (values | changes).items() if v is not ...}
+    (folder / "config.json").write_bytes(orjson.dumps(values))
+    return folder
+
+
+def test_shape_of_a_config(tmp_path: Path) -> None:
+    """Every field of the shape comes from its key, the base of the rotation from either place."""
+    shape = read_shape(_written(tmp_path))
+    assert shape == ModelShape("qwen3", 2, 32, 64, 4, 2, 8, 100, 48, 1e-6, 1e4, False)
+    assert (shape.padded_vocab, shape.qk_norm, shape.qkv_bias) == (128, True, False)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    assert read_shape(_written(tmp_path, rope_theta=..., rope_parameters=rope)).rope_theta == 5e5
+    assert read_shape(_written(tmp_path, tie_word_embeddings=True)).tied
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_shape_of_experts(tmp_path: Path) -> None:
+    """Experts are read under the key of transformers 4 and of 5; their sum is not one unless it says so."""
+    shape = read_shape(_written(tmp_path, **MOE, decoder_sparse_step=1, mlp_only_layers=[]))
+    assert shape.experts == Experts(8, 3, 24, False)
+    assert (shape.qk_norm, shape.qkv_bias) == (True, False)
+    five = MOE | {"num_experts": ..., "num_local_experts": 8, "norm_topk_prob": True}
+    assert read_shape(_written(tmp_path, **five)).experts == Experts(8, 3, 24, True)
+    assert read_shape(_written(tmp_path)).experts is None
+
+
+def test_what_older_files_leave_out(tmp_path: Path) -> None:
+    """Head size follows from the widths, a Llama's key-value heads and rotation base have old defaults."""
+    bare = {"model_type": "llama", "head_dim": ..., "num_key_value_heads": ..., "rope_theta": ...}
+    shape = read_shape(_written(tmp_path, **bare, hidden_size=48))
+    assert (shape.head_dim, shape.kv_heads, shape.rope_theta) == (12, 4, 10000.0)
+    assert (shape.qk_norm, shape.qkv_bias) == (False, False)
+    assert read_shape(_written(tmp_path, model_type="llama", head_dim=None)).head_dim == 8
+    qwen2 = read_shape(_written(tmp_path, model_type="qwen2", head_dim=...))
+    assert (qwen2.head_dim, qwen2.qk_norm, qwen2.qkv_bias) == (8, False, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"model_type": "mamba"},
+            "'mamba' cannot be trained; this release trains llama, qwen2, qwen3, qwen3_moe",
+        ),
+        ({"model_type": ...}, "None cannot be trained"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "one renormalized expert"),
+        (MOE | {"num_experts": ...}, "num_local_experts"),
+        ({"head_dim": ...}, "head_dim"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"model_type": "qwen2", "rope_theta": ...}, "rope_theta"),
+        ({"rope_theta": "large"}, "ill-typed"),
+    ],
+)
+def test_other_architectures_are_refused(tmp_path: Path, changes: Any, reason: str) -> None:
+    """What this trainer would compute otherwise than transformers is a ModelError that says why."""
+    with pytest.raises(ModelError, match=reason):
+        read_shape(_written(tmp_path, **changes))
+
+
+def test_folders_that_are_no_model(tmp_path: Path) -> None:
+    """No config.json, or one that is no JSON, names the place."""
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not JSON"):
+        read_shape(tmp_path)

@@ -1,0 +1,1 @@
+"""Checkpoints and tensor files on disk."""

@@ -1,0 +1,220 @@
+"""Checkpoints: Hugging Face directories in the store, with the optimizer's state beside the weights.
+
+A directory is written under another name, made durable and renamed, so one that is there is whole.
+Its `rollbook.json` names the digests of what it holds, all together and tensor by tensor; loading
+checks them. Weights may come as a stream: one tensor is then held at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, line_of, read_weights
+from rollbook.store.digest import combine
+from rollbook.store.durable import fsync_folder
+from rollbook.store.errors import ModelError
+from rollbook.store.events import CheckpointWritten
+from rollbook.store.ids import new_id
+from rollbook.store.inside import place_inside, read_small
+from rollbook.store.permissions import make_empty, make_folder
+from rollbook.train.checkpoints.tensor_file import TensorKind, kind_of, write_tensors
+from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.weight_names import weight_shapes
+
+MANIFEST = "rollbook.json"
+MANIFEST_BYTES = 64 << 20
+"""It has a line a tensor."""
+OPTIMIZER = "optimizer.safetensors"
+WEIGHTS = "model.safetensors"
+_TENSORS = {"weights": "tensors", "optimizer": "optimizer_tensors"}
+"""The manifest's keys of the digests by tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """What a checkpoint holds. `optimizer` is None where only weights were written."""
+
+    weights: Tensors
+    optimizer: Tensors | None
+
+
+def checkpoint_name(run: str, policy: str, version: int) -> Path:
+    """Where a version's checkpoint lies, relative to the store."""
+    return Path("checkpoints") / run / policy / f"v{version:08d}"
+
+
+def write_checkpoint(
+    store: Path,
+    run: str,
+    policy: str,
+    version: int,
+    weights: Tensors | Iterator[tuple[str, torch.Tensor]],
+    optimizer: Tensors | None,
+    *,
+    like: Path,
+    phase: str | None,
+) -> CheckpointWritten:
+    """Write a checkpoint durably; the event that says so.
+
+    Args:
+        weights: named tensors, or a stream of all of them in the order of `weight_names.plan`.
+        like: a model directory whose other files (config, tokenizer, template) go along.
+
+    Raises:
+        ModelError: a stream is not that of the model that `like` describes.
+    """
+    name = checkpoint_name(run, policy, version)
+    if (store / name).exists():  # an earlier attempt at this version, kept as it is
+        name = name.with_name(f"{name.name}-{new_id()[-8:]}")
+    target = place_inside(store, str(name))
+    building = _begin(target, like)
+    saved = _save_weights(weights, building, like)
+    saved_optimizer = None if optimizer is None else _save(optimizer, building / OPTIMIZER)
+    record = CheckpointWritten(
+        policy=policy,
+        policy_version=version,
+        path=str(name),
+        weights_digest=combine(saved.values()),
+        optimizer_digest=None if saved_optimizer is None else combine(saved_optimizer.values()),
+        phase=phase,
+        bytes=sum(file.stat().st_size for file in building.iterdir()),
+    )
+    manifest = {
+        "run": run,
+        "policy": policy,
+        "policy_version": version,
+        "weights_digest": record.weights_digest,
+        "optimizer_digest": record.optimizer_digest,
+        _TENSORS["weights"]: _hashes(saved),
+        _TENSORS["optimizer"]: _hashes(saved_optimizer or {}),
+    }
+    make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+    _make_durable(building, target)
+    return record
+
+
+def _begin(target: Path, like: Path) -> Path:
+    """A folder beside the target, with what goes along; what a crash of this process left is removed."""
+    building = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    make_folder(building)
+    for file in like.iterdir():
+        if file.is_file() and not _holds_weights(file.name):
+            shutil.copyfile(file, make_empty(building / file.name))
+    return building
+
+
+def _make_durable(building: Path, target: Path) -> None:
+    """Give a finished folder its name, every byte of it on disk first."""
+    for file in building.iterdir():
+        _fsync(file)
+    fsync_folder(building)
+    building.rename(target)
+    fsync_folder(target.parent)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Load a checkpoint and check it against its own manifest.
+
+    Raises:
+        ModelError: files are missing or damaged.
+    """
+    file = path / MANIFEST
+    if not file.exists():
+        raise ModelError(f"{path}: holds no {MANIFEST}, so it is no checkpoint")
+    try:
+        manifest = orjson.loads(read_small(file, MANIFEST_BYTES))
+        digests = {what: manifest[f"{what}_digest"] for what in ("weights", "optimizer")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error!r}") from error
+    weights = read_weights(path)
+    optimizer: Tensors | None = None
+    if digests["optimizer"] is not None:
+        optimizer = _load(path / OPTIMIZER)
+    for (what, expected), tensors in zip(digests.items(), (weights, optimizer), strict=True):
+        if tensors is not None and digest_tensors(tensors) != expected:
+            raise ModelError(f"{path}: {what} damaged: {_damage(tensors, manifest.get(_TENSORS[what]))}")
+    return Checkpoint(weights, optimizer)
+
+
+def _damage(tensors: Tensors, recorded: Any) -> str:
+    """Which tensors differ from what a manifest says of each, if it does."""
+    if not isinstance(recorded, dict):
+        return f"they are not what {MANIFEST} names"
+    found = _hashes({name: line_of(name, tensor) for name, tensor in tensors.items()})
+    odd = sorted(name for name in found | recorded if found.get(name) != recorded.get(name))
+    if not odd:
+        return f"their types, shapes or {MANIFEST} itself changed"
+    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+    return f"{', '.join(odd[:3])}{more} (not what {MANIFEST} names)"
+
+
+def _hashes(lines: dict[str, str]) -> dict[str, str]:
+    """The hash of each tensor's bytes, from its line in a digest."""
+    return {name: line.rsplit(" ", 1)[1] for name, line in lines.items()}
+
+
+def _holds_weights(name: str) -> bool:
+    """Whether a model directory's file is weights, or speaks of them: none of these goes along."""
+    return name == MANIFEST or name.endswith((".safetensors", ".bin", ".index.json"))
+
+
+def _save_weights(
+    weights: Tensors | Iterator[tuple[str, torch.Tensor]], building: Path, like: Path
+) -> dict[str, str]:
+    config = building / "config.json"
+    if isinstance(weights, dict):
+        _name_dtype(config, next(iter(weights.values())).dtype)
+        return _save(weights, building / WEIGHTS)
+    first = next(weights)
+    dtype = first[1].dtype  # one for all, since config.json names one
+    _name_dtype(config, dtype)
+    kinds = {name: TensorKind(dtype, dims) for name, dims in weight_shapes(read_shape(like)).items()}
+    return write_tensors(building / WEIGHTS, kinds, _again(first, weights))
+
+
+def _again(
+    first: tuple[str, torch.Tensor], rest: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield first
+    yield from rest
+
+
+def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, str]:
+    # The widest types first, so that each tensor lies at a multiple of its own width.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    return write_tensors(file, {name: kind_of(tensor) for name, tensor in ordered}, ordered)
+
+
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Have config.json name the type of the weights beside it, whatever the base model's was."""
+    values = orjson.loads(config.read_bytes())
+    values.pop("torch_dtype", None)
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
+
+
+def _load(file: Path) -> Tensors:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from error
+    return tensors
+
+
+def _fsync(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""The configuration of a training, and what of it makes a phase."""

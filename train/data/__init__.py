@@ -1,0 +1,1 @@
+"""From the log to batches: samples, recipe, sources."""

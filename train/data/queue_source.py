@@ -1,0 +1,293 @@
+"""Units of training from a stream of events, used once each, as the staleness policy selects them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from rollbook.ingest.staleness.policy import StalenessPolicy, Unit
+from rollbook.store.cut import Cut
+from rollbook.store.errors import TrainError
+from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
+from rollbook.store.fold.trajectory import TrajectoryFold
+from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.data.recipe import Drop, is_candidate, select
+from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.data.selection import Evicted, Selection
+from rollbook.train.data.units import Begun, CompleteUnit
+from rollbook.train.history import History
+
+POLL_S = 0.02
+BROKEN_OFF = ("aborted", "failed")
+
+
+class QueueSource:
+    """Units that are used once each, from a stream of events.
+
+    Args:
+        more: gives further events (an empty list when there are none yet), or None at the end.
+        cut: gives the cut of the events handed out so far.
+        live: whether rewards of finished trajectories may still come.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        history: History,
+        more: Callable[[], list[Event] | None],
+        cut: Callable[[], Cut],
+        *,
+        live: bool = True,
+    ) -> None:
+        self._config, self._more, self._cut, self._live = config, more, cut, live
+        algorithm, recipe = config.algorithm, config.recipe
+        self._grouped = isinstance(algorithm, GrpoConfig)
+        self._size = algorithm.group_size if isinstance(algorithm, GrpoConfig) else 1
+        batch = algorithm.groups if isinstance(algorithm, GrpoConfig) else algorithm.batch_size
+        self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
+        self._used = history.consumed() | history.dropped
+        self._folding = TrajectoryFold()
+        self._units: dict[str, CompleteUnit] = {}
+        """Complete ones, in the order in which they completed."""
+        self._of: dict[str, list[CompleteUnit]] = {}
+        """Trajectory -> its unit, or the units of its samples."""
+        self._running: dict[str, Begun] = {}
+        self._groups: dict[str, dict[str, Begun]] = {}
+        """Group -> its finished trajectories, while they are too few."""
+        self._spent: Counter[str | None] = Counter()
+        """Group -> how many members of it are known that was used before this process began."""
+        self._made = self._seen = 0
+        self._fit: dict[str, tuple[int, list[Sample], list[Drop]]] = {}
+        """Unit -> (version, what the recipe keeps and drops of it), until an event changes it."""
+        self._served = self._served_before = -1
+
+    def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
+        """Wait for the units that the policy selects.
+
+        Raises:
+            TrainError: nothing came for `idle_timeout_s`.
+        """
+        # What began while the last step was taken may have begun under the version before.
+        self._served_before = served if self._served < 0 else self._served
+        self._served = served
+        since = moved = time.monotonic()
+        while True:
+            self._evict(version, evicted)
+            impatient = time.monotonic() - since > self._config.admission.wait_s
+            chosen = self._chosen(version, waits=not impatient)
+            if chosen is not None:
+                selection = self._selection(chosen, version)
+                if selection.samples:
+                    return selection
+                # Groups without a difference in reward have had their turn: others wait for their places.
+                evicted(selection.drops)
+                continue
+            made, events = self._made, self._more()
+            if events is None:
+                return None
+            self._take_in(events)
+            self._served_before = served
+            if self._made > made:
+                moved = time.monotonic()
+            elif not events:
+                self._check_patience(moved)
+                time.sleep(POLL_S)
+
+    def unfilled(self, version: int) -> list[Drop]:
+        """Of the complete units, what the recipe drops; the others stay waiting in the log."""
+        return [drop for unit in self._units.values() for drop in self._fitting(unit, version)[1]]
+
+    # Choosing ---------------------------------------------------------------------------------
+
+    def _evict(self, version: int, evicted: Evicted) -> None:
+        """Drop complete units that can never be used, at once: new ones wait for their places."""
+        drops: list[Drop] = []
+        for unit in list(self._units.values()):
+            if self._unfit(unit, version) and not self._awaited(unit, version):
+                drops += self._fitting(unit, version)[1]
+                self._remove(unit)
+        if drops:
+            evicted(drops)
+
+    def _awaited(self, unit: CompleteUnit, version: int) -> bool:
+        """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""
+        if not self._live or time.monotonic() - unit.completed_s > self._config.admission.wait_s:
+            return False
+        lacking = [d.sample for d in self._fitting(unit, version)[1] if d.rule == "no_reward"]
+        ends = [self._folding[sample.trajectory_id].finished for sample in lacking]
+        return any(end is not None and end.status not in BROKEN_OFF for end in ends)
+
+    def _chosen(self, version: int, *, waits: bool) -> list[CompleteUnit] | None:
+        """The units of the next step, or None.
+
+        Args:
+            waits: whether those that run, or lack a reward, are waited for, where the policy would.
+        """
+        awaited = {unit.name for unit in self._units.values() if self._awaited(unit, version)}
+        ready = [
+            unit
+            for unit in self._units.values()
+            if (waits if unit.name in awaited else not self._unfit(unit, version))
+        ]
+        begun = {unit.name: unit.began for unit in ready}
+        units = [self._as_unit(unit, version, complete=unit.name not in awaited) for unit in ready]
+        for began, unit in self._running_units(version) if waits else ():
+            begun[unit.name] = began
+            units.append(unit)
+        if self._policy.order == "fifo":
+            units.sort(key=lambda unit: begun[unit.name])
+        chosen = self._policy.select(units, version)
+        return None if chosen is None else [self._units[unit.name] for unit in chosen]
+
+    def _running_units(self, version: int) -> Iterator[tuple[int, Unit]]:
+        """What will be a unit once its trajectories finish, with its place in the order of beginning."""
+        if not self._grouped:
+            for name, begun in self._running.items():
+                yield begun.began, Unit(f"running {name}", self._oldest(begun.ages, version), complete=False)
+            return
+        groups: dict[str, list[Begun]] = {}
+        for begun in self._running.values():
+            groups.setdefault(str(begun.group), []).append(begun)
+        for group, members in groups.items():
+            members += self._groups.get(group, {}).values()
+            if len(members) >= self._size:
+                oldest = self._oldest([age for member in members for age in member.ages], version)
+                yield min(m.began for m in members), Unit(f"running {group}", oldest, complete=False)
+
+    def _oldest(self, ages: Sequence[int], version: int) -> int | None:
+        """The oldest of these versions; what is too old already counts only where all are."""
+        limit = self._policy.max_staleness
+        fresh = [age for age in ages if limit is None or version - age <= limit]
+        return min(fresh or ages, default=None)
+
+    def _unfit(self, unit: CompleteUnit, version: int) -> bool:
+        """Whether the recipe drops all of it; a group without a difference in reward has its turn."""
+        kept, dropped = self._fitting(unit, version)
+        return not kept and any(drop.rule != "zero_variance" for drop in dropped)
+
+    def _as_unit(self, unit: CompleteUnit, version: int, *, complete: bool) -> Unit:
+        kept, dropped = self._fitting(unit, version)
+        usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
+        ages = [sample.oldest_version for sample in [*kept, *usable]]
+        return Unit(unit.name, self._oldest([a for a in ages if a is not None], version), complete)
+
+    def _selection(self, chosen: list[CompleteUnit], version: int) -> Selection:
+        """The chosen units' samples, if any are left of them, and what is dropped."""
+        fits = [self._fitting(unit, version) for unit in chosen]
+        kept = [sample for samples, _ in fits for sample in samples]
+        for unit in chosen:
+            self._remove(unit)
+        return Selection(kept, [drop for _, drops in fits for drop in drops], self._cut())
+
+    def _fitting(self, unit: CompleteUnit, version: int) -> tuple[list[Sample], list[Drop]]:
+        """What the recipe keeps and drops of a unit, as of every event handed out: a replay sees the same."""
+        held = self._fit.get(unit.name)
+        if held is None or held[0] != version:
+            samples = [
+                sample
+                for trajectory_id in unit.trajectories
+                for sample in self._samples(trajectory_id)
+                if sample.leaf_turn_id not in self._used and unit.leaf in (None, sample.leaf_turn_id)
+            ]
+            fit = select(samples, self._config.recipe, self._config.algorithm, version)
+            held = self._fit[unit.name] = (version, *fit)
+        return held[1], held[2]
+
+    def _samples(self, trajectory_id: str) -> list[Sample]:
+        recipe = self._config.recipe
+        samples = samples_of(self._folding[trajectory_id], recipe.reward_source)
+        return [sample for sample in samples if is_candidate(sample, recipe)]
+
+    def _check_patience(self, since: float) -> None:
+        limit = self._config.idle_timeout_s
+        if time.monotonic() - since > limit:
+            raise TrainError(
+                f"no complete batch for {limit:g} s: are agents finishing trajectories of run "
+                f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
+            )
+
+    # What happens -----------------------------------------------------------------------------
+
+    def _take_in(self, events: list[Event]) -> None:
+        """Fold events up to a closed cut, and then look at the trajectories that they finish.
+
+        Not before: of an adopted one another lane may hold the beginning, and be read later.
+        """
+        for event in events:
+            self._folding.add(event)
+            self._note(event)
+        ended = [e.record.trajectory_id for e in events if isinstance(e.record, TrajectoryFinished)]
+        there = filter(self._folding.__contains__, ended)
+        # What was used comes first: who has no sample may have been of its group.
+        for trajectory_id in sorted(there, key=lambda one: not self._was_used(one)):
+            self._finish(trajectory_id)
+
+    def _was_used(self, trajectory_id: str) -> bool:
+        leaves = (path[-1].turn_id for path in self._folding[trajectory_id].paths())
+        return bool(self._used) and any(leaf in self._used for leaf in leaves)
+
+    def _note(self, event: Event) -> None:
+        """What an event says of the ages of trajectories and of what is chosen from."""
+        record = event.record
+        trajectory_id = getattr(record, "trajectory_id", None) or ""
+        for unit in self._of.get(trajectory_id, ()):
+            self._fit.pop(unit.name, None)
+        if isinstance(record, TrajectoryOpened):
+            wanted = event.run == self._config.run and record.split in self._config.recipe.splits
+            if wanted and trajectory_id not in self._of:
+                group = (record.group or trajectory_id) if self._grouped else None
+                self._seen += 1
+                ages = (self._served_before, self._served)
+                self._running[trajectory_id] = Begun(group, self._seen, ages)
+        elif isinstance(record, TurnCompleted) and record.version_spans and trajectory_id in self._running:
+            begun = self._running[trajectory_id]
+            earlier = begun.ages if begun.sampled else ()
+            begun.ages = (min((*earlier, *(span.version for span in record.version_spans))),)
+            begun.sampled = True
+
+    def _finish(self, trajectory_id: str) -> None:
+        begun = self._running.pop(trajectory_id, None)
+        samples = [] if begun is None else self._samples(trajectory_id)
+        fresh = [sample for sample in samples if sample.leaf_turn_id not in self._used]
+        if begun is None or (samples and not fresh) or (not samples and self._spent[begun.group]):
+            self._folding.forget(trajectory_id)  # of another run or split, or used already
+            if begun is not None:
+                self._spent[begun.group] = (self._spent[begun.group] + 1) % self._size
+        elif begun.group is not None:
+            self._add_to_group(begun.group, trajectory_id, begun)
+        else:
+            for sample in fresh:
+                self._complete((trajectory_id,), begun.began, sample.leaf_turn_id)
+            if not fresh:
+                self._folding.forget(trajectory_id)
+
+    def _add_to_group(self, name: str, trajectory_id: str, begun: Begun) -> None:
+        """The first to finish make a group: more may be asked for than are needed."""
+        group = self._groups.setdefault(name, {})
+        group[trajectory_id] = begun
+        if len(group) < self._size:
+            return
+        del self._groups[name]
+        if any(sample.leaf_turn_id not in self._used for i in group for sample in self._samples(i)):
+            self._complete(tuple(group), min(member.began for member in group.values()), None)
+        else:
+            for member in group:
+                self._folding.forget(member)  # nothing in it can be trained
+
+    def _complete(self, trajectories: tuple[str, ...], began: int, leaf: str | None) -> None:
+        self._made += 1
+        unit = CompleteUnit(f"{self._made}", began, trajectories, leaf, time.monotonic())
+        self._units[unit.name] = unit
+        for trajectory_id in trajectories:
+            self._of.setdefault(trajectory_id, []).append(unit)
+
+    def _remove(self, unit: CompleteUnit) -> None:
+        """Keep nothing of trajectories that no unit needs: the log has them."""
+        del self._units[unit.name]
+        self._fit.pop(unit.name, None)
+        for trajectory_id in unit.trajectories:
+            self._of[trajectory_id].remove(unit)
+            if not self._of[trajectory_id]:
+                del self._of[trajectory_id]
+                self._folding.forget(trajectory_id)

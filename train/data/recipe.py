@@ -1,0 +1,87 @@
+"""Which samples a recipe trains on, and which of its rules drops each other one. Pure.
+
+Samples of another split, or without a trainable token, are not candidates: the ledger counts them as
+kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollbook.store.events import Json
+from rollbook.train.config.config import GrpoConfig, RecipeConfig, SftConfig
+from rollbook.train.data.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drop:
+    """A candidate kept out of training, by which rule, and what it was held against."""
+
+    sample: Sample
+    rule: str
+    detail: Json
+
+
+def is_candidate(sample: Sample, recipe: RecipeConfig) -> bool:
+    """Whether the recipe speaks of this sample at all."""
+    return sample.split in recipe.splits and (sample.erased or bool(sample.loss_mask.any()))
+
+
+def select(
+    candidates: Sequence[Sample],
+    recipe: RecipeConfig,
+    algorithm: SftConfig | GrpoConfig,
+    version: int,
+) -> tuple[list[Sample], list[Drop]]:
+    """Candidates to train on, in order, and the dropped ones.
+
+    Args:
+        version: the trainer's input policy version.
+    """
+    kept: list[Sample] = []
+    drops: list[Drop] = []
+    for sample in candidates:
+        drop = _unfit(sample, recipe, algorithm, version)
+        if drop is None:
+            kept.append(sample)
+        else:
+            drops.append(drop)
+    if isinstance(algorithm, GrpoConfig) and recipe.drop_zero_variance:
+        flat = _flat_groups(kept)
+        drops += [Drop(s, "zero_variance", {"reward": s.reward}) for s in kept if s.group in flat]
+        kept = [s for s in kept if s.group not in flat]
+    return kept, drops
+
+
+def _unfit(
+    sample: Sample, recipe: RecipeConfig, algorithm: SftConfig | GrpoConfig, version: int
+) -> Drop | None:
+    if sample.erased:
+        return Drop(sample, "erased", {})
+    oldest = sample.oldest_version
+    limit = recipe.max_staleness
+    if limit is not None and oldest is not None and version - oldest > limit:
+        detail = {"staleness": version - oldest, "max_staleness": limit, "oldest_version": oldest}
+        return Drop(sample, "staleness", detail)
+    if isinstance(algorithm, GrpoConfig):
+        # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown,
+        # no policy is. To SFT a sample is a text, whoever wrote it.
+        unknown = int((sample.versions[sample.loss_mask] < 0).sum())
+        if unknown:
+            return Drop(sample, "no_version", {"tokens": unknown})
+        if sample.reward is None:
+            return Drop(sample, "no_reward", {"source": recipe.reward_source})
+        if np.isnan(sample.logprobs).any():
+            return Drop(sample, "no_logprobs", {})
+    return None
+
+
+def _flat_groups(samples: Sequence[Sample]) -> set[str | None]:
+    """Groups whose rewards are all equal."""
+    rewards: dict[str | None, set[float | None]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group, set()).add(sample.reward)
+    return {group for group, values in rewards.items() if len(values) == 1}

@@ -1,0 +1,138 @@
+"""Trajectories to Samples: each root-to-leaf path as aligned arrays. Pure, and without torch.
+
+Each sampled token belongs to exactly one sample (`store.path_tokens` says to which).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbook.store.digest import digest_arrays
+from rollbook.store.events import Json, TokenIds
+from rollbook.store.fold.path_tokens import PathTokens, path_tokens
+from rollbook.store.fold.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One path, as arrays of one length T.
+
+    Attributes:
+        tokens: int32 [T].
+        loss_mask: bool [T]; true where the token was sampled in this sample and may be trained.
+        logprobs: float32 [T]; log-probability of the token when it was sampled; 0 where the mask is
+            false, NaN where the engine gave none (a teacher).
+        versions: int64 [T]; policy version that sampled the token, else -1.
+        temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
+        rewards: turn id -> reward, of the turns that have one.
+        erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
+    """
+
+    run: str
+    trajectory_id: str
+    name: str
+    leaf_turn_id: str
+    turn_ids: tuple[str, ...]
+    group: str | None
+    split: str
+    tokens: TokenIds
+    loss_mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
+    temperatures: npt.NDArray[np.float32]
+    reward: float | None
+    rewards: dict[str, float]
+    erased: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of its oldest trained token, or None if none has one."""
+        known = self.versions[self.loss_mask & (self.versions >= 0)]
+        return int(known.min()) if known.size else None
+
+    @property
+    def reference(self) -> Json:
+        """How a step's manifest names it."""
+        return {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
+
+    def digest(self) -> str:
+        """Digest of all its arrays."""
+        names = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
+        return digest_arrays({name: getattr(self, name) for name in names})
+
+    def as_json(self) -> Json:
+        """Plain JSON values; NaN and -1 become null."""
+        return {
+            "run": self.run,
+            "trajectory": self.name,
+            "trajectory_id": self.trajectory_id,
+            "leaf_turn_id": self.leaf_turn_id,
+            "turn_ids": list(self.turn_ids),
+            "group": self.group,
+            "split": self.split,
+            "reward": self.reward,
+            "turn_rewards": self.rewards,
+            "erased": self.erased,
+            "tokens": self.tokens.tolist(),
+            "loss_mask": self.loss_mask.astype(int).tolist(),
+            "logprobs": [None if np.isnan(p) else float(p) for p in self.logprobs],
+            "policy_versions": [None if v < 0 else int(v) for v in self.versions],
+            "digest": self.digest(),
+        }
+
+
+def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample]:
+    """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
+
+    Turns that were not delivered, or failed, are context without loss, and so are those whose logprobs are of
+    altered logits (a constraint, a penalty); a path with erased tokens has no
+    loss at all. Rewards are those of `source`.
+    """
+    for path in path_tokens(trajectory):
+        yield _sample(trajectory, path, source)
+
+
+def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
+    loss_mask, logprobs = path.loss_mask, path.logprobs
+    temperatures = np.ones(len(path.tokens), np.float32)
+    for turn, place in path.sampled:
+        assert turn.completed is not None
+        if turn.completed.logprob_semantics.get("altered"):
+            # Of logits that were masked or penalized: no trainer can compute the same quantity.
+            loss_mask[place], logprobs[place] = False, 0.0
+        temperature = float(turn.completed.logprob_semantics.get("temperature", 1.0))
+        temperatures[place] = temperature or 1.0  # greedy turns report the T=1 distribution
+    # Where nothing could be trained before either, the erasure took nothing from training.
+    erased = any(turn.tokens_erased for turn in path.turns) and bool(loss_mask.any())
+    if erased:
+        loss_mask, logprobs = np.zeros_like(loss_mask), np.zeros_like(logprobs)
+    rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path.turns}
+    return Sample(
+        run=trajectory.run,
+        trajectory_id=trajectory.opened.trajectory_id,
+        name=trajectory.opened.name,
+        leaf_turn_id=path.turns[-1].turn_id,
+        turn_ids=tuple(turn.turn_id for turn in path.turns),
+        group=trajectory.opened.group,
+        split=trajectory.opened.split,
+        tokens=path.tokens,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=path.versions,
+        temperatures=temperatures,
+        reward=trajectory.reward(source),
+        rewards={turn_id: value for turn_id, value in rewards.items() if value is not None},
+        erased=erased,
+    )
+
+
+def all_samples(trajectories: Iterable[Trajectory], source: str = "agent") -> list[Sample]:
+    """Every sample of the trajectories, in their order."""
+    return [sample for trajectory in trajectories for sample in samples_of(trajectory, source)]

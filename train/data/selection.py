@@ -1,0 +1,39 @@
+"""What a source of samples is, and what it gives for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollbook.store.cut import Cut
+from rollbook.train.data.recipe import Drop
+from rollbook.train.data.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """Samples for the next step, what was dropped on the way, and the cut they were taken at."""
+
+    samples: list[Sample]
+    drops: list[Drop]
+    cut: Cut
+
+
+Evicted = Callable[[list[Drop]], None]
+"""Told what is dropped while a source waits for more, which may need the room that this makes."""
+
+
+class Source(Protocol):
+    """Gives the samples of one step after the other."""
+
+    def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
+        """The next step's samples, or None when there are no more.
+
+        Args:
+            version: the trainer's.
+            served: the engines'.
+        """
+
+    def unfilled(self, version: int) -> list[Drop]:
+        """What the recipe drops of the samples that are left when no further step can be filled."""

@@ -1,0 +1,84 @@
+"""Why trajectories of a log are not trained on: said where a training ends early, or never begins. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Set
+
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.data.recipe import is_candidate, select
+from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.history import History
+
+
+def explain(trajectories: Iterable[Trajectory], config: TrainConfig, history: History, *, once: bool) -> str:
+    """Lines that count all trajectories by the one reason for which each is not part of a further step.
+
+    Args:
+        once: a sample is used once, not in every epoch.
+    """
+    reasons, left = Counter[str](), list[list[Sample]]()
+    total, used, dropped = 0, history.consumed() if once else set(), history.dropped if once else set()
+    for trajectory in trajectories:
+        total += 1
+        candidates = [
+            sample
+            for sample in samples_of(trajectory, config.recipe.reward_source)
+            if is_candidate(sample, config.recipe)
+        ]
+        reason = _apart(trajectory, config) or _unusable(candidates, config, used, dropped, history.version)
+        if reason is None:
+            left.append(candidates)
+        else:
+            reasons[reason] += 1
+    reasons += _left(left, config)
+    lines = [f"  {count} {reason}" for reason, count in sorted(reasons.items(), key=lambda r: (-r[1], r[0]))]
+    return "\n".join([f"of {total} trajectories", *lines]) if total else "there is no trajectory"
+
+
+def _apart(trajectory: Trajectory, config: TrainConfig) -> str | None:
+    """Why a configuration does not speak of a trajectory, or not yet."""
+    if trajectory.run != config.run:
+        return f"are of run {trajectory.run!r}"
+    if trajectory.opened.split not in config.recipe.splits:
+        wanted = ", ".join(config.recipe.splits)
+        return f"are of split {trajectory.opened.split!r} (recipe.splits: {wanted})"
+    return "are not finished" if trajectory.finished is None else None
+
+
+def _unusable(
+    candidates: list[Sample], config: TrainConfig, used: Set[str], dropped: Set[str], version: int
+) -> str | None:
+    """Why none of a trajectory's samples can be used, or None."""
+    if not candidates:
+        return "hold no token that can be trained: text only, not delivered, or failed"
+    fresh = [s for s in candidates if s.leaf_turn_id not in used and s.leaf_turn_id not in dropped]
+    if not fresh:
+        was_used = any(sample.leaf_turn_id in used for sample in candidates)
+        return "were used already, by committed steps of this run" if was_used else "were dropped already"
+    recipe = config.recipe.model_copy(update={"drop_zero_variance": False})  # that is a matter of groups
+    kept, drops = select(fresh, recipe, config.algorithm, version)
+    return None if kept else f"are dropped by the rule {drops[0].rule}"
+
+
+def _left(left: list[list[Sample]], config: TrainConfig) -> Counter[str]:
+    """Why what could be used does not fill a step."""
+    algorithm, reasons = config.algorithm, Counter[str]()
+    if not isinstance(algorithm, GrpoConfig):
+        if left:
+            reasons[f"are left: a step takes {algorithm.batch_size} samples"] = len(left)
+        return reasons
+    groups: dict[str, list[list[Sample]]] = defaultdict(list)
+    for samples in left:
+        groups[samples[0].group or samples[0].trajectory_id].append(samples)
+    for members in groups.values():
+        rewards = {sample.reward for samples in members for sample in samples}
+        if len(members) < algorithm.group_size:
+            text = f"are in groups of fewer than {algorithm.group_size} (algorithm.group_size)"
+        elif len(rewards) == 1 and config.recipe.drop_zero_variance:
+            text = "are in groups whose rewards are all equal (recipe.drop_zero_variance)"
+        else:
+            text = f"are left: a step takes {algorithm.groups} groups (algorithm.groups)"
+        reasons[text] += len(members)
+    return reasons

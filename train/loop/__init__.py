@@ -1,0 +1,1 @@
+"""The training loop: plan, run, commit, publish; and running a step again."""

@@ -1,0 +1,89 @@
+"""What a training takes its steps' samples from, and what it says where they run out.
+
+At a cut the first step's samples are looked for before anything is written: a run in which nothing can be
+trained is not begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.errors import TrainError
+from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.data.recipe import Drop
+from rollbook.train.data.selection import Selection, Source
+from rollbook.train.data.source import make_source
+from rollbook.train.data.unused import explain
+from rollbook.train.history import History, fold_history
+from rollbook.train.loop.stopping import Stopping
+from rollbook.train.loop.trainer import Trainer
+
+
+@dataclass(slots=True)
+class Feed:
+    """The samples of one training.
+
+    Attributes:
+        source: `cut` or `tail`.
+        first: samples of the first step, where they were looked for before.
+        drops: what the recipe dropped for them.
+    """
+
+    config: TrainConfig
+    log: Store
+    source: str
+    cut: Cut
+    family: str
+    samples: Source | None = None
+    first: Selection | None = None
+    drops: list[Drop] = field(default_factory=list)
+
+    def look(self, history: History, done: int) -> None:
+        """Take the first step's samples of a cut.
+
+        Raises:
+            TrainError: there are none, and the run was not trained before.
+        """
+        if self.source != "cut" or done >= self.config.steps:
+            return
+        self._open(history, history.version)
+        assert self.samples is not None
+        self.first = self.samples.take(history.version, history.version, self.drops.extend)
+        if self.first is None and not history.checkpoints:
+            raise TrainError(self._unfilled(history, done))
+
+    def begin(self, history: History, trainer: Trainer, stopping: Stopping) -> None:
+        """Follow the tail from here on, and record what was dropped before the training began."""
+        if self.source == "tail":
+            self._open(history, trainer.version, stopping.in_hand(trainer.keep_served))
+        trainer.note_drops(self.drops)
+
+    def _open(self, history: History, version: int, waiting: Callable[[], None] = lambda: None) -> None:
+        self.samples = make_source(
+            self.config, self.log, history, self.source, self.cut, self.family, version, waiting
+        )
+
+    def take(self, trainer: Trainer, stopping: Stopping) -> Selection | None:
+        """The next selection; where none comes, what the recipe dropped is recorded all the same."""
+        selection, self.first = self.first, None
+        if selection is not None:
+            return selection
+        assert self.samples is not None
+        note_drops = stopping.in_hand(trainer.note_drops)
+        selection = self.samples.take(trainer.version, trainer.served, note_drops)
+        if selection is None:
+            note_drops(self.samples.unfilled(trainer.version))
+        return selection
+
+    def unfilled(self, done: int) -> str:
+        """Why no further step can be filled, by the log as it is now."""
+        return self._unfilled(fold_history(self.log.events(), self.config.run, self.config.policy), done)
+
+    def _unfilled(self, history: History, done: int) -> str:
+        config, once = self.config, isinstance(self.config.algorithm, GrpoConfig)
+        why = explain(self.log.trajectories(self.cut).values(), config, history, once=once)
+        where = f"the log at {format_cut(self.cut) or 'its beginning'} fills no further one"
+        return f"run {config.run!r}: {done} of {config.steps} steps; {where}: {why}"

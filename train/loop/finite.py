@@ -1,0 +1,68 @@
+"""Finds where a step first holds a number that is not finite, so that no version comes of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from rollbook.store.errors import NotFiniteError
+from rollbook.train.data.batch import Batch, Partition
+
+
+def check_batch(batch: Batch) -> None:
+    """See that advantages and the engine's logprobs are finite, where they are trained on.
+
+    Raises:
+        NotFiniteError: it names the stage and the first sample.
+    """
+    for at, advantage in enumerate(batch.advantages):
+        if not np.isfinite(advantage):
+            reward = batch.rewards[at]
+            raise _error(f"advantage {advantage} of {_sample(batch, at)}, whose reward is {reward}")
+    for at, sample in enumerate(batch.samples):  # a teacher's are NaN: it gave none
+        bad = np.flatnonzero(np.isinf(sample.logprobs) & sample.loss_mask)
+        if len(bad):
+            value = sample.logprobs[bad[0]]
+            raise _error(f"old_logprobs of token {bad[0]} of {_sample(batch, at)} is {value}")
+
+
+def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, parts: Partition) -> None:
+    """See that a stage's values are finite.
+
+    Args:
+        tensors: of each micro-batch, [B, T - 1]: column t is of token t + 1.
+
+    Raises:
+        NotFiniteError: it names the stage, the first sample and its token.
+    """
+    for micro, tensor in enumerate(tensors):
+        bad = torch.nonzero(~torch.isfinite(tensor))
+        if len(bad):
+            row, column = bad[0].tolist()
+            value = float(tensor[row, column])
+            sample = _sample(batch, parts[0][micro][row])
+            raise _error(f"{stage} of token {column + 1} of {sample} is {value}")
+
+
+def check_tensors(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """See that every value of named tensors is finite.
+
+    Raises:
+        NotFiniteError: it names the stage and the first tensor.
+    """
+    for name, tensor in tensors:
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise _error(f"{stage}: {bad} of {tensor.numel()} values of {name} are not finite")
+
+
+def _sample(batch: Batch, at: int) -> str:
+    sample = batch.samples[at]
+    return f"sample {sample.name} (turn {sample.leaf_turn_id})"
+
+
+def _error(where: str) -> NotFiniteError:
+    remedy = "the run goes on from its last checkpoint, with a lower optimizer.lr or without that sample"
+    return NotFiniteError(f"{where}: the step is not committed, and nothing of it is published; {remedy}")

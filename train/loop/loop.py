@@ -1,0 +1,156 @@
+"""`rollbook train`: take steps from a source until the configuration's number is reached."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rollbook import store
+from rollbook.store import Event, Store
+from rollbook.store.cut import Cut, format_cut, parse_cut
+from rollbook.store.errors import ConfigError, TrainError
+from rollbook.store.events import RunOpened
+from rollbook.store.fold.versions import VersionDigests
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.phase import family_in
+from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.loop.environment import fingerprint
+from rollbook.train.loop.feed import Feed
+from rollbook.train.loop.publish import check_model
+from rollbook.train.loop.stopping import Stopped, Stopping
+from rollbook.train.loop.trainer import StepOutcome, Trainer
+from rollbook.train.loop.watcher import TrainingStart, Watcher
+
+
+def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, watcher: Watcher) -> None:
+    """Train a phase to its end. A phase that was interrupted goes on where it stopped.
+
+    SIGINT and SIGTERM end it after the step in hand, with a checkpoint, and then the process.
+
+    Args:
+        path: folder of the store.
+        source: `cut`, the log as it is, or `tail`, as it grows.
+        as_of: the cut, as `Store.cut` reads it.
+        lane: the lane to write.
+        watcher: told how it goes.
+
+    Raises:
+        RollbookError: the configuration, the model or the log cannot be used.
+    """
+    log = store.open(path)
+    if source == "tail" and as_of != "head":
+        raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
+    what = f"training policy {config.policy} of run {config.run}"
+    stopping = Stopping()
+    with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
+        versions = VersionDigests()
+        history = fold_history(_noted(log.events(), versions), config.run, config.policy)
+        check_model(config, versions)
+        family = family_in(history, config, source)
+        done = len(history.of_family(family))
+        if done >= config.steps and family != _last_family(history):
+            watcher.note("nothing to do: every step of this configuration is committed")
+            return
+        cut = _phase_cut(log, history, family, as_of, config.run)
+        feed = Feed(config, log, source, cut, family)
+        feed.look(history, done)
+        trainer = Trainer(config, log, writer, history, family)
+        try:
+            watcher.begun(_start(trainer, config, source, cut))
+            trainer.tells(watcher.tell)
+            # With these two the proxies know what is used, and for how long.
+            said = config.as_json() | {"source": source, "steps_done": done}
+            trainer.write(RunOpened("train", said, environment=fingerprint(trainer.policy.device)))
+            trainer.sync_current()
+            feed.begin(history, trainer, stopping)
+            if _steps(watcher, trainer, config, feed, stopping):
+                if trainer.done == done:
+                    raise TrainError(feed.unfilled(done))
+                watcher.note(feed.unfilled(trainer.done))
+        finally:
+            trainer.close()
+    stopping.end()
+
+
+def _noted(events: Iterable[Event], versions: VersionDigests) -> Iterator[Event]:
+    """The events, of which the digests of versions are taken on the way."""
+    for event in events:
+        versions.add(event)
+        yield event
+
+
+def _last_family(history: History) -> str | None:
+    """The configuration whose step was the last to commit."""
+    return family_of(history.steps[max(history.steps)].planned.phase) if history.steps else None
+
+
+def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) -> Cut:
+    """The cut a configuration trains at: decided when it starts, and kept when it goes on.
+
+    Raises:
+        ConfigError: `--as-of` names another cut than it started at.
+    """
+    wanted = log.cut(as_of, run)
+    earlier = history.of_family(family)
+    if not earlier:
+        return wanted
+    cut = parse_cut(earlier[0].planned.cut)
+    if as_of != "head" and cut != wanted:
+        raise ConfigError(
+            f"--as-of {as_of}: this configuration started at {format_cut(cut)} and goes on there; change "
+            "its seed or recipe to start anew"
+        )
+    return cut
+
+
+def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> TrainingStart:
+    return TrainingStart(
+        run=config.run,
+        algorithm=config.algorithm.name,
+        cut=None if source == "tail" else format_cut(cut),
+        version=trainer.version,
+        done=trainer.done,
+        steps=config.steps,
+    )
+
+
+def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, stopping: Stopping) -> bool:
+    """Take the steps that are left; whether too few samples were there for them."""
+    unfilled = False
+    if trainer.done >= config.steps:
+        watcher.note("nothing to do: every step of this configuration is committed")
+    with stopping:
+        with contextlib.suppress(Stopped):
+            while trainer.done < config.steps and not unfilled:
+                with stopping.waiting():
+                    selection = feed.take(trainer, stopping)
+                if selection is None:
+                    unfilled = True
+                    continue
+                outcome = trainer.take_step(selection)
+                if (alarm := gap_alarm(config, outcome)) is not None:
+                    watcher.warn(alarm)
+                trainer.publish()
+                watcher.committed(trainer.done, outcome.step, outcome.metrics)
+        # Also where a crash came between the last step and its checkpoint: what follows starts from it.
+        trainer.ensure_checkpoint()
+    if stopping.number is not None and trainer.done < config.steps:
+        watcher.note(f"stopped after {trainer.done} of {config.steps} steps: the same command goes on")
+    return unfilled
+
+
+def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:
+    """What to warn of where engines made tokens of other weights than their version's, or None.
+
+    Not with `pause = "in_place"`: there tokens are sampled over what older weights left in the cache.
+    """
+    gap = outcome.metrics.get("engine_logprob_gap")
+    kept_cache = config.sync is not None and config.sync.partial_rollout and config.sync.pause == "in_place"
+    if gap is None or gap <= config.engine_gap_alarm or kept_cache:
+        return None
+    return (
+        f"step {outcome.step}: an engine's logprobs of tokens of version {outcome.version - 1}, the very one "
+        f"that the step starts from, differ by {gap:.3g} from the trainer's (engine_gap_alarm is "
+        f"{config.engine_gap_alarm:g}): it computes otherwise, or served other weights. See docs/engines.md"
+    )

@@ -1,0 +1,257 @@
+"""A policy's versions go out: as checkpoints in the store, and to the engines that serve it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollbook.ingest.engines.identify import binding
+from rollbook.ingest.engines.model_files import weight_files
+from rollbook.ingest.engines.weights.digests import (
+    Tensors,
+    digest_tensors,
+    read_manifest,
+    read_weights,
+    widened,
+)
+from rollbook.ingest.engines.weights.log import WeightLog
+from rollbook.store import Event, Store
+from rollbook.store.catalog.catalog import note_checkpoint
+from rollbook.store.errors import EngineError, EngineLostError, VersionError
+from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
+from rollbook.store.fold.versions import VersionDigests
+from rollbook.store.inside import place_inside
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.redaction import Scrubber, cleaned
+from rollbook.store.secret import SECRETS, store_secret
+from rollbook.train.checkpoints.checkpoint import write_checkpoint
+from rollbook.train.config.config import SyncConfig, TrainConfig
+from rollbook.train.history import History
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.weight_names import checked, weight_shapes
+from rollbook.train.sync.control import EMBEDDED, EngineControl
+from rollbook.train.sync.presence import await_one
+from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
+from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
+
+ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
+
+
+def check_model(config: TrainConfig, versions: VersionDigests) -> None:
+    """See that CONFIG's model is the one that the run began with, where its weights are there to compare.
+
+    Raises:
+        VersionError: the run's version 0 is other weights; with the remedy.
+        ModelError: it cannot be read.
+    """
+    model, version = config.model, 0
+    bound = versions.of(config.run, config.policy, version)
+    if bound is None or not weight_files(model):
+        return
+    manifest = read_manifest(model)
+    if manifest is not None:
+        if (manifest.get("run"), manifest.get("policy")) == (config.run, config.policy):
+            version = int(manifest["policy_version"])
+        digest = str(manifest["weights_digest"])
+    else:
+        digest = digest_tensors(_own_weights(model))
+    versions.check(config.run, config.policy, version, digest, f"CONFIG's model {model}")
+
+
+def _own_weights(model: Path) -> Tensors:
+    """A model's weights as they are trained: in float32, by the names of files: a model's may be fused."""
+    shape = read_shape(model)
+    given = checked(widened(read_weights(model)), shape)
+    return {name: given[name] for name in weight_shapes(shape)}
+
+
+class Publisher:
+    """Writes versions of one policy of one run into the store, and keeps engines at them."""
+
+    def __init__(self, config: TrainConfig, log: Store, writer: LaneWriter, history: History) -> None:
+        self._config, self._log, self._writer, self._history = config, log, writer, history
+        self._scrub = Scrubber(store_secret(log.path, SECRETS))
+        self._engines: list[EngineControl] = []
+        self._syncer: Syncer | None = None
+        self._transport: Transport | None = None
+        self._checkpointed: int | None = None
+        """The version of which there is a checkpoint that training can go on from."""
+        self.on_written: Callable[..., None] = lambda *records: None
+        """Told of records once they are durable."""
+
+    def write(self, *records: Record) -> None:
+        """Append records together and wait until they are durable."""
+        clean = (cleaned(record, self._scrub.text, self._scrub.value) for record in records)
+        events = [Event(record, self._config.run) for record in clean]
+        self._writer.append(events).result()
+        self.on_written(*(event.record for event in events))
+
+    def adopt_model(self) -> None:
+        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed.
+
+        Raises:
+            VersionError: the run's version 0 is other weights, which a proxy has recorded with.
+        """
+        model, config = self._config.model, self._config
+        record = write_checkpoint(
+            self._log.path, config.run, config.policy, 0, _own_weights(model), None, like=model, phase=None
+        )
+        log = WeightLog(self._log, config.run, config.policy)
+        with binding(log):
+            log.refresh()
+            try:
+                log.check(0, record.weights_digest, str(model))
+            except VersionError:
+                shutil.rmtree(place_inside(self._log.path, record.path))
+                raise
+            self._note(record)
+
+    def restored(self, version: int) -> None:
+        """Training goes on from this version's checkpoint."""
+        self._checkpointed = version
+
+    def publish(
+        self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, checkpoint: bool, sync: bool
+    ) -> None:
+        """Write a version where it is wanted, and give it to the engines.
+
+        Args:
+            like: a model directory whose other files go along with a checkpoint.
+            checkpoint: with the optimizer's state, so that training can go on from it.
+            sync: give it to the engines, if there are any.
+        """
+        wanted = checkpoint and self._checkpointed != version
+        sync = sync and self._config.sync is not None
+        record = None
+        if wanted or (sync and self._syncs_from_disk()):
+            record = self._write_checkpoint(policy, version, like, phase, whole=wanted)
+        if wanted:
+            self._checkpointed = version
+        if sync:
+            self._sync(policy, version, record)
+
+    def keep_served(self, policy: TrainablePolicy, version: int, like: Path, phase: str) -> None:
+        """Give the version to engines that were started anew since they were given theirs."""
+        lost = [] if self._syncer is None else self._syncer.lost()
+        if lost:
+            with contextlib.suppress(EngineError):  # it went away again; the log says so
+                self.sync_current(policy, version, like, phase, lost)
+
+    def sync_current(
+        self, policy: TrainablePolicy, version: int, like: Path, phase: str, only: Sequence[str] = ()
+    ) -> None:
+        """Give the engines, or only some, the version that training goes on from."""
+        if self._config.sync is None:
+            return
+        held = [c for c in self._history.checkpoints if c.policy_version == version]
+        record = held[-1] if held else None
+        if record is None and self._syncs_from_disk():
+            record = self._write_checkpoint(policy, version, like, phase, whole=False)
+        self._sync(policy, version, record, only)
+
+    def _write_checkpoint(
+        self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, whole: bool
+    ) -> CheckpointWritten:
+        record = write_checkpoint(
+            self._log.path,
+            self._config.run,
+            self._config.policy,
+            version,
+            policy.stream_weights(),
+            policy.optimizer_state() if whole else None,
+            like=like,
+            phase=phase,
+        )
+        self._note(record)
+        return record
+
+    def _note(self, record: CheckpointWritten) -> None:
+        earlier = [c.policy_version for c in self._history.checkpoints]
+        parent = max((v for v in earlier if v < record.policy_version), default=None)
+        published = PolicyPublished(
+            record.policy, record.policy_version, parent, record.path, record.weights_digest
+        )
+        self.write(record, published)
+        self._history.checkpoints.append(record)
+        note_checkpoint(self._log.path, self._config.run, record)
+
+    # Engines ----------------------------------------------------------------------------------
+
+    def _sync(
+        self,
+        policy: TrainablePolicy,
+        version: int,
+        record: CheckpointWritten | None,
+        only: Sequence[str] = (),
+    ) -> None:
+        path = "" if record is None else record.path
+        digest = policy.weights_digest() if record is None else record.weights_digest
+        names = tuple(weight_shapes(policy.shape))
+        own = (policy.shape.head_dim, self._config.run, names, policy.shape)
+        release = Release(self._config.policy, version, digest, path, *own)
+        syncer, sync = self._connected(), self._config.sync
+        assert sync is not None
+        if isinstance(self._transport, FromDisk):
+            self._transport.path = place_inside(self._log.path, path)
+        begun = time.monotonic()
+        while True:
+            try:
+                syncer.sync(release, policy.stream_weights, only)
+                return
+            except EngineLostError:
+                left = begun + sync.wait_s - time.monotonic()
+                if only or left <= 0:
+                    raise
+                await_one(self._engines, left)  # who is started anew needs all of it, or is not there yet
+
+    def _syncs_from_disk(self) -> bool:
+        self._connected()
+        return isinstance(self._transport, FromDisk)
+
+    def _connected(self) -> Syncer:
+        if self._syncer is None:
+            sync = self._config.sync
+            assert sync is not None
+            key, admin_key = sync.key(os.environ), os.environ.get(ADMIN_KEY_VARIABLE)
+            self._engines = [
+                EngineControl(address.url, sync.timeout_s, key, address.login, admin_key)
+                for address in sync.engines
+            ]
+            self._transport = _transport(sync, self._engines)
+            manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
+            self._syncer = Syncer(self._engines, self._transport, self.write, manner)
+        return self._syncer
+
+    def close(self) -> None:
+        """Give connections back."""
+        if self._syncer is not None:
+            self._syncer.close()
+
+
+def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
+    """The configured transport, or the one that fits where the engines are.
+
+    Raises:
+        EngineLostError: none of them can be reached for `wait_s`.
+    """
+    size = sync.bucket_mb * 2**20
+    name = _fitting(engines, sync.wait_s) if sync.transport == "auto" else sync.transport
+    if name == "disk":
+        return FromDisk(Path())
+    if name == "tensor":
+        return FromTensors(size)
+    return ByBroadcast(size, sync.address, sync.timeout_s)
+
+
+def _fitting(engines: list[EngineControl], wait_s: float) -> str:
+    """Embedded engines load from disk, engines of this host from its memory, others by broadcast."""
+    if any(info.kind == EMBEDDED for info in await_one(engines, wait_s)):
+        return "disk"
+    hosts = {urlsplit(engine.url).hostname for engine in engines}
+    return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"

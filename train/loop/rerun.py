@@ -1,0 +1,81 @@
+"""Runs committed steps again, from the log alone, and holds every stage against what was recorded.
+
+Resuming a run and replaying a step are both this: the state of a policy is a fold of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rollbook.store import Store, parse_cut
+from rollbook.store.errors import ReplayError
+from rollbook.store.events import Json, StepPlanned, TrajectoryErased
+from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.history import CommittedStep
+from rollbook.train.loop.step import STAGES, batch_of, input_digests, run_step
+from rollbook.train.megatron.backend import TrainablePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class RerunStep:
+    """A step run again: the recorded and the new digest of every stage, and the new metrics."""
+
+    step: int
+    recorded: Json
+    found: Json
+    metrics: Json
+
+    @property
+    def first_difference(self) -> str | None:
+        """The first stage whose digest differs, in the order of `STAGES`; None if all are equal."""
+        return next((s for s in STAGES if self.recorded.get(s) != self.found.get(s)), None)
+
+
+def samples_at_cut(log: Store, plan: StepPlanned) -> dict[str, Sample]:
+    """The samples a manifest names, by leaf turn, materialized from the log at the manifest's cut.
+
+    Raises:
+        ReplayError: the log does not hold one of them, or its tokens were erased.
+    """
+    wanted = {ref["trajectory_id"] for ref in plan.samples}
+    source = plan.recipe["reward_source"]
+    trajectories = log.trajectories(parse_cut(plan.cut), wanted)
+    samples = {s.leaf_turn_id: s for t in trajectories.values() for s in samples_of(t, source)}
+    missing = [ref for ref in plan.samples if ref["turn_id"] not in samples]
+    if missing:
+        raise ReplayError(f"step {plan.step}: the log no longer holds its sample {missing[0]}")
+    for ref in plan.samples:
+        if samples[ref["turn_id"]].erased:
+            raise ReplayError(
+                f"step {plan.step}: the tokens of trajectory {ref['trajectory_id']}, which it trained on, "
+                f"were erased ({_why_erased(log, ref['trajectory_id'])}); no step that needs them can be "
+                "replayed"
+            )
+    return samples
+
+
+def _why_erased(log: Store, trajectory_id: str) -> str:
+    """The reason that was given for an erasure."""
+    records = [e.record for e in log.events() if isinstance(e.record, TrajectoryErased)]
+    reasons = [r.reason for r in records if r.trajectory_id == trajectory_id and not r.tokens_kept]
+    return reasons[-1] if reasons else "not recorded yet: the erasure was cut short, run it again"
+
+
+def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedStep]) -> Iterator[RerunStep]:
+    """Run committed steps again on a policy that is in the state before the first of them.
+
+    Each runs with the number of threads it was recorded with, and leaves it set.
+
+    Raises:
+        ReplayError: the log does not hold a sample that a manifest names.
+    """
+    for step in steps:
+        plan = step.planned
+        torch.set_num_threads(int(plan.environment["threads"]))
+        found = input_digests(policy, plan.seed)
+        result = run_step(policy, plan, batch_of(plan, samples_at_cut(log, plan)), finite=False)
+        recorded = plan.input_digests | step.committed.digests
+        yield RerunStep(plan.step, recorded, found | result.digests, result.metrics)

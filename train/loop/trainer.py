@@ -1,0 +1,223 @@
+"""One policy in training on one log: restores its state, takes steps, writes what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollbook.ingest.engines.weights.digests import digest_tensors
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import ModelError, TrainError
+from rollbook.store.events import (
+    CheckpointWritten,
+    Record,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+)
+from rollbook.store.inside import place_inside
+from rollbook.store.log.writer import LaneWriter
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.batch import partition
+from rollbook.train.data.recipe import Drop
+from rollbook.train.data.samples import Sample
+from rollbook.train.data.selection import Selection
+from rollbook.train.history import History
+from rollbook.train.loop.environment import differences, fingerprint
+from rollbook.train.loop.publish import Publisher
+from rollbook.train.loop.rerun import rerun_steps
+from rollbook.train.loop.step import batch_of, input_digests, run_step, step_seed
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import choose_device, set_deterministic
+from rollbook.train.megatron.shape import read_shape
+
+LOOK_S = 2.0
+"""How often engines are looked at while samples are waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did, for the progress display."""
+
+    step: int
+    version: int
+    metrics: dict[str, Any]
+    dropped: int
+
+
+class Trainer:
+    """Takes optimizer steps of one phase. Every step is an event before it runs and after.
+
+    Restoring is a fold: the nearest checkpoint, and the committed steps after it run again.
+    """
+
+    def __init__(
+        self, config: TrainConfig, log: Store, writer: LaneWriter, history: History, family: str
+    ) -> None:
+        self._config, self._log = config, log
+        self._history, self._phase = history, history.phase_to_train(family)
+        self._publisher = Publisher(config, log, writer, history)
+        if not history.checkpoints:
+            self._publisher.adopt_model()
+        base, between = history.base_for(history.next_step, self._phase)
+        self._like = place_inside(log.path, base.path)
+        device = choose_device(config.device)
+        self.policy = TrainablePolicy(
+            read_shape(self._like),
+            config.optimizer,
+            steps=config.steps,
+            device=device,
+            seed=config.seed,
+            threads=config.threads,
+        )
+        self._restore(base, [s.planned.step for s in between])
+        self.version = base.policy_version + len(between)
+        self.step = history.next_step
+        self.done = len(history.of_family(family))
+        self.served = self.version
+        """The version that the engines have; without engines here, whatever was published last."""
+        self._looked = time.monotonic()
+        self._environment = fingerprint(device)
+        if not between:
+            self._publisher.restored(self.version)
+
+    def _restore(self, base: CheckpointWritten, steps: list[int]) -> None:
+        held = read_checkpoint(self._like)
+        if digest_tensors(held.weights) != base.weights_digest:
+            raise ModelError(f"{self._like}: its weights are not those the log names")
+        self.policy.load_weights(held.weights)
+        same_phase = base.phase == self._phase and held.optimizer is not None
+        self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
+        between = [self._history.steps[step] for step in steps]
+        recorded = between[-1].planned.environment if between else {}
+        for replayed in rerun_steps(self._log, self.policy, between):
+            if replayed.first_difference is not None:
+                here = differences(recorded, fingerprint(self.policy.device))
+                raise TrainError(
+                    f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again "
+                    f"differs in {replayed.first_difference}. Resume where it ran; what differs here: "
+                    f"{'; '.join(here) or 'nothing that is known to change bits'}"
+                )
+        set_deterministic(self._config.threads)
+
+    def write(self, *records: Record) -> None:
+        """Append records together and wait until they are durable."""
+        self._publisher.write(*records)
+
+    def tells(self, listener: Callable[..., None]) -> None:
+        """Let somebody hear of all records that are written from now on."""
+        self._publisher.on_written = listener
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def take_step(self, selection: Selection) -> StepOutcome:
+        """Plan, run and commit a step on the selected samples."""
+        plan = self._plan(selection.samples, selection.cut)
+        drops = self._drop_records(selection.drops)
+        self.write(*drops, plan)
+        try:
+            batch = batch_of(plan, {s.leaf_turn_id: s for s in selection.samples})
+            result = run_step(self.policy, plan, batch)
+        except BaseException as error:
+            self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
+            raise
+        self.version += 1
+        outcome = StepOutcome(self.step, self.version, result.metrics, len(drops))
+        self.write(
+            StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, result.metrics)
+        )
+        self.step, self.done = self.step + 1, self.done + 1
+        return outcome
+
+    def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
+        recipe = digest_json(self._config.recipe.model_dump(mode="json"))
+        return [
+            SampleDropped(
+                d.sample.trajectory_id,
+                d.sample.leaf_turn_id,
+                d.rule,
+                recipe,
+                self.step,
+                d.detail,
+                self._attempt,
+            )
+            for d in drops
+        ]
+
+    @property
+    def _attempt(self) -> int:
+        return self._history.attempts.get(self.step, 0) + 1
+
+    def note_drops(self, drops: list[Drop]) -> None:
+        """Record drops that no step followed: the samples left would not fill one."""
+        if drops:
+            self.write(*self._drop_records(drops))
+
+    def _plan(self, samples: list[Sample], cut: Cut) -> StepPlanned:
+        config = self._config
+        seed = step_seed(config.seed, self.step)
+        recipe = config.recipe.model_dump(mode="json")
+        return StepPlanned(
+            step=self.step,
+            attempt=self._attempt,
+            policy=config.policy,
+            policy_version=self.version,
+            phase=self._phase,
+            cut=format_cut(cut),
+            recipe=recipe,
+            recipe_digest=digest_json(recipe),
+            samples=[s.reference for s in samples],
+            partition=partition(len(samples), config.micro_batch_size),
+            algorithm=config.algorithm.model_dump(mode="json"),
+            optimizer=config.optimizer.model_dump(mode="json"),
+            learning_rate=self.policy.learning_rate(self.done),
+            seed=seed,
+            input_digests=input_digests(self.policy, seed),
+            environment=self._environment,
+        )
+
+    # Checkpoints and engines ------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """After a step: write a checkpoint and give the version to the engines, where either is due."""
+        config, last = self._config, self.done == self._config.steps
+        sync = config.sync is not None and (last or self.done % config.sync.sync_every == 0)
+        self.served = self.version if sync or config.sync is None else self.served
+        self._publisher.publish(
+            self.policy,
+            self.version,
+            self._like,
+            self._phase,
+            checkpoint=last or self.done % config.checkpoint_every == 0,
+            sync=sync,
+        )
+
+    def ensure_checkpoint(self) -> None:
+        """Write a checkpoint of this version, unless one is there."""
+        self._publisher.publish(
+            self.policy, self.version, self._like, self._phase, checkpoint=True, sync=False
+        )
+
+    def sync_current(self) -> None:
+        """Give the engines the version that training starts from."""
+        self.served = self.version
+        self._publisher.sync_current(self.policy, self.version, self._like, self._phase)
+
+    def keep_served(self) -> None:
+        """While samples are waited for: an engine that was started anew gets the version again.
+
+        Else nobody might sample any more, and no step would come after which it gets one.
+        """
+        if time.monotonic() - self._looked > LOOK_S:
+            self._publisher.keep_served(self.policy, self.version, self._like, self._phase)
+            self._looked = time.monotonic()
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._publisher.close()

@@ -1,0 +1,45 @@
+"""Who is told how a training goes; what is shown of it is theirs to decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollbook.store.events import Json, Record
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStart:
+    """Where a training begins, or goes on.
+
+    Attributes:
+        cut: of the log that it takes samples from; None for the tail.
+        version: policy version that its next step starts from.
+        done, steps: of this configuration: committed before, and asked for.
+    """
+
+    run: str
+    algorithm: str
+    cut: str | None
+    version: int
+    done: int
+    steps: int
+
+
+class Watcher(Protocol):
+    """Is told of a training while it runs, on its own thread."""
+
+    def begun(self, start: TrainingStart) -> None:
+        """It is about to take its first step."""
+
+    def tell(self, *records: Record) -> None:
+        """These events were written."""
+
+    def committed(self, done: int, step: int, metrics: Json) -> None:
+        """Step `step` is committed, the `done`-th of this configuration."""
+
+    def note(self, text: str) -> None:
+        """Something that a person would want to know."""
+
+    def warn(self, text: str) -> None:
+        """Something that a person should look at."""

@@ -1,0 +1,1 @@
+"""The model: Megatron-core under Hugging Face names."""

@@ -1,0 +1,198 @@
+"""Builds the Megatron-core model, data-parallel wrapper and optimizer, on CPU (gloo) or GPU (nccl)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollbook.store.errors import ModelError
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.megatron import cpu_device
+from rollbook.train.megatron.reshard import RankLayout, check_layout, one_rank
+from rollbook.train.megatron.shape import ModelShape
+
+# Before CUDA is first used: these change bits on a GPU, so a replayable run sets them from step 0.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("NCCL_ALGO", "Ring")
+# megatron compiles its fused functions by default; compiled kernels differ between machines.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+# Megatron says over and over that Apex and TransformerEngine, whose kernels are not used, are missing.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+
+
+@dataclass(slots=True)
+class MegatronParts:
+    """A model in training: the bare module, its data-parallel wrapper, the optimizer, the config."""
+
+    module: Any
+    wrapped: Any
+    optimizer: Any
+    config: Any
+    device: torch.device
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def start_ranks(device: torch.device, seed: int) -> None:
+    """One process group of this process alone, megatron's groups in it, and its random state."""
+    if device.type == "cpu":
+        cpu_device.install()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def set_deterministic(threads: int) -> None:
+    """Deterministic kernels and a fixed number of threads, from the first step on."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory only helps to find reads of it; it took a quarter of a small model's step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def build(
+    shape: ModelShape, optimizer: OptimizerConfig, device: torch.device, seed: int, threads: int
+) -> MegatronParts:
+    """A float32 model as megatron's GPTModel on one rank, with megatron's DDP and Adam."""
+    set_deterministic(threads)
+    start_ranks(device, seed)
+    module = build_module(shape, one_rank(shape)).to(device)
+    return _wrap(module, module.config, optimizer, device)
+
+
+def build_module(shape: ModelShape, layout: RankLayout) -> Any:
+    """A rank's part of megatron's GPTModel (local spec), float32; megatron's groups are as `layout` says.
+
+    Raises:
+        ModelError: the model cannot be split so, or its stages are not of one depth.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    check_layout(shape, layout)
+    if len(set(layout.stages)) > 1:
+        raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
+    return GPTModel(
+        config=_transformer_config(shape, layout),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=shape.experts.count if shape.experts else None,
+            moe_grouped_gemm=False,
+            qk_layernorm=shape.qk_norm,
+            normalization="RMSNorm",
+        ),
+        vocab_size=shape.padded_vocab,
+        max_sequence_length=shape.context,
+        pre_process=layout.first,
+        post_process=layout.last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_theta),
+    )
+
+
+def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        deterministic_mode=True,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=len(layout.stages),
+        **_expert_config(shape, layout),
+    )
+
+
+def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
+    """What makes megatron's mixture of experts the one of Qwen3-MoE: no dropped tokens, no loss of its own.
+
+    Renormalized weights are the softmax over the chosen experts' logits alone, which is how megatron
+    computes them; the others are the softmax over all experts.
+    """
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_pre_softmax": not experts.renormalized,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
+
+
+def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.device) -> MegatronParts:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(config, ddp, module)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = wrapped.no_sync
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=wanted.lr,
+            min_lr=wanted.min_lr,
+            weight_decay=wanted.weight_decay,
+            adam_beta1=wanted.betas[0],
+            adam_beta2=wanted.betas[1],
+            adam_eps=wanted.eps,
+            clip_grad=wanted.clip_grad,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=False,
+        ),
+        [wrapped],
+    )
+    return MegatronParts(module, wrapped, optimizer, config, device)

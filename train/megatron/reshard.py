@@ -1,0 +1,229 @@
+"""A model spread over tensor- and pipeline-parallel ranks: each rank's part of whole tensors, and back.
+
+Tensors are split as Megatron-core splits them: queries, keys and values by key-value group, gate and up
+each on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages in order. The
+tensors of an expert are split like a dense layer's, or whole on every rank (`expert_tensor` 1). Experts
+are not spread over ranks (expert parallelism is 1), and interleaved stages are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollbook.store.errors import ModelError
+from rollbook.train.megatron.shape import ModelShape
+from rollbook.train.megatron.weight_names import Weight, checked, parts, plan, shard
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Which part of a model a rank holds.
+
+    `tensor` ranks share each tensor, of which this one is `tensor_rank`; `stages` counts the layers of
+    every pipeline stage, and this rank is in stage `stage`. The tensors of an expert are shared by
+    `expert_tensor` ranks: as many as `tensor`, or 1.
+    """
+
+    stages: tuple[int, ...]
+    stage: int = 0
+    tensor: int = 1
+    tensor_rank: int = 0
+    expert_tensor: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it holds the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it holds the output."""
+        return self.stage == len(self.stages) - 1
+
+    @property
+    def offset(self) -> int:
+        """Layers in the stages before."""
+        return sum(self.stages[: self.stage])
+
+
+def one_rank(shape: ModelShape) -> RankLayout:
+    """The layout of a process that holds the whole model."""
+    return RankLayout((shape.layers,))
+
+
+def layout_here(shape: ModelShape) -> RankLayout:
+    """The layout of this process in Megatron's process groups, stages of equal depth.
+
+    Raises:
+        ModelError: the model cannot be split so.
+    """
+    from megatron.core import parallel_state as ranks
+
+    count = ranks.get_pipeline_model_parallel_world_size()
+    layout = RankLayout(
+        stages=(shape.layers // count,) * count,
+        stage=ranks.get_pipeline_model_parallel_rank(),
+        tensor=ranks.get_tensor_model_parallel_world_size(),
+        tensor_rank=ranks.get_tensor_model_parallel_rank(),
+        expert_tensor=ranks.get_expert_tensor_parallel_world_size(),
+    )
+    check_layout(shape, layout)
+    return layout
+
+
+def check_layout(shape: ModelShape, layout: RankLayout) -> None:
+    """See that every split comes out even.
+
+    Raises:
+        ModelError: one does not; it names the number and the ranks.
+    """
+    if sum(layout.stages) != shape.layers or min(layout.stages) < 1:
+        raise ModelError(
+            f"{shape.layers} layers cannot be {list(layout.stages)} per pipeline stage: "
+            "choose a number of stages that divides them"
+        )
+    split = {"key-value heads": shape.kv_heads, "rows of the padded vocabulary": shape.padded_vocab}
+    if shape.experts is None:
+        split["intermediate_size"] = shape.ffn
+    for what, count in split.items():
+        if count % layout.tensor:
+            raise ModelError(
+                f"{count} {what} cannot be split over {layout.tensor} tensor-parallel ranks: "
+                "choose a number that divides them"
+            )
+    if shape.experts is None:
+        return
+    if layout.expert_tensor not in (1, layout.tensor) or shape.experts.ffn % layout.expert_tensor:
+        raise ModelError(
+            f"experts of width {shape.experts.ffn} on {layout.tensor} tensor-parallel ranks cannot be split "
+            f"over {layout.expert_tensor}: choose 1, or all the ranks if their number divides the width"
+        )
+
+
+def _stage_of(weight: Weight, layout: RankLayout) -> int:
+    ends = [sum(layout.stages[: i + 1]) for i in range(len(layout.stages))]
+    return next(i for i, end in enumerate(ends) if weight.layer < end)
+
+
+def _local_name(weight: Weight, layout: RankLayout, stage: int) -> str:
+    """Its name in the stage that holds it, where layers are counted from 0."""
+    if not weight.megatron.startswith("decoder.layers."):
+        return weight.megatron
+    inner = weight.megatron.split(".", 3)[3]
+    return f"decoder.layers.{weight.layer - sum(layout.stages[:stage])}.{inner}"
+
+
+def _split_over(weight: Weight, layout: RankLayout) -> int:
+    """How many ranks share the tensor; 1 where each has all of it."""
+    if weight.kind == "replicated":
+        return 1
+    return layout.expert_tensor if weight.expert else layout.tensor
+
+
+def rank_weights(
+    tensors: Mapping[str, torch.Tensor], shape: ModelShape, layout: RankLayout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A rank's Megatron tensors, one at a time, from whole Hugging Face tensors.
+
+    A tied model's last stage has a copy of the embedding, `output_layer.weight`, if that is elsewhere.
+
+    Raises:
+        ModelError: a tensor is missing or ill-shaped, or the model cannot be split so.
+    """
+    check_layout(shape, layout)
+    fitting = checked(tensors, shape)
+    for weight in plan(shape):
+        size = _split_over(weight, layout)
+        rank = layout.tensor_rank if size > 1 else 0
+        if _stage_of(weight, layout) == layout.stage:
+            yield _local_name(weight, layout, layout.stage), shard(weight, fitting, shape, rank, size)
+        if weight.megatron.startswith("embedding.") and shape.tied and layout.last and not layout.first:
+            yield "output_layer.weight", shard(weight, fitting, shape, rank, size)
+
+
+# From the ranks to the first of them ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank says of itself: where it stands and the shape and type of each of its tensors."""
+
+    layout: RankLayout
+    rank: int
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def stream_from_ranks(
+    held: Mapping[str, torch.Tensor], shape: ModelShape, layout: RankLayout, group: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole Hugging Face tensors on the first rank of a group, one at a time, in the order of `plan`.
+
+    Every rank of the group calls this and exhausts the iterator; on all but the first it yields nothing.
+    Each sends one tensor and waits until it is taken, so the first rank holds the parts of one Megatron
+    tensor and one Hugging Face tensor made of them, besides its own.
+
+    Args:
+        held: the rank's own Megatron tensors, by their names in its stage.
+        group: the process group of one copy of the model: its tensor- and pipeline-parallel ranks.
+
+    Raises:
+        ModelError: the ranks do not hold the model together; raised on all of them.
+    """
+    import torch.distributed as dist
+
+    check_layout(shape, layout)
+    told = {n: (tuple(t.shape), t.dtype) for n, t in held.items()}
+    ranks: list[_Held] = [_Held(layout, dist.get_rank(), told)] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, ranks[0], group=group)
+    at = {(r.layout.stage, r.layout.tensor_rank): r for r in ranks}
+    first, here = dist.get_global_rank(group, 0), dist.get_rank()
+    sources = [(w, *_sources(w, layout, at)) for w in plan(shape)]  # before anything is sent
+    for weight, name, owners in sources:
+        if here == first:
+            shards = _received(name, owners, here, held)
+            yield from zip(weight.huggingface, parts(weight, shards, shape), strict=True)
+        elif any(owner.rank == here for owner in owners):
+            dist.send(held[name].detach().contiguous(), dst=first)
+
+
+def _sources(
+    weight: Weight, layout: RankLayout, at: Mapping[tuple[int, int], _Held]
+) -> tuple[str, list[_Held]]:
+    """The local name of a weight, and the ranks it is gathered from in tensor-parallel order."""
+    stage = _stage_of(weight, layout)
+    name = _local_name(weight, layout, stage)
+    owners = []
+    for rank in range(_split_over(weight, layout)):
+        owner = at.get((stage, rank))
+        if owner is None or name not in owner.tensors:
+            raise ModelError(
+                f"{weight.huggingface[0]} cannot be gathered: tensor-parallel rank {rank} of stage {stage} "
+                f"does not hold {name}; every rank of the model has to take part, with the same layout"
+            )
+        owners.append(owner)
+    return name, owners
+
+
+def _received(
+    name: str, owners: list[_Held], here: int, held: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The owners' tensors; this rank's own is not copied."""
+    import torch.distributed as dist
+
+    shards, pending = [], []
+    device = next(iter(held.values())).device
+    for owner in owners:
+        if owner.rank == here:
+            shards.append(held[name].detach())
+            continue
+        dims, dtype = owner.tensors[name]
+        shards.append(torch.empty(dims, dtype=dtype, device=device))
+        pending.append(dist.irecv(shards[-1], src=owner.rank))
+    for request in pending:
+        if request is not None:
+            request.wait()
+    return shards

@@ -1,0 +1,252 @@
+"""Weights between Hugging Face's names and Megatron-core's (local layer spec): one plan, both ways.
+
+The plan lists every Megatron tensor with the Hugging Face tensors it is made of. The mapping is a
+bijection on the real rows, so weights survive the round trip bit for bit, split over tensor-parallel
+ranks or not. Experts have the names of files, one tensor per expert and projection; the fused ones
+that transformers 5 holds in memory are read too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.store.errors import ModelError
+from rollbook.train.megatron.shape import ModelShape
+
+Kind = Literal["replicated", "vocab", "qkv", "gate_up", "row"]
+"""How a Megatron tensor is made, and split over tensor-parallel ranks.
+
+`replicated`: one tensor, whole on every rank. `vocab`: rows, zero rows added at the end. `qkv`: per
+key-value group the rows of its query heads, its key head, its value head; split by groups. `gate_up`:
+gate's rows, then up's; each split on its own. `row`: split by columns, as its input is.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One Megatron tensor of the whole model.
+
+    `shapes` are those of the Hugging Face tensors. `layer` is the layer it is in, or lies beside: the
+    embedding goes with the first, the final norm and the output with the last. `expert` marks the
+    tensors of one expert.
+    """
+
+    megatron: str
+    huggingface: tuple[str, ...]
+    kind: Kind
+    shapes: tuple[tuple[int, ...], ...]
+    layer: int
+    expert: bool = False
+
+
+@functools.lru_cache(maxsize=8)
+def plan(shape: ModelShape) -> tuple[Weight, ...]:
+    """Every weight, in the order in which weights are streamed.
+
+    That is: embedding, layers from the first, final norm, output. Within a layer: input norm, query, key
+    and value (then their biases), query and key norm, attention output, second norm, and gate, up, down;
+    with experts the router, then gate, up, down of expert 0, of expert 1, and so on.
+    """
+    vocab, last = (shape.vocab, shape.hidden), shape.layers - 1
+    weights = [_one("embedding.word_embeddings", "model.embed_tokens", "vocab", vocab, 0)]
+    for layer in range(shape.layers):
+        weights += [*_attention(shape, layer), *_feed_forward(shape, layer)]
+    weights.append(_one("decoder.final_layernorm", "model.norm", "replicated", (shape.hidden,), last))
+    if not shape.tied:
+        weights.append(_one("output_layer", "lm_head", "vocab", vocab, last))
+    return tuple(weights)
+
+
+def _one(
+    megatron: str, huggingface: str, kind: Kind, dims: tuple[int, ...], layer: int, expert: bool = False
+) -> Weight:
+    return Weight(f"{megatron}.weight", (f"{huggingface}.weight",), kind, (dims,), layer, expert)
+
+
+def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
+    target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    attention = source + "self_attn."
+    size, hidden = shape.head_dim, shape.hidden
+    rows = (shape.heads * size, shape.kv_heads * size, shape.kv_heads * size)
+    yield _one(target + "input_layernorm", source + "input_layernorm", "replicated", (hidden,), layer)
+    for field, tail in (("weight", (hidden,)), ("bias", ())):
+        if field == "weight" or shape.qkv_bias:
+            yield Weight(
+                f"{target}self_attention.linear_qkv.{field}",
+                tuple(f"{attention}{x}_proj.{field}" for x in "qkv"),
+                "qkv",
+                tuple((count, *tail) for count in rows),
+                layer,
+            )
+    for x in "qk" if shape.qk_norm else "":
+        name = f"{target}self_attention.{x}_layernorm"
+        yield _one(name, f"{attention}{x}_norm", "replicated", (size,), layer)
+    yield _one(target + "self_attention.linear_proj", attention + "o_proj", "row", (hidden, rows[0]), layer)
+
+
+def _feed_forward(shape: ModelShape, layer: int) -> Iterator[Weight]:
+    target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    second = source + "post_attention_layernorm"
+    yield _one(target + "pre_mlp_layernorm", second, "replicated", (shape.hidden,), layer)
+    if shape.experts is None:
+        yield from _gated(target + "mlp", source + "mlp", shape.hidden, shape.ffn, layer)
+        return
+    router = (shape.experts.count, shape.hidden)
+    yield _one(target + "mlp.router", source + "mlp.gate", "replicated", router, layer)
+    for expert in range(shape.experts.count):
+        inner = f"{target}mlp.experts.local_experts.{expert}"
+        outer = f"{source}mlp.experts.{expert}"
+        yield from _gated(inner, outer, shape.hidden, shape.experts.ffn, layer, expert=True)
+
+
+def _gated(
+    target: str, source: str, hidden: int, ffn: int, layer: int, *, expert: bool = False
+) -> Iterator[Weight]:
+    names = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
+    shapes = ((ffn, hidden), (ffn, hidden))
+    yield Weight(f"{target}.linear_fc1.weight", names, "gate_up", shapes, layer, expert)
+    yield _one(f"{target}.linear_fc2", f"{source}.down_proj", "row", (hidden, ffn), layer, expert)
+
+
+# Both ways --------------------------------------------------------------------------------------------
+
+
+def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shape of every Hugging Face tensor, in the order of the stream."""
+    pairs = (zip(w.huggingface, w.shapes, strict=True) for w in plan(shape))
+    return {name: dims for pair in pairs for name, dims in pair}
+
+
+def to_megatron(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
+    """Hugging Face tensors under Megatron's names (one rank).
+
+    Raises:
+        ModelError: a tensor is missing, or not of the config's shape.
+    """
+    fitting = checked(tensors, shape)
+    return {weight.megatron: shard(weight, fitting, shape) for weight in plan(shape)}
+
+
+def to_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
+    """The inverse of `to_megatron`; tied models have no `lm_head.weight`, as in their files."""
+    return dict(stream_weights(tensors, shape))
+
+
+def stream_weights(
+    tensors: Mapping[str, torch.Tensor], shape: ModelShape
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Megatron's tensors (one rank) under Hugging Face's names, one at a time, in the order of `plan`.
+
+    Queries, keys and values are copies, made when their turn comes; all others are views of `tensors`.
+    """
+    for weight in plan(shape):
+        yield from zip(weight.huggingface, parts(weight, [tensors[weight.megatron]], shape), strict=True)
+
+
+def checked(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
+    """The tensors by the names of `plan`, fused experts taken apart (as views).
+
+    Raises:
+        ModelError: one is missing, or not of the config's shape.
+    """
+    tensors = _unfused(tensors, shape)
+    for name, dims in weight_shapes(shape).items():
+        if name not in tensors:
+            raise ModelError(f"the weights do not fit their config.json: {name} is missing")
+        _expect(name, tensors[name], dims)
+    return tensors
+
+
+def _expect(name: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != dims:
+        found = tuple(tensor.shape)
+        raise ModelError(f"the weights do not fit their config.json: {name} is {found}, not {dims}")
+
+
+def _unfused(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
+    """Experts stacked over the experts, gate above up, as one tensor per expert and projection."""
+    experts = shape.experts
+    if experts is None:
+        return tensors
+    apart: Tensors = {}
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for fused, names, dims in (
+            ("gate_up_proj", ("gate_proj", "up_proj"), (experts.count, 2 * experts.ffn, shape.hidden)),
+            ("down_proj", ("down_proj",), (experts.count, shape.hidden, experts.ffn)),
+        ):
+            if prefix + fused not in tensors:
+                continue
+            _expect(prefix + fused, tensors[prefix + fused], dims)
+            for expert, stacked in enumerate(tensors[prefix + fused]):
+                for name, tensor in zip(names, stacked.chunk(len(names)), strict=True):
+                    apart[f"{prefix}{expert}.{name}.weight"] = tensor
+    return {**tensors, **apart}
+
+
+# One tensor -------------------------------------------------------------------------------------------
+
+
+def shard(
+    weight: Weight, tensors: Mapping[str, torch.Tensor], shape: ModelShape, rank: int = 0, size: int = 1
+) -> torch.Tensor:
+    """The Megatron tensor that tensor-parallel rank `rank` of `size` holds, from whole Hugging Face ones."""
+    whole = [tensors[name] for name in weight.huggingface]
+    if weight.kind == "replicated":
+        return whole[0]
+    if weight.kind == "row":
+        return whole[0].chunk(size, dim=1)[rank]
+    if weight.kind == "vocab":
+        return _vocab_rows(whole[0], shape.padded_vocab // size, rank)
+    mine = [tensor.chunk(size)[rank] for tensor in whole]
+    if weight.kind == "gate_up":
+        return torch.cat(mine)
+    grouped = [t.view(shape.kv_heads // size, -1, *t.shape[1:]) for t in mine]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def _vocab_rows(embedding: torch.Tensor, rows: int, rank: int) -> torch.Tensor:
+    """The rank's rows of the embedding; zeros stand for those beyond the vocabulary."""
+    mine = embedding[rank * rows : (rank + 1) * rows]
+    missing = rows - mine.shape[0]
+    if not missing:
+        return mine
+    return torch.cat([mine, mine.new_zeros(missing, *mine.shape[1:])])
+
+
+def parts(weight: Weight, shards: Sequence[torch.Tensor], shape: ModelShape) -> Iterator[torch.Tensor]:
+    """The Hugging Face tensors of one Megatron tensor, each made when it is asked for.
+
+    Args:
+        shards: what the tensor-parallel ranks hold, in their order.
+    """
+    for i, dims in enumerate(weight.shapes):
+        if weight.kind == "replicated":
+            yield shards[0]
+        elif weight.kind == "row":
+            yield _joined(shards, 1)
+        elif weight.kind == "gate_up":
+            yield _joined([s.chunk(2)[i] for s in shards])
+        elif weight.kind == "vocab":
+            rows = shards[0].shape[0]
+            yield _joined([s[: max(shape.vocab - r * rows, 0)] for r, s in enumerate(shards)])
+        else:
+            yield _joined([_grouped(s, shape, len(shards))[i] for s in shards]).reshape(dims)
+
+
+def _grouped(packed: torch.Tensor, shape: ModelShape, size: int) -> tuple[torch.Tensor, ...]:
+    """Views of a packed tensor's queries, keys and values, each [groups, rows of a group, ...]."""
+    heads = (shape.heads // shape.kv_heads, 1, 1)
+    groups = packed.view(shape.kv_heads // size, sum(heads) * shape.head_dim, *packed.shape[1:])
+    return groups.split([count * shape.head_dim for count in heads], dim=1)
+
+
+def _joined(pieces: Iterable[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    pieces = list(pieces)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
