@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.store.events import Json
-from rollbook.train.config.config import GrpoConfig, RecipeConfig, SftConfig
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.samples import Sample
 
 
@@ -33,7 +34,7 @@ def is_candidate(sample: Sample, recipe: RecipeConfig) -> bool:
 def select(
     candidates: Sequence[Sample],
     recipe: RecipeConfig,
-    algorithm: SftConfig | GrpoConfig,
+    algorithm: Algorithm,
     version: int,
 ) -> tuple[list[Sample], list[Drop]]:
     """Candidates to train on, in order, and the dropped ones.
@@ -49,16 +50,14 @@ def select(
             kept.append(sample)
         else:
             drops.append(drop)
-    if isinstance(algorithm, GrpoConfig) and recipe.drop_zero_variance:
+    if "groups" in algorithm.needs and recipe.drop_zero_variance:
         flat = _flat_groups(kept)
         drops += [Drop(s, "zero_variance", {"reward": s.reward}) for s in kept if s.group in flat]
         kept = [s for s in kept if s.group not in flat]
     return kept, drops
 
 
-def _unfit(
-    sample: Sample, recipe: RecipeConfig, algorithm: SftConfig | GrpoConfig, version: int
-) -> Drop | None:
+def _unfit(sample: Sample, recipe: RecipeConfig, algorithm: Algorithm, version: int) -> Drop | None:
     if sample.erased:
         return Drop(sample, "erased", {})
     oldest = sample.oldest_version
@@ -66,16 +65,16 @@ def _unfit(
     if limit is not None and oldest is not None and version - oldest > limit:
         detail = {"staleness": version - oldest, "max_staleness": limit, "oldest_version": oldest}
         return Drop(sample, "staleness", detail)
-    if isinstance(algorithm, GrpoConfig):
+    if "logprobs" in algorithm.needs:
         # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown,
         # no policy is. To SFT a sample is a text, whoever wrote it.
         unknown = int((sample.versions[sample.loss_mask] < 0).sum())
         if unknown:
             return Drop(sample, "no_version", {"tokens": unknown})
-        if sample.reward is None:
-            return Drop(sample, "no_reward", {"source": recipe.reward_source})
-        if np.isnan(sample.logprobs).any():
-            return Drop(sample, "no_logprobs", {})
+    if "rewards" in algorithm.needs and sample.reward is None:
+        return Drop(sample, "no_reward", {"source": recipe.reward_source})
+    if "logprobs" in algorithm.needs and np.isnan(sample.logprobs).any():
+        return Drop(sample, "no_logprobs", {})
     return None
 
 

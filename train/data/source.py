@@ -16,7 +16,7 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop, is_candidate, select
 from rollbook.train.data.samples import Sample, all_samples
@@ -30,13 +30,11 @@ class EpochSource:
     def __init__(
         self, config: TrainConfig, samples: Sequence[Sample], cut: Cut, done: int, version: int
     ) -> None:
-        if isinstance(config.algorithm, GrpoConfig):
-            raise TypeError("epochs are for supervised fine-tuning")
         # By name, not in the order of arrival: traffic recorded twice gives the same row of batches.
         candidates = sorted((s for s in samples if is_candidate(s, config.recipe)), key=lambda s: s.name)
         self._samples, drops = select(candidates, config.recipe, config.algorithm, version)
         self._drops = [] if done else drops  # recorded once, with the first step
-        self._cut, self._seed, self._size = cut, config.seed, config.algorithm.batch_size
+        self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
@@ -84,7 +82,7 @@ def make_source(
             return tail.poll()
 
         return QueueSource(config, history, more, tail.cut)
-    if isinstance(config.algorithm, GrpoConfig):
+    if not config.algorithm.epochs:
         batches = iter([list(log.events(cut))])
         return QueueSource(config, history, lambda: next(batches, None), lambda: cut, live=False)
     earlier = history.of_family(family)

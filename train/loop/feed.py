@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.errors import TrainError
-from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
@@ -83,7 +83,7 @@ class Feed:
         return self._unfilled(fold_history(self.log.events(), self.config.run, self.config.policy), done)
 
     def _unfilled(self, history: History, done: int) -> str:
-        config, once = self.config, isinstance(self.config.algorithm, GrpoConfig)
+        config, once = self.config, not self.config.algorithm.epochs
         why = explain(self.log.trajectories(self.cut).values(), config, history, once=once)
         where = f"the log at {format_cut(self.cut) or 'its beginning'} fills no further one"
         return f"run {config.run!r}: {done} of {config.steps} steps; {where}: {why}"
