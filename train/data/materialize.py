@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
-from rollbook.store.errors import CorruptionError
+from rollbook.store.errors import CorruptionError, TrainError
 from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
 from rollbook.store.log.turn_tokens import TurnTokens
@@ -36,6 +36,7 @@ class Materializer:
 
         Raises:
             CorruptionError: a file is damaged, or a prompt does not fold to the ids that were sent.
+            TrainError: one was erased since its reference was made.
         """
         if not len(wanted):
             return []
@@ -79,6 +80,11 @@ class Materializer:
     def _sample(self, number: int, arrays: _Arrays, at: slice) -> Sample:
         of = self._references
         ref = of.ref(number)
+        if not ref.erased and (arrays.tokens[at] == ERASED_TOKEN).any():
+            raise TrainError(
+                f"trajectory {ref.name!r} was erased while it was trained on: start again, and the training "
+                "goes on without it"
+            )
         path = of.path[of.starts[number] : of.starts[number + 1]]
         turn_ids = tuple(of.turns["turn_id"].take(pa.array(path)).to_pylist())
         return Sample(

@@ -20,10 +20,10 @@ from rollbook.store.cut import Cut
 from rollbook.store.events import Json
 from rollbook.store.fold.paths import owned_paths
 from rollbook.store.sql.query import connect_at
+from rollbook.train.data.recipe import NOWHERE, Candidates
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-NOWHERE = -1
 
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.trajectory AS name, o."group", o.split, f.lane AS finished_lane,
@@ -45,7 +45,7 @@ _TURNS = """
     SELECT t.place, s.turn_id, s.parent_turn_id, s.lane, s.completed_lane, s.completed_seq,
            s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
-           s.prompt_sha256
+           s.highest_token, s.prompt_sha256
     FROM _turn_scalars s JOIN chosen t USING (trajectory_id)
     WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
 
@@ -59,6 +59,8 @@ class SampleRef:
         unknown: of these, tokens whose policy version nobody knows.
         exact: whether each of these has a logprob.
         oldest_version: of its oldest trained token; None if none has a version.
+        length: tokens of the whole path.
+        highest_token: greatest id among them.
     """
 
     trajectory_id: str
@@ -72,6 +74,8 @@ class SampleRef:
     exact: bool
     oldest_version: int | None
     erased: bool
+    length: int
+    highest_token: int
 
     @property
     def reference(self) -> Json:
@@ -90,7 +94,8 @@ class References:
         starts: where each sample's path begins in the next three; one more, for the end.
         path: rows of turns, from the root to the leaf.
         sampled, trained: whether the path owns the turn and the client had it; whether it has loss.
-        length, trained_tokens, unknown, oldest: in tokens, and a version (`NOWHERE`: none).
+        length, trained_tokens, unknown: in tokens.
+        oldest, highest: a version (`NOWHERE`: none), and a token.
         exact, erased: see `SampleRef`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
@@ -107,6 +112,7 @@ class References:
     trained_tokens: Ints
     unknown: Ints
     oldest: Ints
+    highest: Ints
     exact: Bools
     erased: Bools
     turn_rewards: Mapping[str, float]
@@ -114,10 +120,20 @@ class References:
     def __len__(self) -> int:
         return len(self.leaf)
 
-    def reward(self) -> npt.NDArray[np.float64]:
-        """The reward of each sample's trajectory, NaN where it has none: float64 [N]."""
-        rewards = self.trajectories["reward"].fill_null(np.nan).to_numpy()
-        return np.asarray(rewards, np.float64)[self.trajectory]
+    def candidates(self) -> tuple[Ints, Candidates]:
+        """The samples that a recipe speaks of, by number, and what it decides by."""
+        at = np.flatnonzero((self.trained_tokens > 0) | self.erased)
+        rewards = self.trajectories["reward"].cast(pa.float64()).to_numpy()
+        groups = self.trajectories["group"].to_numpy()
+        return at, Candidates(
+            groups=groups[self.trajectory[at]],
+            rewards=np.asarray(rewards, np.float64)[self.trajectory[at]],
+            rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
+            unknown=self.unknown[at],
+            oldest=self.oldest[at],
+            exact=self.exact[at],
+            erased=self.erased[at],
+        )
 
     def ref(self, sample: int) -> SampleRef:
         """One sample by name."""
@@ -131,6 +147,8 @@ class References:
             exact=bool(self.exact[sample]),
             oldest_version=None if oldest == NOWHERE else oldest,
             erased=bool(self.erased[sample]),
+            length=int(self.length[sample]),
+            highest_token=int(self.highest[sample]),
             **row,
         )
 
@@ -203,6 +221,7 @@ def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, f
         trained_tokens=of_sample.sum(tokens),
         unknown=of_sample.sum(tokens - known),
         oldest=np.where(lowest == np.iinfo(np.int64).max, NOWHERE, lowest),
+        highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
         exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
         erased=spoiled,
         turn_rewards=rewards,

@@ -52,6 +52,21 @@ class Sample:
         return len(self.tokens)
 
     @property
+    def trained(self) -> int:
+        """Tokens with loss."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def unknown(self) -> int:
+        """Trained tokens whose policy version nobody knows."""
+        return int((self.versions[self.loss_mask] < 0).sum())
+
+    @property
+    def exact(self) -> bool:
+        """Whether each trained token has a logprob."""
+        return not np.isnan(self.logprobs).any()
+
+    @property
     def oldest_version(self) -> int | None:
         """Version of its oldest trained token, or None if none has one."""
         known = self.versions[self.loss_mask & (self.versions >= 0)]

@@ -7,7 +7,8 @@ or a whole group) once, in the order in which units became complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -15,37 +16,50 @@ import numpy.typing as npt
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event
-from rollbook.store.fold.trajectory import fold
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop, is_candidate, select
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.data.recipe import Drop, sort_out
+from rollbook.train.data.references import find_references
+from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
 from rollbook.train.history import History
 
 
 class EpochSource:
-    """Supervised samples at a cut, in epochs; any step's batch can be computed at once."""
+    """Supervised samples at a cut, in epochs; any step's batch can be computed at once.
 
-    def __init__(
-        self, config: TrainConfig, samples: Sequence[Sample], cut: Cut, done: int, version: int
-    ) -> None:
+    What is kept of each sample is where its tokens are. They are read when its turn comes, those of the next
+    step while this one is taken.
+
+    Args:
+        done: steps that were taken before.
+        version: of the policy when the first of them was.
+    """
+
+    def __init__(self, config: TrainConfig, log: Store, cut: Cut, done: int, version: int) -> None:
+        recipe = config.recipe
         # By name, not in the order of arrival: traffic recorded twice gives the same row of batches.
-        candidates = sorted((s for s in samples if is_candidate(s, config.recipe)), key=lambda s: s.name)
-        self._samples, drops = select(candidates, config.recipe, config.algorithm, version)
-        self._drops = [] if done else drops  # recorded once, with the first step
+        found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
+        numbers, candidates = found.candidates()
+        kept, drops = sort_out(candidates, recipe, config.algorithm, version)
+        self._kept = numbers[kept]
+        named = [Drop(found.ref(int(numbers[at])), rule, detail) for at, rule, detail in drops]
+        self._drops = [] if done else named  # recorded once, with the first step
+        self._samples = Materializer(log, cut, found, config.run)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
+        self._reader = ThreadPoolExecutor(1, "rollbook-samples")
+        self._ahead: tuple[int, Future[list[Sample]]] | None = None
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """The next slice of the endless row of epochs; None where there is no sample at all."""
-        if not self._samples:
+        if not len(self._kept):
             return None
-        first = self._next * self._size
+        step, ahead = self._next, self._ahead
         self._next += 1
-        places = [divmod(position, len(self._samples)) for position in range(first, first + self._size)]
-        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
-        picked = [self._samples[orders[epoch][place]] for epoch, place in places]
+        picked = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
+        self._ahead = (self._next, self._reader.submit(self._read, self._next))
         drops, self._drops = self._drops, []
         return Selection(picked, drops, self._cut)
 
@@ -53,9 +67,20 @@ class EpochSource:
         """What the recipe drops where it leaves nothing; else epochs have no end."""
         return self._drops
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The epoch's permutation of the samples, decided by the seed."""
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._samples))
+    def _read(self, step: int) -> list[Sample]:
+        """The samples of a step, by its number in this source."""
+        places = epoch_slice(step, self._size, len(self._kept), self._seed)
+        return self._samples.samples(self._kept[places].tolist())
+
+
+def epoch_slice(step: int, size: int, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Which of `count` samples a step takes: int64 [size], the step's slice of an endless row of epochs.
+
+    Each epoch is a permutation of all samples, decided by the seed and its number. Pure.
+    """
+    places = np.arange(step * size, (step + 1) * size)
+    orders = {e: np.random.default_rng([seed, int(e)]).permutation(count) for e in np.unique(places // count)}
+    return np.array([orders[place // count][place % count] for place in places], np.int64)
 
 
 def make_source(
@@ -87,7 +112,4 @@ def make_source(
         return QueueSource(config, history, lambda: next(batches, None), lambda: cut, live=False)
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
-    trajectories = fold(log.events(cut)).values()
-    finished = [t for t in trajectories if t.run == config.run and t.finished is not None]
-    samples = all_samples(finished, config.recipe.reward_source)
-    return EpochSource(config, samples, cut, len(earlier), start)
+    return EpochSource(config, log, cut, len(earlier), start)
