@@ -50,8 +50,9 @@ def trained_batches(log: Store) -> Iterator[Arrays]:
     seen: set[str] = set()
     while (selection := source.take(0, 0, lambda drops: None)) is not None:
         # Epochs have no end: the last batch of the first is filled up with samples of the second.
-        samples = [sample for sample in selection.samples if sample.leaf_turn_id not in seen]
-        seen.update(sample.leaf_turn_id for sample in samples)
+        by_leaf = {sample.leaf_turn_id: sample for sample in selection.samples}
+        samples = [sample for leaf, sample in by_leaf.items() if leaf not in seen]
+        seen.update(by_leaf)
         if not samples:
             return
         batch = build_batch(samples, algorithm, partition(len(samples), None))
