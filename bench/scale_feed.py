@@ -39,12 +39,13 @@ def trained_batches(log: Store) -> Iterator[Arrays]:
 
     The one place here that knows how the trainer comes by its batches.
     """
-    from rollbook.train.batch import build_batch, partition
-    from rollbook.train.config import SftConfig, TrainConfig
+    from rollbook.train.algorithms.sft import Sft
+    from rollbook.train.config.config import TrainConfig
+    from rollbook.train.data.batch import build_batch, partition
+    from rollbook.train.data.source import make_source
     from rollbook.train.history import History
-    from rollbook.train.source import make_source
 
-    algorithm = SftConfig(name="sft", batch_size=BATCH)
+    algorithm = Sft(name="sft", batch_size=BATCH)
     config = TrainConfig(run=RUN, policy=POLICY, model=Path(), steps=1, algorithm=algorithm)
     source = make_source(config, log, History(RUN, POLICY), "cut", log.head(), "", 0)
     seen: set[str] = set()

@@ -35,7 +35,7 @@ from rollbook.store.events import (
     SyncStarted,
 )
 from rollbook.store.ids import new_id
-from rollbook.store.lane.writer import LaneWriter
+from rollbook.store.log.writer import LaneWriter
 
 TRAIN_LANE = "train"
 TRAINED = 3
@@ -119,14 +119,14 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
     """
     import tomllib
 
-    from rollbook.train.config import parse_config
-    from rollbook.train.environment import fingerprint
+    from rollbook.train.config.config import parse_config
+    from rollbook.train.config.phase import family_in
+    from rollbook.train.data.recipe import select
+    from rollbook.train.data.samples import all_samples
+    from rollbook.train.data.selection import Selection
     from rollbook.train.history import fold_history
-    from rollbook.train.phase import family_in
-    from rollbook.train.recipe import select
-    from rollbook.train.samples import all_samples
-    from rollbook.train.selection import Selection
-    from rollbook.train.trainer import Trainer
+    from rollbook.train.loop.environment import fingerprint
+    from rollbook.train.loop.trainer import Trainer
 
     config = parse_config(tomllib.loads(config_text(model, len(steps), algorithm)), "CONFIG")
     own = {lane: count for lane, count in log.head().items() if lane != TRAIN_LANE}
@@ -146,7 +146,7 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
 
 def make_image(folder: Path, model: Path) -> Image:
     """Train two steps on a store of its own in `folder`, in the second of which a group is dropped."""
-    from rollbook.train.checkpoint import checkpoint_name
+    from rollbook.train.checkpoints.checkpoint import checkpoint_name
 
     log = store.open(folder, create=True)
     flat = next(group for group in range(32) if is_flat(group))
@@ -171,11 +171,12 @@ def make_image(folder: Path, model: Path) -> Image:
 
 def write_steps(writer: LaneWriter, log: Store, image: Image, sampled: Sampled, steps: int, each: int) -> int:
     """Write so many steps, of `each` groups, in the image of a real one; the groups that they used."""
-    from rollbook.train.checkpoint import read_checkpoint, write_checkpoint
-    from rollbook.train.config import GrpoConfig, parse_config
-    from rollbook.train.phase import family_names
+    from rollbook.train.algorithms.grpo import Grpo
+    from rollbook.train.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+    from rollbook.train.config.config import parse_config
+    from rollbook.train.config.phase import family_names
 
-    algorithm = GrpoConfig(name="grpo", groups=each, group_size=GROUP)
+    algorithm = Grpo(name="grpo", groups=each, group_size=GROUP)
     values = image.opened.config | {"algorithm": algorithm.model_dump(mode="json"), "steps": steps}
     said = {key: value for key, value in values.items() if key not in ("source", "steps_done")}
     phase = family_names(parse_config(said, "CONFIG"), "tail")[0]
@@ -214,8 +215,8 @@ def _append(writer: LaneWriter, records: Sequence[Record]) -> None:
 
 def _step(image: Image, sampled: Sampled, step: int, groups: range, cut: str) -> Iterator[Record]:
     """What one step writes: drops, manifest, results, and the sync of the version it made."""
-    from rollbook.train.batch import partition
-    from rollbook.train.step import step_seed
+    from rollbook.train.data.batch import partition
+    from rollbook.train.loop.step import step_seed
 
     recipe = digest_json(image.planned.recipe)
     places = [place for group in groups if not is_flat(group) for place in sampled.members(group)]

@@ -37,11 +37,11 @@ from rollbook.bench.scale_turns import GROUP, LANE, TURNS, WAVE, Agents, events_
 from rollbook.store import Store
 from rollbook.store.events import RewardAssigned, TrajectoryFinished
 from rollbook.store.ids import now_us
-from rollbook.store.lane.files import Watermark, lane_folder
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed, write_unit
 from rollbook.store.sealed.unit import SealedSegment, Unit, current_units
 from rollbook.store.settings import SealSettings
+from rollbook.store.wal.files import Watermark, lane_folder
 
 TURNS_OF_A_STEP = 1_000
 LIVE_SHARE, FEWEST_LIVE = 100, 6 * GROUP

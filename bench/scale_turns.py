@@ -21,12 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.bench.corpus import read_text
-from rollbook.store import Event, codec
+from rollbook.store import Event
 from rollbook.store import events as kinds
+from rollbook.store.events import codec
+from rollbook.store.events.schema import SPAN
+from rollbook.store.events.upcast import version_of
 from rollbook.store.ids import new_id
-from rollbook.store.schema import SPAN
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
-from rollbook.store.upcast import version_of
 
 LANE, RUN, POLICY = "serve", "scale", "actor"
 TURNS, GROUP = 8, 5

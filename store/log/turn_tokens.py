@@ -6,11 +6,14 @@ What is not sealed is read once, tokens alone, and kept until it is sealed.
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +30,14 @@ from rollbook.store.sealed.unit import TURNS, Unit, while_replaced
 
 COLUMNS = ("seq", "prompt_ids", "completion_ids", "logprobs", "version_spans")
 """Place, tokens that the prompt adds, sampled tokens, a logprob for each, and which version sampled which."""
-KEPT_BYTES = 64 << 20
-"""Of row groups that were read last: neighbours in a batch are often neighbours in a file."""
+KEPT_GROUPS = 64
+"""Row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
 
 _NONE = pa.schema([LOG_SCHEMA.field(name) for name in COLUMNS]).empty_table()
 
 Places = npt.NDArray[np.int64]
+_Key = tuple[str, str, int]
+"""Lane, unit and row group."""
 
 
 class TurnTokens:
@@ -45,7 +50,8 @@ class TurnTokens:
 
     def __init__(self, store: Path, ends: Mapping[str, int]) -> None:
         self._store, self._ends = store, dict(ends)
-        self._groups: OrderedDict[tuple[str, str, int], pa.Table] = OrderedDict()
+        self._kept: OrderedDict[_Key, pa.Table] = OrderedDict()
+        self._scratch = _Scratch()
         self._live: dict[str, tuple[int, pa.Table]] = {}
 
     def read(self, lanes: Sequence[str], seqs: Places, trajectories: Sequence[str]) -> pa.Table:
@@ -94,16 +100,21 @@ class TurnTokens:
         return None
 
     def _group(self, unit: Unit, group: int) -> pa.Table:
+        """A row group's completed turns: from memory, from the scratch file, or from the unit."""
         key = (unit.lane, unit.name, group)
-        held = self._groups.pop(key, None)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        held = self._scratch.get(key)
         if held is None:
             try:
                 held = _completed(read_row_group(self._store, unit, group, ["kind", *COLUMNS]))
             except (pa.ArrowException, OSError) as error:
                 raise damaged(self._store, unit, TURNS, error) from error
-        self._groups[key] = held
-        while len(self._groups) > 1 and sum(table.nbytes for table in self._groups.values()) > KEPT_BYTES:
-            self._groups.popitem(last=False)
+            self._scratch.put(key, held)
+        self._kept[key] = held
+        if len(self._kept) > KEPT_GROUPS:
+            self._kept.popitem(last=False)
         return held
 
     def _unsealed(self, lane: str, start: int) -> pa.Table:
@@ -115,6 +126,44 @@ class TurnTokens:
             table = pa.concat_tables(batches) if batches else _NONE
             known = self._live[lane] = (start, table.combine_chunks())
         return known[1]
+
+
+class _Scratch:
+    """Row groups that were decoded before, uncompressed, in a file without a name that goes with its reader.
+
+    A sample is often asked for again, and most of what is in its row group too, in another epoch or another
+    order. Reading it here takes a twentieth of what decoding takes. Where there is no room it keeps no more.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._at: dict[_Key, tuple[int, int]] = {}
+        self._end, self._room = 0, 0
+
+    def put(self, key: _Key, table: pa.Table) -> None:
+        """Keep a table."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table.combine_chunks())
+        data = sink.getvalue()
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="rollbook-tokens-", buffering=0)  # noqa: SIM115  # kept
+                self._room = shutil.disk_usage(tempfile.gettempdir()).free // 2
+            if self._end + data.size <= self._room:
+                os.pwrite(self._file.fileno(), data, self._end)
+                self._at[key] = (self._end, data.size)
+                self._end += data.size
+        except OSError:
+            self._room = 0  # a full disk: what is not kept is decoded again
+
+    def get(self, key: _Key) -> pa.Table | None:
+        """A table that was kept, or None."""
+        if self._file is None or key not in self._at:
+            return None
+        start, size = self._at[key]
+        data = os.pread(self._file.fileno(), size, start)
+        return pa.ipc.open_stream(pa.py_buffer(data)).read_all() if len(data) == size else None
 
 
 def _completed(rows: pa.Table) -> pa.Table:

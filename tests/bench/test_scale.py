@@ -19,12 +19,12 @@ from rollbook.bench.scale import EMPTY, FULL, JSON, LIVE, ORJSON, SEALED, SMALL,
 from rollbook.bench.scale_commands import Pass, Use
 from rollbook.bench.scale_store import Made, Shape, borrowed, make_turns, store_in
 from rollbook.bench.scale_turns import EVENTS, GROUP, LANE, TURNS, Agents, events_of, is_flat
-from rollbook.store.codec import encode
 from rollbook.store.events import TurnCompleted
+from rollbook.store.events.codec import encode
+from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.parquet import same_bits
 from rollbook.store.sealed.unit import current_units
-from rollbook.store.trajectory import fold
-from rollbook.train.samples import all_samples
+from rollbook.train.data.samples import all_samples
 
 TURNS_HERE = 640
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
