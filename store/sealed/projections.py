@@ -93,10 +93,8 @@ def turn_parts(events: str) -> str:
            any_value(list_sum(list_transform(logprobs, lambda p: CAST(p AS DOUBLE)))) AS sum_logprob,
            any_value({done.format("lane")}) AS completed_lane,
            any_value({done.format("seq")}) AS completed_seq,
-           any_value(delta_length) AS delta_length, any_value(known_tokens) AS known_tokens,
-           any_value(exact_logprobs) AS exact_logprobs, any_value(altered) AS altered,
-           any_value(erased) AS erased, any_value(temperature) AS temperature,
-           any_value(unhex(done[3])) AS prompt_sha256, any_value(highest_token) AS highest_token,
+           {", ".join(f"any_value({name}) AS {name}" for name in _TRAINED)},
+           any_value(unhex(done[3])) AS prompt_sha256,
            any_value(error) AS error, max(delivered) AS delivered,
            bool_and(one_version) AS one_version,
            coalesce(bool_or(kind = 'turn.requested') AND (
@@ -108,13 +106,7 @@ def turn_parts(events: str) -> str:
              CASE WHEN kind = 'turn.delivered' THEN json_extract_string(extra, '$.how') END AS delivered,
              list_transform(version_spans, lambda s: s.version) AS versions,
              CASE WHEN kind = 'turn.completed' THEN {ONE_VERSION} END AS one_version,
-             {done.format(_TRAINED["delta_length"])} AS delta_length,
-             {done.format(_TRAINED["known_tokens"])} AS known_tokens,
-             {done.format(_TRAINED["exact_logprobs"])} AS exact_logprobs,
-             {done.format(_TRAINED["altered"])} AS altered,
-             {done.format(_TRAINED["erased"])} AS erased,
-             {done.format(_TRAINED["temperature"])} AS temperature,
-             {done.format(_TRAINED["highest_token"])} AS highest_token
+             {", ".join(f"{done.format(query)} AS {name}" for name, query in _TRAINED.items())}
       FROM {events} WHERE kind IN {TURN_KINDS})
     GROUP BY trajectory_id, turn_id
     """
