@@ -24,6 +24,7 @@ from rollbook.store.events.training import (
     PolicyActivated,
     PolicyPublished,
     SampleDropped,
+    StepAbandoned,
     StepCommitted,
     StepFailed,
     StepPlanned,
@@ -62,6 +63,7 @@ Record = (
     | TrajectoryAdopted
     | LabelAdded
     | EngineControlled
+    | StepAbandoned
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -9,6 +9,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollbook.store.events import StepAbandoned
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder
@@ -23,6 +24,7 @@ _READ = (
     "step.planned",
     "step.committed",
     "step.failed",
+    "step.abandoned",
     "step.retired",
     "checkpoint.written",
 )
@@ -33,7 +35,10 @@ _OF_TRAJECTORY = (
     *("turn.failed", "turn.delivered", "reward.assigned", "preference.added", "label.added"),
 )
 """Kinds that a trajectory is made of. `sample.dropped` names one too, but is the training's."""
-_OF_POLICY = ("step.planned", "step.committed", "step.failed", "checkpoint.written", "policy.published")
+_OF_POLICY = (
+    *("step.planned", "step.committed", "step.failed", "step.abandoned"),
+    *("checkpoint.written", "policy.published"),
+)
 _OF_RUN = ("sample.dropped",)
 """Kinds that a training is made of; the second do not name the policy."""
 
@@ -155,6 +160,9 @@ def _fold(facts: Facts, lane: str, table: pa.Table) -> None:
                 training.committed[step] = extra["attempt"]
             case "step.failed":
                 training.failed.add((step, extra["attempt"]))
+            case "step.abandoned":
+                made = (row["policy_version"], extra["back_to"], extra["goes_on_as"])
+                training.abandoned[step] = StepAbandoned(step, extra["attempt"], row["policy"], *made)
             case "step.retired":
                 training.retired.add(step)
             case "checkpoint.written":

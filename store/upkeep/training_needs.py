@@ -11,6 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rollbook.store.events import StepAbandoned
+from rollbook.store.fold.abandoned import gone_versions
+
 PolicyKey = tuple[str, str]
 """(run, policy)"""
 
@@ -41,16 +44,22 @@ class Training:
     committed: dict[int, int] = field(default_factory=dict)
     failed: set[tuple[int, int]] = field(default_factory=set)
     retired: set[int] = field(default_factory=set)
+    abandoned: dict[int, StepAbandoned] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        """Whether every step was retired. Without any step it has only begun."""
-        return bool(self.plans) and all(step in self.retired for step, _ in self.plans)
+        """Whether every step was retired that was not abandoned. Without any it has only begun."""
+        steps = {step for step, _ in self.plans} - (self.abandoned.keys() - self.retired)
+        return bool(steps) and steps <= self.retired
 
     def done(self) -> dict[int, Plan]:
-        """The committed steps, in order."""
-        return {s: self.plans[s, a] for s, a in sorted(self.committed.items()) if (s, a) in self.plans}
+        """The committed steps that were not abandoned, in order."""
+        return {
+            s: self.plans[s, a]
+            for s, a in sorted(self.committed.items())
+            if (s, a) in self.plans and s not in self.abandoned
+        }
 
     def waiting(self) -> dict[int, Plan]:
         """The steps that were planned and neither failed nor committed, with their last such attempt."""
@@ -85,14 +94,14 @@ class Training:
 
         Those of the phase with the optimizer's state; and that before its first step, whose optimizer is new.
         """
-        starts: dict[str, int] = {}
+        starts, gone = dict[str, int](), gone_versions(self.abandoned.values())
         for plan in done.values():
             starts[plan.phase] = min(plan.version, starts.get(plan.phase, plan.version))
         return {
             phase: sorted(
                 c.version
                 for c in self.checkpoints
-                if (c.phase == phase and c.optimizer) or c.version == start
+                if c.version not in gone and ((c.phase == phase and c.optimizer) or c.version == start)
             )
             for phase, start in starts.items()
         }

@@ -12,9 +12,11 @@ from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened
 from rollbook.store.fold.versions import VersionDigests
+from rollbook.store.log.writer import LaneWriter
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
 from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.loop.abandon import go_back
 from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.feed import Feed
 from rollbook.train.loop.publish import check_model
@@ -23,7 +25,15 @@ from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import TrainingStart, Watcher
 
 
-def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, watcher: Watcher) -> None:
+def train(
+    config: TrainConfig,
+    path: Path,
+    source: str,
+    as_of: str,
+    lane: str,
+    watcher: Watcher,
+    abandon_after: int | None = None,
+) -> None:
     """Train a phase to its end. A phase that was interrupted goes on where it stopped.
 
     SIGINT and SIGTERM end it after the step in hand, with a checkpoint, and then the process.
@@ -34,6 +44,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, w
         as_of: the cut, as `Store.cut` reads it.
         lane: the lane to write.
         watcher: told how it goes.
+        abandon_after: first give up the steps after this version, and go on from its checkpoint.
 
     Raises:
         RollbookError: the configuration, the model or the log cannot be used.
@@ -44,9 +55,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, w
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
-        versions = VersionDigests()
-        history = fold_history(_noted(log.events(), versions), config.run, config.policy)
-        check_model(config, versions)
+        history = _past(config, log, writer, source, abandon_after, watcher)
         family = family_in(history, config, source)
         done = len(history.of_family(family))
         if done >= config.steps and family != _last_family(history):
@@ -65,12 +74,38 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, w
             trainer.sync_current()
             feed.begin(history, trainer, stopping)
             if _steps(watcher, trainer, config, feed, stopping):
-                if trainer.done == done:
-                    raise TrainError(feed.unfilled(done))
-                watcher.note(feed.unfilled(trainer.done))
+                _tell_unfilled(watcher, feed, trainer.done, taken=trainer.done - done)
         finally:
             trainer.close()
     stopping.end()
+
+
+def _tell_unfilled(watcher: Watcher, feed: Feed, done: int, *, taken: int) -> None:
+    """Say why no further step can be filled.
+
+    Raises:
+        TrainError: not one was taken.
+    """
+    if not taken:
+        raise TrainError(feed.unfilled(done))
+    watcher.note(feed.unfilled(done))
+
+
+def _past(
+    config: TrainConfig,
+    log: Store,
+    writer: LaneWriter,
+    source: str,
+    abandon_after: int | None,
+    watcher: Watcher,
+) -> History:
+    """What was done so far, without the steps that are to be abandoned."""
+    versions = VersionDigests()
+    history = fold_history(_noted(log.events(), versions), config.run, config.policy)
+    check_model(config, versions)
+    if abandon_after is None:
+        return history
+    return go_back(config, source, abandon_after, log, writer, history, versions, watcher.note)
 
 
 def _noted(events: Iterable[Event], versions: VersionDigests) -> Iterator[Event]:

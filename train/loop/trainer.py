@@ -11,7 +11,7 @@ from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import ModelError, TrainError
+from rollbook.store.errors import ModelError, ReplayError, TrainError
 from rollbook.store.events import (
     CheckpointWritten,
     Record,
@@ -28,10 +28,10 @@ from rollbook.train.data.batch import partition
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.history import History
+from rollbook.train.history import CommittedStep, History
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.publish import Publisher
-from rollbook.train.loop.rerun import rerun_steps
+from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.step import batch_of, input_digests, run_step, step_seed
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device, set_deterministic
@@ -77,7 +77,7 @@ class Trainer:
             threads=config.threads,
         )
         self._restore(base, [s.planned.step for s in between])
-        self.version = base.policy_version + len(between)
+        self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
         self.served = self.version
@@ -95,16 +95,22 @@ class Trainer:
         same_phase = base.phase == self._phase and held.optimizer is not None
         self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
         between = [self._history.steps[step] for step in steps]
-        recorded = between[-1].planned.environment if between else {}
-        for replayed in rerun_steps(self._log, self.policy, between):
-            if replayed.first_difference is not None:
-                here = differences(recorded, fingerprint(self.policy.device))
-                raise TrainError(
-                    f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again "
-                    f"differs in {replayed.first_difference}. Resume where it ran; what differs here: "
-                    f"{'; '.join(here) or 'nothing that is known to change bits'}"
-                )
+        remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
+        try:
+            for replayed in rerun_steps(self._log, self.policy, between):
+                if replayed.first_difference is not None:
+                    raise TrainError(f"{self._differs(replayed, between)}, or {remedy}")
+        except ReplayError as error:
+            raise TrainError(f"run {self._config.run!r} cannot be resumed: {error}; {remedy}") from error
         set_deterministic(self._config.threads)
+
+    def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
+        here = differences(between[-1].planned.environment, fingerprint(self.policy.device))
+        return (
+            f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
+            f"{replayed.first_difference}. What differs here: "
+            f"{'; '.join(here) or 'nothing that is known to change bits'}. Resume where it ran"
+        )
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
