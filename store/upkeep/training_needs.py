@@ -7,7 +7,7 @@ the two together.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,6 +34,20 @@ class Checkpoint:
     version: int
     phase: str | None
     optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What an erasure ends.
+
+    Attributes:
+        steps: that could no longer be replayed.
+        resume: the version of the checkpoint whose following steps could not be run again to go on with the
+            training; None where going on needs nothing of what is erased.
+    """
+
+    steps: tuple[int, ...]
+    resume: int | None
 
 
 @dataclass(slots=True)
@@ -88,6 +102,27 @@ class Training:
                 reach, who = base, f"step {step}"
             if plan.version >= reach:
                 yield from ((t, f"{who} {of}") for t in plan.trajectories)
+
+    def ended_by(self, trajectory: str) -> Ended:
+        """What could not be done any more without the tokens of a trajectory."""
+        done = self.done()
+        usable = self._usable(done)
+        using = sorted(plan.version for plan in done.values() if trajectory in plan.trajectories)
+
+        def read_from(first: int, last: int) -> bool:
+            return bisect_right(using, last) > bisect_left(using, first)
+
+        steps = [
+            step
+            for step, plan in done.items()
+            if step not in self.retired and read_from(_base(usable[plan.phase], plan.version), plan.version)
+        ]
+        last = max(done, default=None)
+        resume = None
+        if last is not None and last not in self.retired:
+            base = _base(usable[done[last].phase], done[last].version + 1)
+            resume = base if read_from(base, done[last].version) else None
+        return Ended(tuple(steps), resume)
 
     def _usable(self, done: dict[int, Plan]) -> dict[str, list[int]]:
         """Phase -> versions of the checkpoints that its steps may be started from, rising.

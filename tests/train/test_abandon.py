@@ -265,3 +265,39 @@ def test_another_configuration_from_there(fabric: Any, recorded: Stores, cli: An
     assert plans[0].input_digests["input_weights"] == commits[3].digests["weights"]
     assert plans[0].input_digests["input_optimizer"] != commits[3].digests["optimizer"]
     assert replay_step(log, 7).bit_for_bit
+
+
+def test_an_erasure_says_what_it_ends(fabric: Any, recorded: Stores, cli: Any) -> None:
+    """The steps and the resume that need it; only with --yes is it done, and then once more without."""
+    log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
+    _stop(fabric, log, settings, 3)
+    plans = _of(log, StepPlanned)
+    names = [plan.samples[0]["trajectory_id"] for plan in plans]
+    command = ("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory")
+    before = log.head()
+    code, said, told = cli(*command, names[0])
+    assert (code, said) == (2, "")
+    assert (
+        "would end the replay of 2 steps (0-1), of policy 'actor' in run 'demo'. Nothing was erased" in told
+    )
+    code, _, told = cli(*command, names[1])
+    assert (code, "the replay of step 1, of" in told) == (2, True)
+    assert log.head() == before
+    code, said, told = cli(*command, names[1], "--yes")
+    assert (code, f"erased the text and tokens of trajectory {names[1]}" in said) == (0, True)
+    assert cli(*command, names[1])[0] == 0, "it ends nothing that it has not ended before"
+    assert cli(*command, "g5.0", "--keep-tokens")[0] == 0
+    assert cli(*command, "teach3")[0] == 0, "no step needs it"
+
+
+def test_an_erasure_that_ends_a_resume(fabric: Any, recorded: Stores, cli: Any) -> None:
+    """Steps since the last checkpoint have to be run again to go on; the remedy names its version."""
+    log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "publish", lambda self: None)
+        _stop(fabric, log, settings, 2)
+    name = _of(log, StepPlanned)[0].samples[0]["trajectory_id"]
+    code, _, told = cli("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory", name)
+    assert code == 2
+    assert "would end the replay of 2 steps (0-1) and going on with the training where it is" in told
+    assert "it would have to go back, by --abandon-after 0" in told

@@ -161,3 +161,24 @@ def test_a_step_without_an_end(failed: bool) -> None:
     training = Training(plans={(0, 1): Plan(0, "p", frozenset("t"))}, failed={(0, 1)} if failed else set())
     found = [] if failed else [("t", "planned step 0 of policy 'actor' in run 'r'")]
     assert list(training.needs("r", "actor")) == found
+
+
+@given(
+    st.lists(STEP, min_size=1, max_size=8), st.dictionaries(st.integers(1, 7), st.integers(0, 7), max_size=3)
+)
+@settings(max_examples=300, deadline=None)
+def test_what_an_erasure_ends_is_what_reads_it(steps: Any, back: dict[int, int]) -> None:
+    """For any phases, checkpoints and abandoned steps: the replays that read it, and going on if it does."""
+    training, history = _told(steps, back)
+    training.retired = {0}
+    last = max(history.steps)
+    phase = history.steps[last].planned.phase
+    for erased in range(len(steps)):
+        name = f"t{erased}"
+        ended = training.ended_by(name)
+        reads = {s for s, one in history.steps.items() if name in _read(history, s, one.planned.phase)}
+        assert set(ended.steps) == reads - {0}
+        going_on = last != 0 and name in _read(history, last + 1, phase)
+        assert (ended.resume is not None) == going_on
+        if going_on:
+            assert ended.resume == history.base_for(last + 1, phase)[0].policy_version
