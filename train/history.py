@@ -106,7 +106,8 @@ class History:
                 "made it was interrupted. Let it finish first, with its own CONFIG; or give its last steps "
                 f"up: --abandon-after VERSION (checkpoints: {there})"
             )
-        return sorted(usable, key=lambda c: -c.policy_version)
+        # Of one version the one that was written last: an earlier one may have been found damaged.
+        return sorted(usable, key=lambda c: c.policy_version)[::-1]
 
     def between(self, base: CheckpointWritten, step: int) -> list[CommittedStep]:
         """The steps that lead from a checkpoint to the state before `step`, in order."""

@@ -1,7 +1,8 @@
 """Which samples a recipe trains on, and which of its rules drops each other one. Pure.
 
 Samples of another split, or without a trainable token, are not candidates: the ledger counts them as
-kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is.
+kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is,
+and so is one that the model cannot be given. A group of which members are dropped is compared as it is left.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class Drop:
     detail: Json
 
 
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model can be given: token ids below `vocabulary`, and at most `context` tokens at once."""
+
+    vocabulary: int
+    context: int
+
+
 def is_candidate(sample: Sample, recipe: RecipeConfig) -> bool:
     """Whether the recipe speaks of this sample at all."""
     return sample.split in recipe.splits and (sample.erased or bool(sample.loss_mask.any()))
@@ -35,16 +44,18 @@ def select(
     recipe: RecipeConfig,
     algorithm: SftConfig | GrpoConfig,
     version: int,
+    limits: ModelLimits | None = None,
 ) -> tuple[list[Sample], list[Drop]]:
     """Candidates to train on, in order, and the dropped ones.
 
     Args:
         version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
     """
     kept: list[Sample] = []
     drops: list[Drop] = []
     for sample in candidates:
-        drop = _unfit(sample, recipe, algorithm, version)
+        drop = _impossible(sample, limits) or _unfit(sample, recipe, algorithm, version)
         if drop is None:
             kept.append(sample)
         else:
@@ -56,11 +67,26 @@ def select(
     return kept, drops
 
 
+def _impossible(sample: Sample, limits: ModelLimits | None) -> Drop | None:
+    """What no recipe could have: the model cannot compute it, or nothing would be learned from it."""
+    if sample.erased:
+        return Drop(sample, "erased", {})
+    if not sample.loss_mask[1:].any():  # nothing precedes the first token
+        return Drop(sample, "nothing_trainable", {"tokens": len(sample)})
+    if limits is None:
+        return None
+    outside = np.flatnonzero((sample.tokens < 0) | (sample.tokens >= limits.vocabulary))
+    if len(outside):
+        detail = {"token": int(sample.tokens[outside[0]]), "at": int(outside[0])}
+        return Drop(sample, "outside_vocabulary", detail | {"vocabulary": limits.vocabulary})
+    if len(sample) > limits.context:
+        return Drop(sample, "too_long", {"tokens": len(sample), "context": limits.context})
+    return None
+
+
 def _unfit(
     sample: Sample, recipe: RecipeConfig, algorithm: SftConfig | GrpoConfig, version: int
 ) -> Drop | None:
-    if sample.erased:
-        return Drop(sample, "erased", {})
     oldest = sample.oldest_version
     limit = recipe.max_staleness
     if limit is not None and oldest is not None and version - oldest > limit:
@@ -74,6 +100,8 @@ def _unfit(
             return Drop(sample, "no_version", {"tokens": unknown})
         if sample.reward is None:
             return Drop(sample, "no_reward", {"source": recipe.reward_source})
+        if not np.isfinite(sample.reward):
+            return Drop(sample, "reward_not_finite", {"reward": str(sample.reward)})
         if np.isnan(sample.logprobs).any():
             return Drop(sample, "no_logprobs", {})
     return None

@@ -79,8 +79,8 @@ def run_erase(
     if not keep_tokens and not yes and (ended := trainings_ended_by(log, trajectory, run)):
         what = "; and ".join(map(_ends, ended))
         raise UpkeepError(
-            f"erasing the tokens of trajectory {trajectory!r} would end {what}. Nothing was erased: say --yes "
-            "to erase them all the same, or --keep-tokens to erase the text alone"
+            f"erasing the tokens of trajectory {trajectory!r} would end {what}. Nothing was erased: say "
+            "--yes to erase them all the same, or --keep-tokens to erase the text alone"
         )
     report = erase_trajectory(log, trajectory, reason, run=run, keep_tokens=keep_tokens)
     if as_json:
