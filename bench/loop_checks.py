@@ -11,6 +11,7 @@ from rollbook.store.events import (
     PolicyActivated,
     PolicyPublished,
     SampleDropped,
+    StepAbandoned,
     StepCommitted,
     StepPlanned,
     TrajectoryFinished,
@@ -56,7 +57,7 @@ def violations(events: Sequence[Event], witness: Witness) -> list[str]:
 
 
 def committed_steps(events: Iterable[Event]) -> list[tuple[StepPlanned, StepCommitted]]:
-    """The committed steps with their plans, in the order in which they were committed."""
+    """The committed steps that were not abandoned, with their plans, in the order in which they committed."""
     plans: dict[tuple[int, int], StepPlanned] = {}
     steps = []
     for event in events:
@@ -64,6 +65,8 @@ def committed_steps(events: Iterable[Event]) -> list[tuple[StepPlanned, StepComm
             plans[event.record.step, event.record.attempt] = event.record
         elif isinstance(event.record, StepCommitted):
             steps.append((plans[event.record.step, event.record.attempt], event.record))
+        elif isinstance(event.record, StepAbandoned):
+            steps = [step for step in steps if step[1].step != event.record.step]
     return steps
 
 

@@ -123,6 +123,12 @@ def _history(log: Store, step: int, run: str | None, policy: str) -> History:
     if len(runs) > 1:
         raise ReplayError(f"runs {', '.join(runs)} each have a step {step}: name one with --run")
     history = fold_history(log.events(), runs[0], policy)
+    if (back := history.abandoned.get(step)) is not None:
+        raise ReplayError(
+            f"step {step} of run {runs[0]!r} was abandoned: training went back to version {back.back_to}, "
+            f"and on from it as version {back.goes_on_as}; version {back.policy_version}, which the step "
+            "made, is no part of the run any more"
+        )
     if step not in history.steps:
         raise ReplayError(f"run {runs[0]!r} has no committed step {step} of policy {policy!r}")
     return history

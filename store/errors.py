@@ -8,7 +8,7 @@
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
     │   ├── OutsideError         a store's folder, or what it names, leads out of it; nothing was opened
     │   ├── WriteFailedError     (also OSError) an append did not become durable
-    │   ├── ShortageError        (also OSError) descriptors or memory ran out for a while
+    │   ├── ShortageError        (also OSError) descriptors, memory or a disk's room ran out for a while
     │   ├── UnstorableError      (also ValueError) an append holds what has no stored form; refused alone
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
@@ -25,6 +25,7 @@
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── TrainError               a training run that cannot go on
+    │   ├── IdleError            no samples came for a step in the time that is waited for them
     │   └── NotFiniteError       a step's numbers overflowed, or are none; nothing of it was committed
     └── ReplayError              a step that cannot be replayed at all
 
@@ -67,7 +68,7 @@ class WriteFailedError(StoreError, OSError):
 
 
 class ShortageError(StoreError, OSError):
-    """Nothing is wrong with a file: there was no descriptor or no memory to read it with."""
+    """Nothing is wrong with a file: there was no descriptor, no memory or no room on the disk for it."""
 
 
 class UnstorableError(StoreError, ValueError):
@@ -143,8 +144,23 @@ class TrainError(RollbookError):
     """A training run cannot go on."""
 
 
+class IdleError(TrainError):
+    """Nothing came that fills a step, for as long as is waited."""
+
+
 class NotFiniteError(TrainError):
-    """A step's numbers overflowed, or are none; nothing of it was committed."""
+    """A step's numbers overflowed, or are none; nothing of it was committed.
+
+    Attributes:
+        stage: of the step, in which it began.
+    """
+
+    def __init__(self, message: str, stage: str) -> None:
+        super().__init__(message, stage)
+        self.stage = stage
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ReplayError(RollbookError):

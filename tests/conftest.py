@@ -192,6 +192,7 @@ def _upkeep_records() -> list[Any]:
         kinds.SegmentDropped("serve", 1, 2, 0, 10, "keep 1 d"),
         kinds.TrajectoryErased("t1", True, "a leaked key", 7),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
+        kinds.StepAbandoned(0, 1, "actor", 1, 0, 2),
     ]
 
 

@@ -1,11 +1,12 @@
 """What a run's training has done so far, folded from its events. Pure.
 
-The weights of a version are a fold too: start at a checkpoint, and take the committed steps after it.
+The weights of a version are a fold too: start at a checkpoint, and take the committed steps after it. Steps
+that were abandoned are no part of it, nor are the versions that they made and the checkpoints of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rollbook.store.errors import TrainError
@@ -13,9 +14,11 @@ from rollbook.store.events import (
     CheckpointWritten,
     Event,
     SampleDropped,
+    StepAbandoned,
     StepCommitted,
     StepPlanned,
 )
+from rollbook.store.fold.abandoned import gone_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,11 @@ class CommittedStep:
 
 @dataclass(slots=True)
 class History:
-    """The committed steps, checkpoints and drops of one (run, policy)."""
+    """The committed steps, checkpoints and drops of one (run, policy).
+
+    Attributes:
+        abandoned: step -> how it was taken back.
+    """
 
     run: str
     policy: str
@@ -36,11 +43,12 @@ class History:
     checkpoints: list[CheckpointWritten] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     attempts: dict[int, int] = field(default_factory=dict)
+    abandoned: dict[int, StepAbandoned] = field(default_factory=dict)
 
     @property
     def next_step(self) -> int:
-        """Number of the step that comes next."""
-        return max(self.steps, default=-1) + 1
+        """Number of the step that comes next. None is given twice."""
+        return max([*self.steps, *self.abandoned], default=-1) + 1
 
     def of_family(self, family: str) -> list[CommittedStep]:
         """Committed steps of a configuration, in order: of all the phases it was trained in."""
@@ -80,30 +88,37 @@ class History:
         Raises:
             TrainError: the log holds no checkpoint to start from.
         """
+        base = self.bases_for(step, phase)[0]
+        return base, self.between(base, step)
+
+    def bases_for(self, step: int, phase: str) -> list[CheckpointWritten]:
+        """The checkpoints from which the state before `step` can be had, the nearest first.
+
+        Raises:
+            TrainError: there is none.
+        """
         version = self._version_before(step)
-        usable: Sequence[CheckpointWritten] = [
-            c for c in self.checkpoints if c.policy_version <= version and self._usable(c, phase)
-        ]
+        usable = [c for c in self.checkpoints if c.policy_version <= version and self._usable(c, phase)]
         if not usable:
+            there = ", ".join(str(v) for v in sorted({c.policy_version for c in self.checkpoints})) or "none"
             raise TrainError(
                 f"run {self.run!r} has no checkpoint of version {version} to start from: the training that "
-                "made it was interrupted. Let it finish first, with its own CONFIG"
+                "made it was interrupted. Let it finish first, with its own CONFIG; or give its last steps "
+                f"up: --abandon-after VERSION (checkpoints: {there})"
             )
-        base = max(usable, key=lambda c: c.policy_version)
-        between = [
-            s
-            for _, s in sorted(self.steps.items())
-            if base.policy_version <= s.planned.policy_version < version
-        ]
-        return base, between
+        # Of one version the one that was written last: an earlier one may have been found damaged.
+        return sorted(usable, key=lambda c: c.policy_version)[::-1]
+
+    def between(self, base: CheckpointWritten, step: int) -> list[CommittedStep]:
+        """The steps that lead from a checkpoint to the state before `step`, in order."""
+        first, end = base.policy_version, self._version_before(step)
+        return [s for _, s in sorted(self.steps.items()) if first <= s.planned.policy_version < end]
 
     def _version_before(self, step: int) -> int:
         if step in self.steps:
             return self.steps[step].planned.policy_version
-        last = self.steps.get(step - 1)
-        if last is not None:
-            return last.committed.policy_version
-        return max((c.policy_version for c in self.checkpoints), default=0)
+        made = [s.committed.policy_version for s in self.steps.values()]
+        return max([*made, *(c.policy_version for c in self.checkpoints)], default=0)
 
     def _usable(self, checkpoint: CheckpointWritten, phase: str) -> bool:
         if checkpoint.phase == phase and checkpoint.optimizer_digest is not None:
@@ -121,9 +136,11 @@ def family_of(phase: str) -> str:
 def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
     """The training history of a policy in a run.
 
-    A drop counts when its step committed: an attempt that did not is planned anew, drops and all.
+    A drop counts when its step committed: an attempt that did not is planned anew, drops and all. So is a
+    step that was abandoned.
     """
     history = History(run, policy)
+    dropped_with: dict[int, list[str]] = {}
     planned: dict[tuple[int, int], tuple[StepPlanned, list[str]]] = {}
     drops: list[str] = []  # of the plan that follows: both were appended together
     for event in events:
@@ -143,7 +160,19 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
             case StepCommitted():
                 manifest, dropped = planned[record.step, record.attempt]
                 history.steps[record.step] = CommittedStep(manifest, record)
-                history.dropped.update(dropped)
+                dropped_with[record.step] = dropped
+            case StepAbandoned():
+                history.abandoned[record.step] = record
             case CheckpointWritten():
                 history.checkpoints.append(record)
+    _take_back(history)
+    history.dropped = {turn for step in history.steps for turn in dropped_with[step]}
     return history
+
+
+def _take_back(history: History) -> None:
+    """Leave out what was abandoned: known only at the end, for lanes are read one after the other."""
+    for step in history.abandoned:
+        history.steps.pop(step, None)
+    gone = gone_versions(history.abandoned.values())
+    history.checkpoints = [c for c in history.checkpoints if c.policy_version not in gone]

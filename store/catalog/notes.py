@@ -14,6 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.tables import (
+    ABANDONED,
     COMMITTED,
     FAILED,
     PLANNED,
@@ -28,7 +29,7 @@ from rollbook.store.catalog.tables import (
 from rollbook.store.events import Event
 
 R = TypeVar("R", bound=Base)
-_RANK = {PLANNED: 0, FAILED: 1, COMMITTED: 2, RETIRED: 3}
+_RANK = {PLANNED: 0, FAILED: 1, COMMITTED: 2, ABANDONED: 3, RETIRED: 4}
 
 
 class Rows:
@@ -154,6 +155,10 @@ def _failed(rows: Rows, event: Event, record: Any) -> None:
     _attempt(rows, event, record, FAILED)
 
 
+def _abandoned(rows: Rows, event: Event, record: Any) -> None:
+    _attempt(rows, event, record, ABANDONED).output_version = record.policy_version
+
+
 def _retired(rows: Rows, event: Event, record: Any) -> None:
     """A step is retired with all its attempts, those too whose events are noted later."""
     attempts = rows.attempts(event.run, record.policy, record.step)
@@ -186,6 +191,7 @@ NOTED: Mapping[str, Callable[[Rows, Event, Any], None]] = {
     "step.planned": _planned,
     "step.committed": _committed,
     "step.failed": _failed,
+    "step.abandoned": _abandoned,
     "step.retired": _retired,
 }
 """Kind -> how it is folded."""

@@ -15,7 +15,8 @@ SCHEMA_REVISION = "0002"
 
 OPEN, CLOSED, SEALED, DROPPED = "open", "closed", "sealed", "dropped"
 """States of a segment: perhaps still written; never written again; also in a unit; only its numbers left."""
-PLANNED, FAILED, COMMITTED, RETIRED = "planned", "failed", "committed", "retired"
+PLANNED, FAILED, COMMITTED = "planned", "failed", "committed"
+ABANDONED, RETIRED = "abandoned", "retired"
 """States of an attempt at a step, each one overruling those before it."""
 
 UNKNOWN_ATTEMPT = -1

@@ -25,6 +25,7 @@ from rollbook.store.events.training import (
     PolicyActivated,
     PolicyPublished,
     SampleDropped,
+    StepAbandoned,
     StepCommitted,
     StepFailed,
     StepPlanned,
@@ -63,6 +64,7 @@ Record = (
     | TrajectoryAdopted
     | LabelAdded
     | EngineControlled
+    | StepAbandoned
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

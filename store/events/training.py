@@ -142,6 +142,25 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StepAbandoned:
+    """A committed step counts no more: training went back to an earlier version, and on under a new number.
+
+    What the step consumed and dropped may be used again. The version that it made keeps its number for ever,
+    for engines may have been given it: `goes_on_as` is the number, above all of them, under which the weights
+    and the optimizer state of version `back_to` are the policy's from then on.
+    """
+
+    KIND: ClassVar[str] = "step.abandoned"
+    ABOUT: ClassVar[About] = About(of="policy")
+    step: int
+    attempt: int
+    policy: str
+    policy_version: int
+    back_to: int
+    goes_on_as: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepRetired:
     """A step is given up for replay, so that retention may drop what only it needed."""
 

@@ -6,8 +6,8 @@ Per run and policy version, at any cut,
 
 in tokens of completed turns. What decides is what the trainer does: a turn belongs to the sample of the first
 leaf above it in turn order, and is decided with that sample by each committed attempt that consumed or
-dropped it, if it had been delivered by the cut of the attempt's plan (before that it was masked). The SQL
-view `ledger` says the same of a whole store.
+dropped it and was not abandoned since, if it had been delivered by the cut of the attempt's plan (before that
+it was masked). The SQL view `ledger` says the same of a whole store.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rollbook.store.cut import Cut, holds, parse_cut
 from rollbook.store.events import (
     Event,
     SampleDropped,
+    StepAbandoned,
     StepCommitted,
     StepPlanned,
     TrajectoryAdopted,
@@ -131,7 +132,7 @@ def fold_ledger(events: Iterable[Event]) -> Ledger:
     """
     trajectories: dict[str, _Trajectory] = defaultdict(_Trajectory)
     plans: dict[tuple[str, str, int, int], StepPlanned] = {}
-    committed: set[tuple[str, str, int, int]] = set()
+    ends: dict[type[Any], set[tuple[str, str, int, int]]] = {StepCommitted: set(), StepAbandoned: set()}
     drops: list[tuple[Event, SampleDropped]] = []
     planners: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
     for event in events:
@@ -139,13 +140,14 @@ def fold_ledger(events: Iterable[Event]) -> Ledger:
             case StepPlanned() as record:
                 plans[event.run, record.policy, record.step, record.attempt] = record
                 planners[event.lane, event.run].append((event.seq, record.policy))
-            case StepCommitted() as record:
-                committed.add((event.run, record.policy, record.step, record.attempt))
+            case StepCommitted() | StepAbandoned() as record:
+                ends[type(record)].add((event.run, record.policy, record.step, record.attempt))
             case SampleDropped() as record:
                 drops.append((event, record))
             case _:
                 _take(trajectories, event)
-    final = {key: (plans[key], parse_cut(plans[key].cut)) for key in committed & plans.keys()}
+    counts = (ends[StepCommitted] - ends[StepAbandoned]) & plans.keys()
+    final = {key: (plans[key], parse_cut(plans[key].cut)) for key in counts}
     for plan, cut in final.values():
         for ref in plan.samples:
             trajectories[ref["trajectory_id"]].uses[ref["turn_id"]].append(_Use(None, cut))

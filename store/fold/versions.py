@@ -63,6 +63,10 @@ class VersionDigests:
         """What the version is bound to, None where no event has named it."""
         return self._bound.get((run, policy, version))
 
+    def newest(self, run: str, policy: str) -> int:
+        """The highest version that any event has named, -1 where none has named one."""
+        return max((v for r, p, v in self._bound if (r, p) == (run, policy)), default=-1)
+
     def check(self, run: str, policy: str, version: int, digest: str, what: str) -> None:
         """See that weights may count as a version.
 

@@ -45,6 +45,7 @@ _MERGED = (
     "erased",
     "temperature",
     "prompt_sha256",
+    "lowest_token",
     "highest_token",
 )
 
@@ -59,11 +60,12 @@ _TRAINED = {
     "erased": """contains(extra, '"tokens_erased"')""",
     "temperature": """coalesce(nullif(CAST(
         json_extract_string(extra, '$.logprob_semantics.temperature') AS DOUBLE), 0), 1)""",
+    "lowest_token": "CAST(least(list_min(prompt_ids), list_min(completion_ids)) AS BIGINT)",
     "highest_token": "CAST(greatest(list_max(prompt_ids), list_max(completion_ids)) AS BIGINT)",
 }
 """What decides how a completed turn is trained: tokens that its prompt adds, sampled tokens whose version is
 known, whether each has a logprob, whether those are of altered logits, whether tokens were erased, the
-temperature (greedy turns have the distribution of 1), and the highest id among its tokens."""
+temperature (greedy turns have the distribution of 1), and the lowest and the highest id among its tokens."""
 
 
 def turn_parts(events: str) -> str:

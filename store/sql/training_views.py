@@ -28,8 +28,8 @@ STEPS = View(
     "An attempt at an optimizer step: its manifest, and its results once it committed.",
     f"""
     SELECT p.run, p.step, CAST({text("attempt", "p")} AS BIGINT) AS attempt,
-           CASE WHEN c.step IS NOT NULL THEN 'committed' WHEN f.step IS NOT NULL THEN 'failed'
-                ELSE 'planned' END AS status,
+           CASE WHEN a.step IS NOT NULL THEN 'abandoned' WHEN c.step IS NOT NULL THEN 'committed'
+                WHEN f.step IS NOT NULL THEN 'failed' ELSE 'planned' END AS status,
            p.policy, p.policy_version, c.policy_version AS output_version,
            {text("algorithm.name", "p")} AS algorithm,
            {text("cut", "p")} AS cut,
@@ -47,6 +47,9 @@ STEPS = View(
     LEFT JOIN (SELECT * FROM _mark_events WHERE kind = 'step.failed') f
       ON f.run = p.run AND f.step = p.step AND f.policy = p.policy
      AND {text("attempt", "f")} = {text("attempt", "p")}
+    LEFT JOIN (SELECT * FROM _mark_events WHERE kind = 'step.abandoned') a
+      ON a.run = p.run AND a.step = p.step AND a.policy = p.policy
+     AND {text("attempt", "a")} = {text("attempt", "p")}
     WHERE p.kind = 'step.planned'
     """,
     columns.STEPS,

@@ -9,6 +9,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollbook.store.events import StepAbandoned
 from rollbook.store.events.event import kinds_where
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import read_file
@@ -24,6 +25,7 @@ _READ = (
     "step.planned",
     "step.committed",
     "step.failed",
+    "step.abandoned",
     "step.retired",
     "checkpoint.written",
 )
@@ -153,6 +155,9 @@ def _fold(facts: Facts, lane: str, table: pa.Table) -> None:
                 training.committed[step] = extra["attempt"]
             case "step.failed":
                 training.failed.add((step, extra["attempt"]))
+            case "step.abandoned":
+                made = (row["policy_version"], extra["back_to"], extra["goes_on_as"])
+                training.abandoned[step] = StepAbandoned(step, extra["attempt"], row["policy"], *made)
             case "step.retired":
                 training.retired.add(step)
             case "checkpoint.written":

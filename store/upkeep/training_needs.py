@@ -7,9 +7,12 @@ the two together.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from rollbook.store.events import StepAbandoned
+from rollbook.store.fold.abandoned import gone_versions
 
 PolicyKey = tuple[str, str]
 """(run, policy)"""
@@ -33,6 +36,20 @@ class Checkpoint:
     optimizer: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What an erasure ends.
+
+    Attributes:
+        steps: that could no longer be replayed.
+        resume: the version of the checkpoint whose following steps could not be run again to go on with the
+            training; None where going on needs nothing of what is erased.
+    """
+
+    steps: tuple[int, ...]
+    resume: int | None
+
+
 @dataclass(slots=True)
 class Training:
     """What the log says of the training of one policy in a run, its events taken in any order."""
@@ -41,16 +58,22 @@ class Training:
     committed: dict[int, int] = field(default_factory=dict)
     failed: set[tuple[int, int]] = field(default_factory=set)
     retired: set[int] = field(default_factory=set)
+    abandoned: dict[int, StepAbandoned] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        """Whether every step was retired. Without any step it has only begun."""
-        return bool(self.plans) and all(step in self.retired for step, _ in self.plans)
+        """Whether every step was retired that was not abandoned. Without any it has only begun."""
+        steps = {step for step, _ in self.plans} - (self.abandoned.keys() - self.retired)
+        return bool(steps) and steps <= self.retired
 
     def done(self) -> dict[int, Plan]:
-        """The committed steps, in order."""
-        return {s: self.plans[s, a] for s, a in sorted(self.committed.items()) if (s, a) in self.plans}
+        """The committed steps that were not abandoned, in order."""
+        return {
+            s: self.plans[s, a]
+            for s, a in sorted(self.committed.items())
+            if (s, a) in self.plans and s not in self.abandoned
+        }
 
     def waiting(self) -> dict[int, Plan]:
         """The steps that were planned and neither failed nor committed, with their last such attempt."""
@@ -80,19 +103,40 @@ class Training:
             if plan.version >= reach:
                 yield from ((t, f"{who} {of}") for t in plan.trajectories)
 
+    def ended_by(self, trajectory: str) -> Ended:
+        """What could not be done any more without the tokens of a trajectory."""
+        done = self.done()
+        usable = self._usable(done)
+        using = sorted(plan.version for plan in done.values() if trajectory in plan.trajectories)
+
+        def read_from(first: int, last: int) -> bool:
+            return bisect_right(using, last) > bisect_left(using, first)
+
+        steps = [
+            step
+            for step, plan in done.items()
+            if step not in self.retired and read_from(_base(usable[plan.phase], plan.version), plan.version)
+        ]
+        last = max(done, default=None)
+        resume = None
+        if last is not None and last not in self.retired:
+            base = _base(usable[done[last].phase], done[last].version + 1)
+            resume = base if read_from(base, done[last].version) else None
+        return Ended(tuple(steps), resume)
+
     def _usable(self, done: dict[int, Plan]) -> dict[str, list[int]]:
         """Phase -> versions of the checkpoints that its steps may be started from, rising.
 
         Those of the phase with the optimizer's state; and that before its first step, whose optimizer is new.
         """
-        starts: dict[str, int] = {}
+        starts, gone = dict[str, int](), gone_versions(self.abandoned.values())
         for plan in done.values():
             starts[plan.phase] = min(plan.version, starts.get(plan.phase, plan.version))
         return {
             phase: sorted(
                 c.version
                 for c in self.checkpoints
-                if (c.phase == phase and c.optimizer) or c.version == start
+                if c.version not in gone and ((c.phase == phase and c.optimizer) or c.version == start)
             )
             for phase, start in starts.items()
         }

@@ -5,6 +5,7 @@ No file is touched here; the jobs it makes are for `lane.flusher`, in the order 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ FRAME_BYTES = 256 << 20
 APPEND_BYTES = 1 << 30
 """Largest append, whose events share a frame; Arrow's offsets and the frame's length end at 2 and 4 GiB."""
 _ARRAYS_AT = tuple(ROW_NAMES.index(name) for name in ARRAYS)
+_REWARD_AT, _TRAJECTORY_AT = ROW_NAMES.index("reward"), ROW_NAMES.index("trajectory_id")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +195,7 @@ def _with_rows(append: tuple[Sequence[Event], Future[int]]) -> _Append | None:
     events, future = append
     try:
         rows = [row_of(event) for event in events]
+        _check_rewards(rows)
         size = sum(map(_row_bytes, rows))
         if size > APPEND_BYTES:
             raise ValueError(f"its {size} bytes are more than the {APPEND_BYTES} that one append can hold")
@@ -200,6 +203,19 @@ def _with_rows(append: tuple[Sequence[Event], Future[int]]) -> _Append | None:
         _refuse(future, error)
         return None
     return _Append(events, future, rows, size)
+
+
+def _check_rewards(rows: Sequence[Row]) -> None:
+    """See that rewards are numbers to learn from.
+
+    Raises:
+        ValueError: one is not finite.
+    """
+    for row in rows:
+        reward = row[_REWARD_AT]
+        if reward is not None and not math.isfinite(reward):
+            of = row[_TRAJECTORY_AT]
+            raise ValueError(f"the reward of trajectory {of} is {reward}: give a finite number")
 
 
 def _row_bytes(row: Row) -> int:

@@ -89,6 +89,7 @@ def _upkeep_records() -> list[Any]:
         kinds.SyncStarted("actor", 2, "s2", "embedded", "disk"),
         kinds.SyncFailed("actor", 2, "s2", "embedded", "timed out"),
         kinds.StepRetired(99, "actor", "never made"),
+        kinds.StepAbandoned(99, 1, "critic", 100, 98, 101),
         kinds.SegmentDropped("elsewhere", 1, 1, 0, 4, "older than 7 d"),
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),

@@ -207,6 +207,9 @@ class History:
         if end < 0.7:
             self._steps[run, policy] += 1
             self._append(lane, run, kinds.StepCommitted(step, attempt, policy, step + 1, {}, {}))
+            if rng.random() < 0.2:
+                taken_back = kinds.StepAbandoned(step, attempt, policy, step + 1, step, step + 2)
+                self._append(rng.choice(("train", "train2")), run, taken_back)
         elif end < 0.85:
             self._append(lane, run, kinds.StepFailed(step, attempt, policy, "out of memory"))
 

@@ -85,11 +85,12 @@ def test_the_view_and_the_fold_are_one(ask: Any, seed: int) -> None:
 
 
 def _trained(history: History) -> Counter[str]:
-    """Tokens by run that the samples of committed steps have in their loss masks, each once."""
+    """Tokens by run in the loss masks of samples of committed steps that were not abandoned, each once."""
     plans = {_attempt(e.run, e.record): e.record for e in history.events(history.head) if _is(e, "planned")}
-    done = [_attempt(e.run, e.record) for e in history.events(history.head) if _is(e, "committed")]
+    done = {_attempt(e.run, e.record) for e in history.events(history.head) if _is(e, "committed")}
+    gone = {_attempt(e.run, e.record) for e in history.events(history.head) if _is(e, "abandoned")}
     turns: dict[tuple[str, str], int] = {}
-    for run, plan in ((key[0], plans[key]) for key in done):
+    for run, plan in ((key[0], plans[key]) for key in done - gone):
         trajectories = fold(history.events(parse_cut(plan.cut)))
         for ref in plan.samples:
             trajectory = trajectories[ref["trajectory_id"]]

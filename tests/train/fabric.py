@@ -260,14 +260,20 @@ def _literal(value: Any) -> str:
 
 
 def train(
-    log: Store, settings: Any, source: str = "cut", *, as_of: str = "head", lane: str = "train"
+    log: Store,
+    settings: Any,
+    source: str = "cut",
+    *,
+    as_of: str = "head",
+    lane: str = "train",
+    abandon_after: int | None = None,
 ) -> None:
     """`rollbook train` in this process."""
     from rollbook.cli.training import TrainingProgress
     from rollbook.train.loop.loop import train as run
 
     with TrainingProgress() as progress:
-        run(settings, log.path, source, as_of, lane, progress)
+        run(settings, log.path, source, as_of, lane, progress, abandon_after)
 
 
 @functools.cache

@@ -191,16 +191,26 @@ def test_resuming_elsewhere_is_refused(fabric: Any, recorded: Stores) -> None:
     assert _final(log)[0] == 9
 
 
-def test_resuming_from_another_checkpoint_is_refused(fabric: Any, recorded: Stores) -> None:
-    """A checkpoint that is whole, but not the one the log names, is not trained on."""
-    log, other = recorded("store"), recorded("other")
-    fabric.train(log, fabric.config(fabric.SFT, steps=4))
-    fabric.train(other, fabric.config(fabric.SFT, steps=4, seed=9))
-    ours, others = (held.path / "checkpoints/demo/actor/v00000004" for held in (log, other))
-    for file in others.iterdir():
-        (ours / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ModelError, match="not those the log names"):
+def test_another_checkpoint_is_not_gone_on_from(fabric: Any, recorded: Stores, capsys: Any) -> None:
+    """One that is whole, but not the one the log names, is passed over; without another it is an error."""
+    log, other, plain = recorded("store"), recorded("other"), recorded("plain")
+    for held, seed in ((log, 3), (other, 9), (plain, 3)):
+        fabric.train(held, fabric.config(fabric.SFT, steps=4, seed=seed))
+    others = other.path / "checkpoints/demo/actor/v00000004"
+    for name in ("v00000004", "v00000000"):
+        ours = log.path / "checkpoints/demo/actor" / name
+        kept = {file.name: file.read_bytes() for file in ours.iterdir()}
+        for file in others.iterdir():
+            (ours / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match=r"(?s)version 4: .*version 0: .*not those the log names"):
         fabric.train(log, fabric.config(fabric.SFT))
+    for name, data in kept.items():
+        (ours / name).write_bytes(data)
+    fabric.train(log, fabric.config(fabric.SFT))
+    said = capsys.readouterr().err
+    assert "not those the log names. Going on from version 0 instead: 4 steps since are run" in said
+    fabric.train(plain, fabric.config(fabric.SFT))
+    assert _final(log) == _final(plain)
 
 
 def _kill_after(process: Any, log: Store, events: int) -> None:

@@ -26,7 +26,8 @@ from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import new_id
 from rollbook.store.inside import place_inside, read_small
-from rollbook.store.permissions import make_empty, make_folder
+from rollbook.store.permissions import make_empty
+from rollbook.train.checkpoints.building import building_beside
 from rollbook.train.checkpoints.tensor_file import TensorKind, kind_of, write_tensors
 from rollbook.train.megatron.shape import read_shape
 from rollbook.train.megatron.weight_names import weight_shapes
@@ -72,46 +73,44 @@ def write_checkpoint(
 
     Raises:
         ModelError: a stream is not that of the model that `like` describes.
+        ShortageError: the disk is full. Nothing of the checkpoint is left.
     """
     name = checkpoint_name(run, policy, version)
     if (store / name).exists():  # an earlier attempt at this version, kept as it is
         name = name.with_name(f"{name.name}-{new_id()[-8:]}")
     target = place_inside(store, str(name))
-    building = _begin(target, like)
-    saved = _save_weights(weights, building, like)
-    saved_optimizer = None if optimizer is None else _save(optimizer, building / OPTIMIZER)
-    record = CheckpointWritten(
-        policy=policy,
-        policy_version=version,
-        path=str(name),
-        weights_digest=combine(saved.values()),
-        optimizer_digest=None if saved_optimizer is None else combine(saved_optimizer.values()),
-        phase=phase,
-        bytes=sum(file.stat().st_size for file in building.iterdir()),
-    )
-    manifest = {
-        "run": run,
-        "policy": policy,
-        "policy_version": version,
-        "weights_digest": record.weights_digest,
-        "optimizer_digest": record.optimizer_digest,
-        _TENSORS["weights"]: _hashes(saved),
-        _TENSORS["optimizer"]: _hashes(saved_optimizer or {}),
-    }
-    make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
-    _make_durable(building, target)
+    with building_beside(target) as building:
+        _copy_along(like, building)
+        saved = _save_weights(weights, building, like)
+        saved_optimizer = None if optimizer is None else _save(optimizer, building / OPTIMIZER)
+        record = CheckpointWritten(
+            policy=policy,
+            policy_version=version,
+            path=str(name),
+            weights_digest=combine(saved.values()),
+            optimizer_digest=None if saved_optimizer is None else combine(saved_optimizer.values()),
+            phase=phase,
+            bytes=sum(file.stat().st_size for file in building.iterdir()),
+        )
+        manifest = {
+            "run": run,
+            "policy": policy,
+            "policy_version": version,
+            "weights_digest": record.weights_digest,
+            "optimizer_digest": record.optimizer_digest,
+            _TENSORS["weights"]: _hashes(saved),
+            _TENSORS["optimizer"]: _hashes(saved_optimizer or {}),
+        }
+        make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+        _make_durable(building, target)
     return record
 
 
-def _begin(target: Path, like: Path) -> Path:
-    """A folder beside the target, with what goes along; what a crash of this process left is removed."""
-    building = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
-    make_folder(building)
+def _copy_along(like: Path, building: Path) -> None:
+    """Copy what goes along with a model's weights."""
     for file in like.iterdir():
         if file.is_file() and not _holds_weights(file.name):
             shutil.copyfile(file, make_empty(building / file.name))
-    return building
 
 
 def _make_durable(building: Path, target: Path) -> None:

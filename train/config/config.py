@@ -160,6 +160,9 @@ class TrainConfig(Table):
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Warn where an engine's logprobs under the version that a step starts from differ by more from the
     trainer's. Sums in another order differ by 1e-5 in float32; other weights by 1 and more."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """What becomes of a step whose numbers overflow, or are none: end with an error, or drop its samples by
+    the rule `not_finite` and take the next batch (8 times in a row at most). Such weights always end it."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """--source tail: give up after so long without a full batch."""
     algorithm: AnyAlgorithm

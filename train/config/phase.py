@@ -17,7 +17,7 @@ from rollbook.train.history import History
 FREE = frozenset(
     {
         *("steps", "checkpoint_every", "threads", "device", "engine_gap_alarm", "idle_timeout_s"),
-        *("sync", "model", "admission"),
+        *("sync", "model", "admission", "on_not_finite"),
     }
 )
 """Keys that may change between restarts of the same training."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rollbook.ingest.staleness.policy import StalenessPolicy, Unit
 from rollbook.store.cut import Cut
-from rollbook.store.errors import TrainError
+from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import Drop, is_candidate, select
+from rollbook.train.data.recipe import Drop, ModelLimits, is_candidate, select
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
 from rollbook.train.data.units import Begun, CompleteUnit
@@ -29,6 +29,7 @@ class QueueSource:
         more: gives further events (an empty list when there are none yet), or None at the end.
         cut: gives the cut of the events handed out so far.
         live: whether rewards of finished trajectories may still come.
+        limits: of the model.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class QueueSource:
         cut: Callable[[], Cut],
         *,
         live: bool = True,
+        limits: ModelLimits | None = None,
     ) -> None:
-        self._config, self._more, self._cut, self._live = config, more, cut, live
+        self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
         algorithm, recipe = config.algorithm, config.recipe
         self._grouped = "groups" in algorithm.needs
         self._size = algorithm.demand.group_size
@@ -66,7 +68,7 @@ class QueueSource:
         """Wait for the units that the policy selects.
 
         Raises:
-            TrainError: nothing came for `idle_timeout_s`.
+            IdleError: nothing came for `idle_timeout_s`.
         """
         # What began while the last step was taken may have begun under the version before.
         self._served_before = served if self._served < 0 else self._served
@@ -190,7 +192,7 @@ class QueueSource:
                 for sample in self._samples(trajectory_id)
                 if sample.leaf_turn_id not in self._used and unit.leaf in (None, sample.leaf_turn_id)
             ]
-            fit = select(samples, self._config.recipe, self._config.algorithm, version)
+            fit = select(samples, self._config.recipe, self._config.algorithm, version, self._limits)
             held = self._fit[unit.name] = (version, *fit)
         return held[1], held[2]
 
@@ -202,7 +204,7 @@ class QueueSource:
     def _check_patience(self, since: float) -> None:
         limit = self._config.idle_timeout_s
         if time.monotonic() - since > limit:
-            raise TrainError(
+            raise IdleError(
                 f"no complete batch for {limit:g} s: are agents finishing trajectories of run "
                 f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
             )

@@ -1,7 +1,8 @@
 """Which samples a recipe trains on, and which of its rules drops each other one. Pure.
 
 Samples of another split, or without a trainable token, are not candidates: the ledger counts them as
-kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is.
+kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is,
+and so is one that the model cannot be given. A group of which members are dropped is compared as it is left.
 Rules run on columns, so that a log of any length is gone through without an object per sample.
 """
 
@@ -48,6 +49,14 @@ class Candidate(Protocol):
     def oldest_version(self) -> int | None: ...
     @property
     def erased(self) -> bool: ...
+    @property
+    def learnable(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def lowest_token(self) -> int: ...
+    @property
+    def highest_token(self) -> int: ...
 
 
 C = TypeVar("C", bound=Candidate)
@@ -61,6 +70,8 @@ class Candidates:
         groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
         unknown: trained tokens whose version nobody knows; oldest: version of the oldest, or `NOWHERE`.
         exact: whether each trained token has a logprob.
+        learnable: trained tokens that something precedes; lengths: of whole paths, in tokens.
+        lowest, highest: ids among the path's tokens.
     """
 
     groups: npt.NDArray[np.object_]
@@ -70,6 +81,10 @@ class Candidates:
     oldest: Ints
     exact: Bools
     erased: Bools
+    learnable: Ints
+    lengths: Ints
+    lowest: Ints
+    highest: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +96,17 @@ class Drop:
     detail: Json
 
 
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model can be given: token ids below `vocabulary`, and at most `context` tokens at once."""
+
+    vocabulary: int
+    context: int
+
+
+UNLIMITED = ModelLimits(2**63 - 1, 2**63 - 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
     """What candidates are held against."""
@@ -88,6 +114,7 @@ class _Held:
     recipe: RecipeConfig
     algorithm: Algorithm
     version: int
+    limits: ModelLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +142,25 @@ def _where_needed(need: str, of: Bools, held: _Held) -> Bools:
     return of if need in held.algorithm.needs else np.zeros_like(of)
 
 
+def _outside(of: Candidates, held: _Held) -> Bools:
+    return (of.lowest < 0) | (of.highest >= held.limits.vocabulary)
+
+
+def _token(of: Candidates, held: _Held, at: int) -> Json:
+    token = of.lowest[at] if of.lowest[at] < 0 else of.highest[at]
+    return {"token": int(token), "vocabulary": held.limits.vocabulary}
+
+
 _RULES: Mapping[str, _Rule] = {
     "erased": _Rule(lambda of, held: of.erased),
+    "nothing_trainable": _Rule(
+        lambda of, held: of.learnable == 0, lambda of, held, at: {"tokens": int(of.lengths[at])}
+    ),
+    "outside_vocabulary": _Rule(_outside, _token),
+    "too_long": _Rule(
+        lambda of, held: of.lengths > held.limits.context,
+        lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
+    ),
     "staleness": _Rule(_too_old, _age),
     # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown, no
     # policy is. To SFT a sample is a text, whoever wrote it.
@@ -127,6 +171,10 @@ _RULES: Mapping[str, _Rule] = {
     "no_reward": _Rule(
         lambda of, held: _where_needed("rewards", ~of.rewarded, held),
         lambda of, held, at: {"source": held.recipe.reward_source},
+    ),
+    "reward_not_finite": _Rule(
+        lambda of, held: _where_needed("rewards", ~np.isfinite(of.rewards), held),
+        lambda of, held, at: {"reward": str(float(of.rewards[at]))},
     ),
     "no_logprobs": _Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
 }
@@ -139,14 +187,19 @@ def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
 
 
 def sort_out(
-    of: Candidates, recipe: RecipeConfig, algorithm: Algorithm, version: int
+    of: Candidates,
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
 ) -> tuple[Ints, list[tuple[int, str, Json]]]:
     """Places of the candidates to train on, in order, and of the others place, rule and detail.
 
     Args:
         version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
     """
-    held = _Held(recipe, algorithm, version)
+    held = _Held(recipe, algorithm, version, limits or UNLIMITED)
     left = np.ones(len(of.erased), np.bool_)
     drops: list[tuple[int, str, Json]] = []
     for name, rule in _RULES.items():
@@ -173,14 +226,19 @@ def _flat(of: Candidates, left: Bools) -> Bools:
 
 
 def select(
-    candidates: Sequence[C], recipe: RecipeConfig, algorithm: Algorithm, version: int
+    candidates: Sequence[C],
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
 ) -> tuple[list[C], list[Drop]]:
     """Candidates to train on, in order, and the dropped ones.
 
     Args:
         version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
     """
-    kept, drops = sort_out(_columns(candidates), recipe, algorithm, version)
+    kept, drops = sort_out(_columns(candidates), recipe, algorithm, version, limits)
     named = [Drop(candidates[at], rule, detail) for at, rule, detail in drops]
     return [candidates[at] for at in kept], named
 
@@ -197,4 +255,8 @@ def _columns(candidates: Sequence[Candidate]) -> Candidates:
         oldest=np.array([NOWHERE if one is None else one for one in oldest], np.int64),
         exact=np.array([one.exact for one in candidates], np.bool_),
         erased=np.array([one.erased for one in candidates], np.bool_),
+        learnable=np.array([one.learnable for one in candidates], np.int64),
+        lengths=np.array([one.length for one in candidates], np.int64),
+        lowest=np.array([one.lowest_token for one in candidates], np.int64),
+        highest=np.array([one.highest_token for one in candidates], np.int64),
     )

@@ -45,7 +45,7 @@ _TURNS = """
     SELECT t.place, s.turn_id, s.parent_turn_id, s.lane, s.completed_lane, s.completed_seq,
            s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
-           s.highest_token, s.prompt_sha256
+           s.lowest_token, s.highest_token, s.prompt_sha256
     FROM _turn_scalars s JOIN chosen t USING (trajectory_id)
     WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
 
@@ -60,7 +60,8 @@ class SampleRef:
         exact: whether each of these has a logprob.
         oldest_version: of its oldest trained token; None if none has a version.
         length: tokens of the whole path.
-        highest_token: greatest id among them.
+        lowest_token, highest_token: least and greatest id among them.
+        learnable: trained tokens that something precedes.
     """
 
     trajectory_id: str
@@ -75,7 +76,9 @@ class SampleRef:
     oldest_version: int | None
     erased: bool
     length: int
+    lowest_token: int
     highest_token: int
+    learnable: int
 
     @property
     def reference(self) -> Json:
@@ -94,8 +97,8 @@ class References:
         starts: where each sample's path begins in the next three; one more, for the end.
         path: rows of turns, from the root to the leaf.
         sampled, trained: whether the path owns the turn and the client had it; whether it has loss.
-        length, trained_tokens, unknown: in tokens.
-        oldest, highest: a version (`NOWHERE`: none), and a token.
+        length, trained_tokens, learnable, unknown: in tokens.
+        oldest: a version (`NOWHERE`: none); lowest, highest: tokens.
         exact, erased: see `SampleRef`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
@@ -111,7 +114,9 @@ class References:
     length: Ints
     trained_tokens: Ints
     unknown: Ints
+    learnable: Ints
     oldest: Ints
+    lowest: Ints
     highest: Ints
     exact: Bools
     erased: Bools
@@ -133,6 +138,10 @@ class References:
             oldest=self.oldest[at],
             exact=self.exact[at],
             erased=self.erased[at],
+            learnable=self.learnable[at],
+            lengths=self.length[at],
+            lowest=self.lowest[at],
+            highest=self.highest[at],
         )
 
     def ref(self, sample: int) -> SampleRef:
@@ -148,7 +157,9 @@ class References:
             oldest_version=None if oldest == NOWHERE else oldest,
             erased=bool(self.erased[sample]),
             length=int(self.length[sample]),
+            lowest_token=int(self.lowest[sample]),
             highest_token=int(self.highest[sample]),
+            learnable=int(self.learnable[sample]),
             **row,
         )
 
@@ -207,7 +218,9 @@ def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, f
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
     oldest = np.where(trained & (known > 0), _numbers(turns, "min_version")[path], np.iinfo(np.int64).max)
     lowest = of_sample.least(oldest)
-    leaf = path[starts[1:] - 1]
+    leaf, root = path[starts[1:] - 1], starts[:-1]
+    # The first token is predicted from nothing.
+    first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
     return References(
         trajectories=trajectories,
         turns=turns,
@@ -221,6 +234,8 @@ def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, f
         trained_tokens=of_sample.sum(tokens),
         unknown=of_sample.sum(tokens - known),
         oldest=np.where(lowest == np.iinfo(np.int64).max, NOWHERE, lowest),
+        learnable=of_sample.sum(tokens) - first,
+        lowest=of_sample.least(_numbers(turns, "lowest_token")[path]),
         highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
         exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
         erased=spoiled,

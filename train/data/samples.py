@@ -57,6 +57,26 @@ class Sample:
         return int(self.loss_mask.sum())
 
     @property
+    def learnable(self) -> int:
+        """Tokens with loss that something precedes: the first one is predicted from nothing."""
+        return int(self.loss_mask[1:].sum())
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole path."""
+        return len(self.tokens)
+
+    @property
+    def lowest_token(self) -> int:
+        """Least id among its tokens."""
+        return int(self.tokens.min(initial=0))
+
+    @property
+    def highest_token(self) -> int:
+        """Greatest id among its tokens."""
+        return int(self.tokens.max(initial=0))
+
+    @property
     def unknown(self) -> int:
         """Trained tokens whose policy version nobody knows."""
         return int((self.versions[self.loss_mask] < 0).sum())

@@ -7,19 +7,20 @@ or a whole group) once, in the order in which units became complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
-from rollbook.store.events import Event
+from rollbook.store.events import Event, Json
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop, sort_out
+from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
 from rollbook.train.data.references import find_references
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
@@ -35,18 +36,27 @@ class EpochSource:
     Args:
         done: steps that were taken before.
         version: of the policy when the first of them was.
+        limits: of the model.
     """
 
-    def __init__(self, config: TrainConfig, log: Store, cut: Cut, done: int, version: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        log: Store,
+        cut: Cut,
+        done: int,
+        version: int,
+        limits: ModelLimits | None = None,
+    ) -> None:
         recipe = config.recipe
         # By name, not in the order of arrival: traffic recorded twice gives the same row of batches.
-        found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
-        numbers, candidates = found.candidates()
-        kept, drops = sort_out(candidates, recipe, config.algorithm, version)
+        self._found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
+        numbers, candidates = self._found.candidates()
+        kept, drops = sort_out(candidates, recipe, config.algorithm, version, limits)
         self._kept = numbers[kept]
-        named = [Drop(found.ref(int(numbers[at])), rule, detail) for at, rule, detail in drops]
+        named = [Drop(self._found.ref(int(numbers[at])), rule, detail) for at, rule, detail in drops]
         self._drops = [] if done else named  # recorded once, with the first step
-        self._samples = Materializer(log, cut, found, config.run)
+        self._samples = Materializer(log, cut, self._found, config.run)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
         self._reader = ThreadPoolExecutor(1, "rollbook-samples")
@@ -63,14 +73,25 @@ class EpochSource:
         drops, self._drops = self._drops, []
         return Selection(picked, drops, self._cut)
 
+    def go_on_after(self, consumed: Sequence[Json], skipped: int) -> None:
+        """Go on behind the slice that the last step consumed, where up to so many were skipped before it."""
+        names = [ref["turn_id"] for ref in consumed]
+        for number in range(self._next - 1, self._next + skipped):
+            leaves = self._found.leaf[self._slice(number)]
+            if self._found.turns["turn_id"].take(pa.array(leaves)).to_pylist() == names:
+                self._next = number + 1
+                return
+
     def unfilled(self, version: int) -> list[Drop]:
         """What the recipe drops where it leaves nothing; else epochs have no end."""
         return self._drops
 
+    def _slice(self, step: int) -> npt.NDArray[np.int64]:
+        """Numbers of the samples of a step, by its own number in this source."""
+        return self._kept[epoch_slice(step, self._size, len(self._kept), self._seed)]
+
     def _read(self, step: int) -> list[Sample]:
-        """The samples of a step, by its number in this source."""
-        places = epoch_slice(step, self._size, len(self._kept), self._seed)
-        return self._samples.samples(self._kept[places].tolist())
+        return self._samples.samples(self._slice(step).tolist())
 
 
 def epoch_slice(step: int, size: int, count: int, seed: int) -> npt.NDArray[np.int64]:
@@ -92,12 +113,14 @@ def make_source(
     family: str,
     version: int,
     waiting: Callable[[], None] = lambda: None,
+    limits: ModelLimits | None = None,
 ) -> Source:
     """The source that `--source` names, set to go on after the configuration's committed steps.
 
     Args:
         version: the trainer's; a configuration that goes on keeps the one that it started from.
         waiting: called again and again while the tail is waited for.
+        limits: of the model.
     """
     if source == "tail":
         tail = log.tail()
@@ -106,10 +129,15 @@ def make_source(
             waiting()
             return tail.poll()
 
-        return QueueSource(config, history, more, tail.cut)
+        return QueueSource(config, history, more, tail.cut, limits=limits)
     if not config.algorithm.epochs:
         batches = iter([list(log.events(cut))])
-        return QueueSource(config, history, lambda: next(batches, None), lambda: cut, live=False)
+        return QueueSource(
+            config, history, lambda: next(batches, None), lambda: cut, live=False, limits=limits
+        )
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
-    return EpochSource(config, log, cut, len(earlier), start)
+    epochs = EpochSource(config, log, cut, len(earlier), start, limits)
+    if earlier and (skipped := sum(history.attempts.values()) - len(history.attempts)):
+        epochs.go_on_after(earlier[-1].planned.samples, skipped)
+    return epochs

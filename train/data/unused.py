@@ -7,16 +7,24 @@ from collections.abc import Iterable, Set
 
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import is_candidate, select
+from rollbook.train.data.recipe import ModelLimits, is_candidate, select
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.history import History
 
 
-def explain(trajectories: Iterable[Trajectory], config: TrainConfig, history: History, *, once: bool) -> str:
+def explain(
+    trajectories: Iterable[Trajectory],
+    config: TrainConfig,
+    history: History,
+    *,
+    once: bool,
+    limits: ModelLimits | None = None,
+) -> str:
     """Lines that count all trajectories by the one reason for which each is not part of a further step.
 
     Args:
         once: a sample is used once, not in every epoch.
+        limits: of the model.
     """
     reasons, left = Counter[str](), list[list[Sample]]()
     total, used, dropped = 0, history.consumed() if once else set(), history.dropped if once else set()
@@ -27,7 +35,8 @@ def explain(trajectories: Iterable[Trajectory], config: TrainConfig, history: Hi
             for sample in samples_of(trajectory, config.recipe.reward_source)
             if is_candidate(sample, config.recipe)
         ]
-        reason = _apart(trajectory, config) or _unusable(candidates, config, used, dropped, history.version)
+        reason = _apart(trajectory, config) or _spent(candidates, used, dropped)
+        reason = reason or _dropped(candidates, config, used | dropped, history.version, limits)
         if reason is None:
             left.append(candidates)
         else:
@@ -47,18 +56,23 @@ def _apart(trajectory: Trajectory, config: TrainConfig) -> str | None:
     return "are not finished" if trajectory.finished is None else None
 
 
-def _unusable(
-    candidates: list[Sample], config: TrainConfig, used: Set[str], dropped: Set[str], version: int
-) -> str | None:
-    """Why none of a trajectory's samples can be used, or None."""
+def _spent(candidates: list[Sample], used: Set[str], dropped: Set[str]) -> str | None:
+    """Why a trajectory holds no sample, or none that is left, or None."""
     if not candidates:
         return "hold no token that can be trained: text only, not delivered, or failed"
-    fresh = [s for s in candidates if s.leaf_turn_id not in used and s.leaf_turn_id not in dropped]
-    if not fresh:
-        was_used = any(sample.leaf_turn_id in used for sample in candidates)
-        return "were used already, by committed steps of this run" if was_used else "were dropped already"
+    if any(s.leaf_turn_id not in used and s.leaf_turn_id not in dropped for s in candidates):
+        return None
+    was_used = any(sample.leaf_turn_id in used for sample in candidates)
+    return "were used already, by committed steps of this run" if was_used else "were dropped already"
+
+
+def _dropped(
+    candidates: list[Sample], config: TrainConfig, gone: Set[str], version: int, limits: ModelLimits | None
+) -> str | None:
+    """The rule by which the recipe drops all that is left of a trajectory, or None."""
+    fresh = [s for s in candidates if s.leaf_turn_id not in gone]
     recipe = config.recipe.model_copy(update={"drop_zero_variance": False})  # that is a matter of groups
-    kept, drops = select(fresh, recipe, config.algorithm, version)
+    kept, drops = select(fresh, recipe, config.algorithm, version, limits)
     return None if kept else f"are dropped by the rule {drops[0].rule}"
 
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
-from rollbook.store.errors import TrainError
+from rollbook.store.errors import IdleError, TrainError
+from rollbook.store.inside import place_inside
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import Drop
+from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
 from rollbook.train.data.unused import explain
 from rollbook.train.history import History, fold_history
 from rollbook.train.loop.stopping import Stopping
 from rollbook.train.loop.trainer import Trainer
+from rollbook.train.megatron.shape import read_shape
 
 
 @dataclass(slots=True)
@@ -62,9 +64,18 @@ class Feed:
         trainer.note_drops(self.drops)
 
     def _open(self, history: History, version: int, waiting: Callable[[], None] = lambda: None) -> None:
-        self.samples = make_source(
-            self.config, self.log, history, self.source, self.cut, self.family, version, waiting
-        )
+        which = (self.source, self.cut, self.family, version)
+        self.samples = make_source(self.config, self.log, history, *which, waiting, self._limits(history))
+
+    def _limits(self, history: History) -> ModelLimits:
+        """Of the model in training: the run's own, or, where it is new, CONFIG's.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        held = history.checkpoints
+        shape = read_shape(place_inside(self.log.path, held[0].path) if held else self.config.model)
+        return ModelLimits(shape.vocab, shape.context)
 
     def take(self, trainer: Trainer, stopping: Stopping) -> Selection | None:
         """The next selection; where none comes, what the recipe dropped is recorded all the same."""
@@ -73,7 +84,10 @@ class Feed:
             return selection
         assert self.samples is not None
         note_drops = stopping.in_hand(trainer.note_drops)
-        selection = self.samples.take(trainer.version, trainer.served, note_drops)
+        try:
+            selection = self.samples.take(trainer.version, trainer.served, note_drops)
+        except IdleError as error:
+            raise IdleError(f"{error}\n{self.unfilled(trainer.done)}") from None
         if selection is None:
             note_drops(self.samples.unfilled(trainer.version))
         return selection
@@ -83,7 +97,9 @@ class Feed:
         return self._unfilled(fold_history(self.log.events(), self.config.run, self.config.policy), done)
 
     def _unfilled(self, history: History, done: int) -> str:
-        config, once = self.config, not self.config.algorithm.epochs
-        why = explain(self.log.trajectories(self.cut).values(), config, history, once=once)
-        where = f"the log at {format_cut(self.cut) or 'its beginning'} fills no further one"
+        config, tail = self.config, self.source == "tail"
+        once, cut = tail or not config.algorithm.epochs, self.log.head() if tail else self.cut
+        trajectories = self.log.trajectories(cut).values()
+        why = explain(trajectories, config, history, once=once, limits=self._limits(history))
+        where = f"the log at {format_cut(cut) or 'its beginning'} fills no further one"
         return f"run {config.run!r}: {done} of {config.steps} steps; {where}: {why}"

@@ -20,12 +20,14 @@ def check_batch(batch: Batch) -> None:
     for at, advantage in enumerate(batch.advantages):
         if not np.isfinite(advantage):
             reward = batch.rewards[at]
-            raise _error(f"advantage {advantage} of {_sample(batch, at)}, whose reward is {reward}")
+            where = f"advantage {advantage} of {_sample(batch, at)}, whose reward is {reward}"
+            raise _error("advantages", where)
     for at, sample in enumerate(batch.samples):  # a teacher's are NaN: it gave none
         bad = np.flatnonzero(np.isinf(sample.logprobs) & sample.loss_mask)
         if len(bad):
             value = sample.logprobs[bad[0]]
-            raise _error(f"old_logprobs of token {bad[0]} of {_sample(batch, at)} is {value}")
+            where = f"old_logprobs of token {bad[0]} of {_sample(batch, at)} is {value}"
+            raise _error("old_logprobs", where)
 
 
 def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, parts: Partition) -> None:
@@ -43,7 +45,7 @@ def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, part
             row, column = bad[0].tolist()
             value = float(tensor[row, column])
             sample = _sample(batch, parts[0][micro][row])
-            raise _error(f"{stage} of token {column + 1} of {sample} is {value}")
+            raise _error(stage, f"{stage} of token {column + 1} of {sample} is {value}")
 
 
 def check_tensors(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -55,7 +57,7 @@ def check_tensors(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> No
     for name, tensor in tensors:
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
-            raise _error(f"{stage}: {bad} of {tensor.numel()} values of {name} are not finite")
+            raise _error(stage, f"{stage}: {bad} of {tensor.numel()} values of {name} are not finite")
 
 
 def _sample(batch: Batch, at: int) -> str:
@@ -63,6 +65,10 @@ def _sample(batch: Batch, at: int) -> str:
     return f"sample {sample.name} (turn {sample.leaf_turn_id})"
 
 
-def _error(where: str) -> NotFiniteError:
-    remedy = "the run goes on from its last checkpoint, with a lower optimizer.lr or without that sample"
-    return NotFiniteError(f"{where}: the step is not committed, and nothing of it is published; {remedy}")
+def _error(stage: str, where: str) -> NotFiniteError:
+    remedy = (
+        "the run goes on from its last checkpoint, with a lower optimizer.lr or, by on_not_finite = 'skip', "
+        "without the step's samples"
+    )
+    message = f"{where}: the step is not committed, and nothing of it is published; {remedy}"
+    return NotFiniteError(message, stage)

@@ -13,18 +13,32 @@ from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened
 from rollbook.store.fold.versions import VersionDigests
+from rollbook.store.inside import place_inside
+from rollbook.store.log.writer import LaneWriter
+from rollbook.train.checkpoints.building import remove_left_over
+from rollbook.train.checkpoints.checkpoint import checkpoint_name
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
 from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.loop.abandon import go_back
 from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.feed import Feed
 from rollbook.train.loop.publish import check_model
+from rollbook.train.loop.rate import rate_change
 from rollbook.train.loop.stopping import Stopped, Stopping
 from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import TrainingStart, Watcher
 
 
-def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, watcher: Watcher) -> None:
+def train(
+    config: TrainConfig,
+    path: Path,
+    source: str,
+    as_of: str,
+    lane: str,
+    watcher: Watcher,
+    abandon_after: int | None = None,
+) -> None:
     """Train a phase to its end. A phase that was interrupted goes on where it stopped.
 
     SIGINT and SIGTERM end it after the step in hand, with a checkpoint, and then the process.
@@ -35,6 +49,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, w
         as_of: the cut, as `Store.cut` reads it.
         lane: the lane to write.
         watcher: told how it goes.
+        abandon_after: first give up the steps after this version, and go on from its checkpoint.
 
     Raises:
         RollbookError: the configuration, the model or the log cannot be used.
@@ -45,9 +60,7 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, w
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
-        versions = VersionDigests()
-        history = fold_history(_noted(log.events(), versions), config.run, config.policy)
-        check_model(config, versions)
+        history, before = _past(config, log, writer, source, abandon_after, watcher)
         family = family_in(history, config, source)
         done = len(history.of_family(family))
         if done >= config.steps and family != _last_family(history):
@@ -56,29 +69,76 @@ def train(config: TrainConfig, path: Path, source: str, as_of: str, lane: str, w
         cut = _phase_cut(log, history, family, as_of, config.run)
         feed = Feed(config, log, source, cut, family)
         feed.look(history, done)
-        trainer = Trainer(config, log, writer, history, family)
+        trainer = Trainer(config, log, writer, history, family, watcher.warn)
         try:
             watcher.begun(_start(trainer, config, source, cut))
-            trainer.tells(watcher.tell)
-            demand = asdict(config.algorithm.demand)
-            # With these the proxies know what is used, how much of it a step takes, and for how long.
-            said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
-            trainer.write(RunOpened("train", said, environment=fingerprint(trainer.policy.device)))
-            trainer.sync_current()
+            _open_run(watcher, trainer, config, source, done, before)
             feed.begin(history, trainer, stopping)
             if _steps(watcher, trainer, config, feed, stopping):
-                if trainer.done == done:
-                    raise TrainError(feed.unfilled(done))
-                watcher.note(feed.unfilled(trainer.done))
+                _tell_unfilled(watcher, feed, trainer.done, taken=trainer.done - done)
         finally:
             trainer.close()
     stopping.end()
 
 
-def _noted(events: Iterable[Event], versions: VersionDigests) -> Iterator[Event]:
-    """The events, of which the digests of versions are taken on the way."""
+def _open_run(
+    watcher: Watcher,
+    trainer: Trainer,
+    config: TrainConfig,
+    source: str,
+    done: int,
+    before: RunOpened | None,
+) -> None:
+    """Say that the training begins, and give the engines its version."""
+    change = rate_change(config, before, done, trainer.policy.learning_rate)
+    if change is not None and done < config.steps:
+        watcher.note(change)
+    trainer.tells(watcher.tell)
+    demand = asdict(config.algorithm.demand)
+    # With these the proxies know what is used, how much of it a step takes, and for how long.
+    said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
+    trainer.write(RunOpened("train", said, environment=fingerprint(trainer.policy.device)))
+    trainer.sync_current()
+
+
+def _tell_unfilled(watcher: Watcher, feed: Feed, done: int, *, taken: int) -> None:
+    """Say why no further step can be filled.
+
+    Raises:
+        TrainError: not one was taken.
+    """
+    if not taken:
+        raise TrainError(feed.unfilled(done))
+    watcher.note(feed.unfilled(done))
+
+
+def _past(
+    config: TrainConfig,
+    log: Store,
+    writer: LaneWriter,
+    source: str,
+    abandon_after: int | None,
+    watcher: Watcher,
+) -> tuple[History, RunOpened | None]:
+    """What was done so far, without the steps that are to be abandoned; and how the run was trained last."""
+    remove_left_over(place_inside(log.path, str(checkpoint_name(config.run, config.policy, 0).parent)))
+    versions, opened = VersionDigests(), list[RunOpened]()
+    history = fold_history(_noted(log.events(), versions, opened, config), config.run, config.policy)
+    check_model(config, versions)
+    if abandon_after is not None:
+        history = go_back(config, source, abandon_after, log, writer, history, versions, watcher.note)
+    return history, opened[-1] if opened else None
+
+
+def _noted(
+    events: Iterable[Event], versions: VersionDigests, opened: list[RunOpened], config: TrainConfig
+) -> Iterator[Event]:
+    """The events, of which digests of versions, and how the policy was trained, are noted on the way."""
     for event in events:
         versions.add(event)
+        record = event.record
+        if isinstance(record, RunOpened) and record.command == "train" and event.run == config.run:
+            opened[:] = [record] if record.config.get("policy") == config.policy else opened
         yield event
 
 
@@ -131,6 +191,8 @@ def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, 
                     unfilled = True
                     continue
                 outcome = trainer.take_step(selection)
+                if outcome is None:
+                    continue  # skipped
                 if (alarm := gap_alarm(config, outcome)) is not None:
                     watcher.warn(alarm)
                 trainer.publish()

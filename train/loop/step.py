@@ -10,6 +10,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
@@ -146,7 +147,7 @@ def _micro_loss(
 
 def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float) -> Json:
     trained = batch.trained_tokens
-    rewards = [float(r) for r in batch.rewards if r == r]
+    rewards = [float(r) for r in batch.rewards if np.isfinite(r)]
     return {
         "loss": float(sum(t.sum() for t in kept["losses"])) / max(trained, 1),
         "gradient_norm": norm,

@@ -7,36 +7,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import ModelError, TrainError
+from rollbook.store.errors import NotFiniteError, ReplayError, TrainError
 from rollbook.store.events import (
-    CheckpointWritten,
+    Json,
     Record,
     SampleDropped,
     StepCommitted,
     StepFailed,
     StepPlanned,
 )
-from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.batch import partition
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.history import History
+from rollbook.train.history import CommittedStep, History
+from rollbook.train.loop.base import WholeCheckpoint, nearest_whole
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.publish import Publisher
-from rollbook.train.loop.rerun import rerun_steps
+from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.step import batch_of, input_digests, run_step, step_seed
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device, set_deterministic
-from rollbook.train.megatron.shape import read_shape
 
+SKIPS_IN_A_ROW = 8
+"""So many batches in a row that are not finite may be skipped: more are no matter of samples."""
 LOOK_S = 2.0
 """How often engines are looked at while samples are waited for."""
 
@@ -58,53 +57,69 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, log: Store, writer: LaneWriter, history: History, family: str
+        self,
+        config: TrainConfig,
+        log: Store,
+        writer: LaneWriter,
+        history: History,
+        family: str,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config, self._log = config, log
         self._history, self._phase = history, history.phase_to_train(family)
         self._publisher = Publisher(config, log, writer, history)
         if not history.checkpoints:
             self._publisher.adopt_model()
-        base, between = history.base_for(history.next_step, self._phase)
-        self._like = place_inside(log.path, base.path)
+        whole = nearest_whole(log, history, self._phase, warn)
+        base, self._like = whole.record, whole.path
+        between = history.between(base, history.next_step)
         device = choose_device(config.device)
         self.policy = TrainablePolicy(
-            read_shape(self._like),
+            whole.shape,
             config.optimizer,
             steps=config.steps,
             device=device,
             seed=config.seed,
             threads=config.threads,
         )
-        self._restore(base, [s.planned.step for s in between])
-        self.version = base.policy_version + len(between)
+        self._restore(whole, between)
+        self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
         self.served = self.version
         """The version that the engines have; without engines here, whatever was published last."""
+        self._held_back: list[Drop] = []
+        """Drops of steps that were skipped, until a plan follows."""
+        self._told: list[Drop] = []
+        """Drops that were written with the attempt that is the next one to plan."""
+        self._skipped = 0
+        """How many steps in a row were."""
         self._looked = time.monotonic()
         self._environment = fingerprint(device)
-        if not between:
+        if base.policy_version == self.version:
             self._publisher.restored(self.version)
 
-    def _restore(self, base: CheckpointWritten, steps: list[int]) -> None:
-        held = read_checkpoint(self._like)
-        if digest_tensors(held.weights) != base.weights_digest:
-            raise ModelError(f"{self._like}: its weights are not those the log names")
+    def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep]) -> None:
+        base, held = whole.record, whole.held
         self.policy.load_weights(held.weights)
         same_phase = base.phase == self._phase and held.optimizer is not None
         self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
-        between = [self._history.steps[step] for step in steps]
-        recorded = between[-1].planned.environment if between else {}
-        for replayed in rerun_steps(self._log, self.policy, between):
-            if replayed.first_difference is not None:
-                here = differences(recorded, fingerprint(self.policy.device))
-                raise TrainError(
-                    f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again "
-                    f"differs in {replayed.first_difference}. Resume where it ran; what differs here: "
-                    f"{'; '.join(here) or 'nothing that is known to change bits'}"
-                )
+        remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
+        try:
+            for replayed in rerun_steps(self._log, self.policy, between):
+                if replayed.first_difference is not None:
+                    raise TrainError(f"{self._differs(replayed, between)}, or {remedy}")
+        except ReplayError as error:
+            raise TrainError(f"run {self._config.run!r} cannot be resumed: {error}; {remedy}") from error
         set_deterministic(self._config.threads)
+
+    def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
+        here = differences(between[-1].planned.environment, fingerprint(self.policy.device))
+        return (
+            f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
+            f"{replayed.first_difference}. What differs here: "
+            f"{'; '.join(here) or 'nothing that is known to change bits'}. Resume where it ran"
+        )
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
@@ -116,24 +131,51 @@ class Trainer:
 
     # Steps ------------------------------------------------------------------------------------
 
-    def take_step(self, selection: Selection) -> StepOutcome:
-        """Plan, run and commit a step on the selected samples."""
+    def take_step(self, selection: Selection) -> StepOutcome | None:
+        """Plan, run and commit a step on the selected samples.
+
+        Returns:
+            None where its numbers are not finite and the configuration wants such samples to be skipped: the
+            drops of the next plan name them.
+
+        Raises:
+            NotFiniteError: they are not, and it is to stop; or the weights themselves are not; or the last
+                few batches were not either.
+        """
         plan = self._plan(selection.samples, selection.cut)
-        drops = self._drop_records(selection.drops)
-        self.write(*drops, plan)
+        self._told += (fresh := [*self._held_back, *selection.drops])
+        self.write(*self._drop_records(fresh), plan)
         try:
             batch = batch_of(plan, {s.leaf_turn_id: s for s in selection.samples})
             result = run_step(self.policy, plan, batch)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
-            raise
+            if not isinstance(error, NotFiniteError) or not self._skips(error):
+                raise
+            self._hold_back(selection.samples, error)
+            return None
+        self._told, self._held_back, self._skipped = [], [], 0
         self.version += 1
-        outcome = StepOutcome(self.step, self.version, result.metrics, len(drops))
+        outcome = StepOutcome(self.step, self.version, result.metrics, len(fresh))
         self.write(
             StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, result.metrics)
         )
         self.step, self.done = self.step + 1, self.done + 1
         return outcome
+
+    def _skips(self, error: NotFiniteError) -> bool:
+        """Whether the step's samples are to be dropped. Weights that were updated already are lost."""
+        may = self._config.on_not_finite == "skip" and error.stage != "weights"
+        return may and self._skipped < SKIPS_IN_A_ROW
+
+    def _hold_back(self, samples: list[Sample], error: NotFiniteError) -> None:
+        """Keep the step's drops, and its samples, for the next plan: they count with what commits."""
+        self._history.attempts[self.step] = self._attempt
+        self._skipped += 1
+        detail: Json = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
+        one_each = {sample.leaf_turn_id: sample for sample in samples}
+        self._held_back, self._told = self._told, []
+        self._held_back += [Drop(sample, "not_finite", detail) for sample in one_each.values()]
 
     def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
         recipe = digest_json(self._config.recipe.model_dump(mode="json"))
@@ -156,6 +198,8 @@ class Trainer:
 
     def note_drops(self, drops: list[Drop]) -> None:
         """Record drops that no step followed: the samples left would not fill one."""
+        drops, self._held_back = [*self._held_back, *drops], []
+        self._told += drops
         if drops:
             self.write(*self._drop_records(drops))
 

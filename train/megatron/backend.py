@@ -42,6 +42,7 @@ class TrainablePolicy:
         self.shape = shape
         self._parts: MegatronParts = build(shape, optimizer, device, seed, threads)
         self._schedule = _schedule(self._parts.optimizer, optimizer, steps)
+        self._wanted = optimizer
         self._names = {p: name for name, p in self._parts.module.named_parameters()}
 
     @property
@@ -115,10 +116,17 @@ class TrainablePolicy:
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of the phase's step (from 0), by Megatron's schedule."""
-        self._schedule.num_steps = 0
-        self._schedule.step(step + 1)
+    def learning_rate(self, step: int, steps: int | None = None) -> float:
+        """Learning rate of the phase's step (from 0), by Megatron's schedule.
+
+        Args:
+            steps: that the schedule is to span, if others than its own.
+        """
+        schedule = self._schedule
+        if steps is not None:
+            schedule = _schedule(self._parts.optimizer, self._wanted, steps)
+        schedule.num_steps = 0
+        schedule.step(step + 1)
         return float(self._parts.optimizer.param_groups[0]["lr"])
 
     def forward_backward(self, micro_batches: tuple[MicroBatch, ...], loss_of: LossOf) -> None:

@@ -206,13 +206,18 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
     ] = None,
+    abandon_after: Annotated[
+        int | None,
+        typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
+    ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
     ] = False,
 ) -> None:
     """Train from the log. Every step is planned and committed as events, so it can be replayed.
 
-    SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on.
+    SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on. Where it
+    cannot, --abandon-after VERSION goes on all the same: what later steps consumed may be used again.
     The keys of CONFIG are in docs/configuration.md.
     """
     from rollbook.train.config.config import load_config
@@ -228,7 +233,7 @@ def train(
     from rollbook.train.loop.loop import train as run_training
 
     with TrainingProgress() as progress:
-        run_training(settings, store, source.value, as_of, lane, progress)
+        run_training(settings, store, source.value, as_of, lane, progress, abandon_after)
 
 
 @replay_app.command("step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from rich.text import Text
 
 from rollbook.cli.terminal import Console, print_json
+from rollbook.store.errors import UpkeepError
 from rollbook.store.open import open_store
+from rollbook.store.upkeep.ended import EndedTraining, trainings_ended_by
 from rollbook.store.upkeep.erase import EraseReport, erase_trajectory
 from rollbook.store.upkeep.retain import RetainReport, retain
 from rollbook.store.upkeep.retire import parse_steps, retire_steps
@@ -65,15 +68,50 @@ def run_retire(
 
 
 def run_erase(
-    path: Path, trajectory: str, run: str | None, keep_tokens: bool, reason: str, as_json: bool
+    path: Path, trajectory: str, run: str | None, keep_tokens: bool, yes: bool, reason: str, as_json: bool
 ) -> None:
-    """Erase a trajectory, and print what was done."""
-    report = erase_trajectory(open_store(path), trajectory, reason, run=run, keep_tokens=keep_tokens)
+    """Erase a trajectory, and print what was done.
+
+    Raises:
+        UpkeepError: steps or a training need its tokens, and nobody said yes. Nothing was erased.
+    """
+    log = open_store(path)
+    if not keep_tokens and not yes and (ended := trainings_ended_by(log, trajectory, run)):
+        what = "; and ".join(map(_ends, ended))
+        raise UpkeepError(
+            f"erasing the tokens of trajectory {trajectory!r} would end {what}. Nothing was erased: say "
+            "--yes to erase them all the same, or --keep-tokens to erase the text alone"
+        )
+    report = erase_trajectory(log, trajectory, reason, run=run, keep_tokens=keep_tokens)
     if as_json:
         _print_json(asdict(report))
         return
     for line in _told(report):
         Console().print(line, soft_wrap=True)
+
+
+def _ends(training: EndedTraining) -> str:
+    """What of a training an erasure would end."""
+    steps, resume = training.ended.steps, training.ended.resume
+    said = [f"the replay of {_ranges(steps)}"] if steps else []
+    if resume is not None:
+        back = f"it would have to go back, by --abandon-after {resume}"
+        said.append(f"going on with the training where it is ({back})")
+    return f"{' and '.join(said)}, of policy {training.policy!r} in run {training.run!r}"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`step 7`, or `12 steps (3, 8-18)`."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    found: list[list[int]] = []
+    for step in steps:
+        if found and found[-1][1] == step - 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+    return f"{len(steps)} steps ({named})"
 
 
 def _told(report: EraseReport) -> list[str]:

@@ -130,9 +130,17 @@ def store_erase(
     keep_tokens: Annotated[
         bool, typer.Option("--keep-tokens", help="Keep token ids and logprobs: trainable, replayable.")
     ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Also where steps can then not be replayed, or a training not go on."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
-    """Remove the text of one trajectory from every file of the store."""
+    """Remove the text of one trajectory from every file of the store.
+
+    Where training used it, the steps are named that could not be replayed then, and nothing is done without
+    --yes (exit code 2).
+    """
     from rollbook.cli.retention import run_erase
 
-    run_erase(store, trajectory, run, keep_tokens, reason, json)
+    run_erase(store, trajectory, run, keep_tokens, yes, reason, json)

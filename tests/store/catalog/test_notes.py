@@ -17,6 +17,7 @@ from rollbook.store.events import (
     CursorMoved,
     PolicyActivated,
     PolicyPublished,
+    StepAbandoned,
     StepCommitted,
     StepFailed,
     StepPlanned,
@@ -115,6 +116,17 @@ def test_an_attempt_goes_from_planned_to_retired(store: Store) -> None:
     assert seen == [("planned", 3, None), ("committed", 3, 4), ("retired", 3, 4)]
     assert _rows(store, steps[:1])["steps"][0][4] == "retired"
     assert _rows(store, _lane("other", StepFailed(8, 1, "actor", "x")))["steps"][1][4] == "failed"
+
+
+def test_an_attempt_that_was_abandoned(store: Store) -> None:
+    """It may be noted before its plan and its commit are; only a retirement comes after it."""
+    planned, committed, abandoned = _lane(
+        "train", _planned(7, 1, 3, "serve=1"), _committed(7, 1, 4), StepAbandoned(7, 1, "actor", 4, 3, 5)
+    )
+    row = ("demo", "actor", 7, 1, "abandoned", 3, 4, "serve=1", "train", 0)
+    assert _rows(store, [abandoned], [planned, committed])["steps"] == [row]
+    assert _rows(store, _lane("upkeep", StepRetired(7, "actor", "old")))["steps"][0][4] == "retired"
+    assert _rows(store, [abandoned])["steps"][0][4] == "retired"
 
 
 def test_an_earlier_status_does_not_come_back(store: Store) -> None:

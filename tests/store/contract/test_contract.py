@@ -154,7 +154,7 @@ def test_odd_values_are_kept(log: Log, notes: Any, plain: Any, company: int) -> 
     odd = [
         _turn(np.array([-(2**31), 2**31 - 1, 0], INT), logprobs, spans, -(2**63)),
         _turn(np.array([], INT), np.array([], np.float32), (), None),
-        Event(RewardAssigned("", "\0", float("-inf"), "é✓\U0001f600"), "", time_us=-(2**63)),
+        Event(RewardAssigned("", "\0", 5e-324, "é✓\U0001f600"), "", time_us=-(2**63)),
         Event(RewardAssigned("t", None, -0.0), "r", time_us=2**63 - 1),
     ]
     _append(log, "a", [*odd, *notes(company)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollbook.store import Event
 from rollbook.store.errors import TrainError
-from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned
+from rollbook.store.events import CheckpointWritten, StepAbandoned, StepCommitted, StepPlanned
 from rollbook.store.upkeep.training_needs import Checkpoint, Plan, Training
 from rollbook.train.history import History, fold_history
 
@@ -18,23 +18,86 @@ from rollbook.train.history import History, fold_history
 STEP = st.tuples(st.booleans(), st.booleans(), st.booleans())
 
 
-def _told(steps: list[tuple[bool, bool, bool]]) -> tuple[Training, History]:
+class _Told:
     """One training, as retention sees it and as the trainer does. Step n trains trajectory tn."""
-    training = Training(checkpoints=[Checkpoint(0, None, False)])
-    records: list[Any] = [CheckpointWritten("actor", 0, "c", "w", None, None, 1)]
-    phase = 0
-    for step, (new_phase, checkpoint, optimizer) in enumerate(steps):
-        phase += new_phase
-        name, refs = f"p{phase}", [{"trajectory_id": f"t{step}", "turn_id": f"t{step}.0"}]
-        training.plans[step, 1] = Plan(step, name, frozenset([f"t{step}"]))
-        training.committed[step] = 1
-        plan: Any = (step, 1, "actor", step, name, "empty", {}, "r", refs, [], {}, {}, 0.1, 7, {}, {})
-        records += [StepPlanned(*plan), StepCommitted(step, 1, "actor", step + 1, {}, {})]
+
+    def __init__(self) -> None:
+        self.training = Training()
+        self.records: list[Any] = []
+        self.version = 0
+        self.line: list[tuple[int, int]] = []
+        """The steps that count, each with the version that it made."""
+        self.checkpoints: list[tuple[int, str | None, bool]] = []
+        """Those of versions that count."""
+        self._written(None, optimizer=False)
+
+    def _written(self, phase: str | None, *, optimizer: bool) -> None:
+        self.checkpoints.append((self.version, phase, optimizer))
+        self.training.checkpoints.append(Checkpoint(self.version, phase, optimizer))
+        digest = "o" if optimizer else None
+        self.records.append(CheckpointWritten("actor", self.version, "c", "w", digest, phase, 1))
+
+    def step(self, step: int, phase: str, *, checkpoint: bool, optimizer: bool) -> None:
+        """Take a step, and write a checkpoint after it perhaps."""
+        refs = [{"trajectory_id": f"t{step}", "turn_id": f"t{step}.0"}]
+        self.training.plans[step, 1] = Plan(self.version, phase, frozenset([f"t{step}"]))
+        self.training.committed[step] = 1
+        plan: Any = (
+            step,
+            1,
+            "actor",
+            self.version,
+            phase,
+            "empty",
+            {},
+            "r",
+            refs,
+            [],
+            {},
+            {},
+            0.1,
+            7,
+            {},
+            {},
+        )
+        self.version += 1
+        self.line.append((step, self.version))
+        self.records += [StepPlanned(*plan), StepCommitted(step, 1, "actor", self.version, {}, {})]
         if checkpoint:
-            training.checkpoints.append(Checkpoint(step + 1, name, optimizer))
-            digest = "o" if optimizer else None
-            records.append(CheckpointWritten("actor", step + 1, "c", "w", digest, name, 1))
-    return training, fold_history([Event(record, "r") for record in records], "r", "actor")
+            self._written(phase, optimizer=optimizer)
+
+    def go_back(self, which: int) -> None:
+        """Give up what came after one of the checkpoints."""
+        back_to, phase, optimizer = self.checkpoints[which % len(self.checkpoints)]
+        gone = [(step, made) for step, made in self.line if made > back_to]
+        if not gone:
+            return
+        highest = max(record.policy_version for record in self.records)
+        self.line = [(step, made) for step, made in self.line if made <= back_to]
+        self.checkpoints = [c for c in self.checkpoints if c[0] <= back_to]
+        self.version = highest + 1
+        for step, made in gone:
+            record = StepAbandoned(step, 1, "actor", made, back_to, self.version)
+            self.training.abandoned[step] = record
+            self.records.append(record)
+        self._written(phase, optimizer=optimizer)
+
+    def history(self) -> History:
+        """As the trainer folds it."""
+        return fold_history([Event(record, "r") for record in self.records], "r", "actor")
+
+
+def _told(
+    steps: list[tuple[bool, bool, bool]], back: dict[int, int] | None = None
+) -> tuple[Training, History]:
+    """Steps one after the other; before step n, `back[n]` names a checkpoint to go back to."""
+    told, phase = _Told(), 0
+    for step, (new_phase, checkpoint, optimizer) in enumerate(steps):
+        if back and step in back:
+            told.go_back(back[step])
+        phase += new_phase
+        told.step(step, f"p{phase}", checkpoint=checkpoint, optimizer=optimizer)
+    return told.training, told.history()
 
 
 def _read(history: History, step: int, phase: str) -> set[str]:
@@ -47,11 +110,16 @@ def _read(history: History, step: int, phase: str) -> set[str]:
     return {ref["trajectory_id"] for s in [*between, *own] for ref in s.planned.samples}
 
 
-@given(st.lists(STEP, min_size=1, max_size=8), st.sets(st.integers(0, 7)))
-@settings(max_examples=300, deadline=None)
-def test_needs_are_what_a_replay_reads(steps: Any, retired: set[int]) -> None:
-    """For any phases, checkpoints and retired steps: the needs are the union of what each replay reads."""
-    training, history = _told(steps)
+@given(
+    st.lists(STEP, min_size=1, max_size=8),
+    st.sets(st.integers(0, 7)),
+    st.dictionaries(st.integers(1, 7), st.integers(0, 7), max_size=3),
+)
+@settings(max_examples=500, deadline=None)
+def test_needs_are_what_a_replay_reads(steps: Any, retired: set[int], back: dict[int, int]) -> None:
+    """For any phases, checkpoints, retired and abandoned steps: the union of what each replay reads."""
+    training, history = _told(steps, back)
+    assert history.steps.keys() == training.done().keys()
     training.retired = retired
     wanted: set[str] = set()
     for step, committed in history.steps.items():
@@ -74,9 +142,43 @@ def test_over() -> None:
     assert list(training.needs("r", "actor")) == []
 
 
+def test_over_of_a_training_that_went_back() -> None:
+    """What was abandoned need not be retired; but of a training that has it alone somebody has to say so."""
+    training, _ = _told([(False, True, True)] * 3, {2: 1})
+    assert training.abandoned.keys() == {1}
+    training.retired = {0, 2}
+    assert training.over
+    all_gone, _ = _told([(False, True, True)])
+    all_gone.abandoned = {0: StepAbandoned(0, 1, "actor", 1, 0, 2)}
+    assert not all_gone.over
+    all_gone.retired = {0}
+    assert all_gone.over
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_step_without_an_end(failed: bool) -> None:
     """A planned attempt needs its samples while it may still commit."""
     training = Training(plans={(0, 1): Plan(0, "p", frozenset("t"))}, failed={(0, 1)} if failed else set())
     found = [] if failed else [("t", "planned step 0 of policy 'actor' in run 'r'")]
     assert list(training.needs("r", "actor")) == found
+
+
+@given(
+    st.lists(STEP, min_size=1, max_size=8), st.dictionaries(st.integers(1, 7), st.integers(0, 7), max_size=3)
+)
+@settings(max_examples=300, deadline=None)
+def test_what_an_erasure_ends_is_what_reads_it(steps: Any, back: dict[int, int]) -> None:
+    """For any phases, checkpoints and abandoned steps: the replays that read it, and going on if it does."""
+    training, history = _told(steps, back)
+    training.retired = {0}
+    last = max(history.steps)
+    phase = history.steps[last].planned.phase
+    for erased in range(len(steps)):
+        name = f"t{erased}"
+        ended = training.ended_by(name)
+        reads = {s for s, one in history.steps.items() if name in _read(history, s, one.planned.phase)}
+        assert set(ended.steps) == reads - {0}
+        going_on = last != 0 and name in _read(history, last + 1, phase)
+        assert (ended.resume is not None) == going_on
+        if going_on:
+            assert ended.resume == history.base_for(last + 1, phase)[0].policy_version

@@ -11,7 +11,7 @@ import pytest
 
 from rollbook.store import Event
 from rollbook.store.errors import UnstorableError
-from rollbook.store.events import BodyStored, TurnFailed, TurnRequested
+from rollbook.store.events import BodyStored, RewardAssigned, TurnFailed, TurnRequested
 from rollbook.store.settings import AppendSettings
 from rollbook.store.wal import framer as framer_module
 from rollbook.store.wal.batches import encode_batch
@@ -209,4 +209,18 @@ def test_an_append_beyond_any_frame_is_refused_alone(notes: Any, monkeypatch: py
     jobs += framer.jobs(group)
     assert [frame.count for frame in _frames(jobs)] == [0, 6]
     with pytest.raises(UnstorableError, match="more than"):
+        group[1][1].result(0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    """With its trajectory's name, and alone: what others append is stored."""
+    framer = _framer()
+    given = [Event(RewardAssigned("t", None, value), "r") for value in (1.0, reward)]
+    group = _group([given[0]], [given[1]])
+    jobs = [framer.begin_segment(), *framer.jobs(group)]
+    assert sum(frame.count for frame in _frames(jobs)) == 1
+    with pytest.raises(
+        UnstorableError, match=f"the reward of trajectory t is {reward}: give a finite number"
+    ):
         group[1][1].result(0)

@@ -10,7 +10,7 @@ from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.recipe import is_candidate, select
+from rollbook.train.data.recipe import ModelLimits, is_candidate, select
 from rollbook.train.data.samples import Sample, all_samples
 
 GRPO = Grpo(name="grpo", group_size=2)
@@ -125,3 +125,37 @@ def test_each_candidate_is_kept_or_dropped_once(fabric: Any) -> None:
     kept, drops = select(samples, RecipeConfig(max_staleness=1), GRPO, 9)
     assert sorted([s.name for s in kept] + [d.sample.name for d in drops]) == sorted(s.name for s in samples)
     assert {d.sample.name for d in drops if d.rule == "staleness"} == {f"stale{i}" for i in range(4)}
+
+
+LIMITS = ModelLimits(vocabulary=10, context=4)
+
+
+@pytest.mark.parametrize(
+    ("turn", "rule", "detail"),
+    [
+        ({"completion": (3, 9)}, None, {}),
+        ({"completion": (3, 10)}, "outside_vocabulary", {"token": 10, "at": 3, "vocabulary": 10}),
+        ({"prompt": (-2, 2)}, "outside_vocabulary", {"token": -2, "at": 0, "vocabulary": 10}),
+        ({"completion": (3, 4, 5)}, "too_long", {"tokens": 5, "context": 4}),
+        ({"prompt": (), "completion": (3,)}, "nothing_trainable", {"tokens": 1}),
+    ],
+)
+def test_what_the_model_cannot_be_given(fabric: Any, turn: Any, rule: str | None, detail: Any) -> None:
+    """Ids that it has no row for, more tokens than it has places, a first token alone: each by its rule."""
+    samples = _samples(fabric, fabric.records("a", [fabric.T(**turn)], reward=1.0, group="g"))
+    for algorithm in (SFT, GRPO):
+        kept, drops = select(samples, RecipeConfig(drop_zero_variance=False), algorithm, 0, LIMITS)
+        assert len(kept) == (rule is None)
+        assert [(d.rule, d.detail) for d in drops] == ([] if rule is None else [(rule, detail)])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_no_number(fabric: Any, reward: float) -> None:
+    """It is not compared with others: its sample is dropped, and the rest of its group is compared."""
+    members = [fabric.records(f"t{i}", reward=r, group="g") for i, r in enumerate((0.0, reward, 1.0))]
+    kept, drops = select(_samples(fabric, *members), RecipeConfig(), GRPO, 0)
+    assert [s.name for s in kept] == ["t0", "t2"]
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
+        ("t1", "reward_not_finite", {"reward": str(reward)})
+    ]
+    assert len(select(_samples(fabric, *members), RecipeConfig(), SFT, 0)[0]) == 3, "it learns from none"

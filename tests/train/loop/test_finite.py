@@ -13,13 +13,22 @@ import torch
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.store import Store
 from rollbook.store.errors import NotFiniteError
-from rollbook.store.events import CheckpointWritten, PolicyPublished, StepCommitted, StepFailed
+from rollbook.store.events import (
+    CheckpointWritten,
+    PolicyPublished,
+    SampleDropped,
+    StepCommitted,
+    StepFailed,
+    StepPlanned,
+)
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.config.phase import family_names
 from rollbook.train.data.batch import Batch, build_batch, partition
 from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop import step as steps
+from rollbook.train.loop import trainer
 from rollbook.train.loop.finite import check_batch, check_tensors, check_tokens
 from rollbook.train.megatron.backend import TrainablePolicy
 
@@ -152,3 +161,97 @@ def test_a_step_that_an_earlier_rollbook_committed_replays(
     code, said, _ = cli("replay", "step", 1, "--store", log.path)
     assert code == 0
     assert "bit for bit" in said
+
+
+# on_not_finite = "skip" ----------------------------------------------------------------------------
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, *spoiled: int, stage: str = "losses") -> None:
+    """Have the batches with these numbers, counted from 0 in the order in which they are run, overflow."""
+    run, count = trainer.run_step, iter(range(1000))
+
+    def spoils(policy: Any, plan: Any, batch: Any) -> Any:
+        if next(count) in spoiled:
+            raise NotFiniteError(f"{stage} of token 1 is inf: the step is not committed", stage)
+        return run(policy, plan, batch)
+
+    monkeypatch.setattr(trainer, "run_step", spoils)
+
+
+def _leaves(refs: Any) -> list[str]:
+    return [ref["turn_id"] for ref in refs]
+
+
+@pytest.mark.parametrize("names", ["GRPO", "SFT"])
+def test_a_batch_that_is_skipped(
+    fabric: Any, recorded: Stores, cli: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    """Its samples are dropped by a rule, and its attempt failed; the next batches are trained, each once."""
+    log, whole = recorded(), recorded("whole")
+    settings = fabric.config(getattr(fabric, names), steps=2)
+    fabric.train(whole, fabric.config(getattr(fabric, names), steps=3))
+    batches = [_leaves(plan.samples) for plan in _of(whole, StepPlanned)]
+    _spoil(monkeypatch, 1)
+    (tmp_path / "train.toml").write_text(fabric.toml(settings))
+    command = ("train", tmp_path / "train.toml", "--store", log.path)
+    code, _, said = cli(*command, "--set", "on_not_finite=skip")
+    assert code == 0, said
+    assert "step 1 failed (attempt 1): NotFiniteError('losses of token 1 is inf" in said
+    plans = [(p.step, p.attempt, _leaves(p.samples)) for p in _of(log, StepPlanned)]
+    assert plans == [(0, 1, batches[0]), (1, 1, batches[1]), (1, 2, batches[2])]
+    assert [(c.step, c.attempt) for c in _of(log, StepCommitted)] == [(0, 1), (1, 2)]
+    drops = _of(log, SampleDropped)
+    assert {(d.rule, d.step, d.attempt) for d in drops} == {("not_finite", 1, 2)}
+    assert sorted(d.turn_id for d in drops) == sorted(batches[1])
+    assert drops[0].detail == {"stage": "losses", "error": "losses of token 1 is inf"}
+    history = fabric.steps_of(log)
+    assert history.dropped == set(batches[1])
+    assert not history.consumed() & history.dropped or names == "SFT"
+
+
+def test_epochs_go_on_behind_what_was_skipped(
+    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart takes the batch that comes next, and not once more what a step consumed."""
+    log, whole = recorded(), recorded("whole")
+    fabric.train(whole, fabric.config(fabric.SFT, steps=6))
+    batches = [_leaves(plan.samples) for plan in _of(whole, StepPlanned)]
+    with monkeypatch.context() as patch:
+        _spoil(patch, 1, 2)
+        fabric.train(log, fabric.config(fabric.SFT, steps=2, on_not_finite="skip"))
+    fabric.train(log, fabric.config(fabric.SFT, steps=4))
+    committed = {(c.step, c.attempt) for c in _of(log, StepCommitted)}
+    taken = [_leaves(p.samples) for p in _of(log, StepPlanned) if (p.step, p.attempt) in committed]
+    assert taken == [batches[i] for i in (0, 3, 4, 5)]
+    dropped = [d.turn_id for d in _of(log, SampleDropped) if (d.step, d.attempt) in committed]
+    assert sorted(dropped) == sorted(batches[1] + batches[2]), "those of both skipped ones count"
+
+
+def test_what_is_no_matter_of_samples_ends_it(
+    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that overflowed, and one batch after the other, are an error with skip too."""
+    log = recorded()
+    settings = fabric.config(fabric.SFT, on_not_finite="skip")
+    with monkeypatch.context() as patch:
+        _spoil(patch, 1, stage="weights")
+        with pytest.raises(NotFiniteError, match="weights of token 1"):
+            fabric.train(log, settings)
+    assert len(_of(log, StepFailed)) == 1
+    with monkeypatch.context() as patch:
+        _spoil(patch, *range(100))
+        with pytest.raises(NotFiniteError, match="losses of token 1"):
+            fabric.train(log, settings)
+    assert len(_of(log, StepFailed)) == 1 + 8 + 1
+    fabric.train(log, settings)
+    assert len(_of(log, StepCommitted)) == 9
+
+
+def test_the_choice_is_no_part_of_the_trainings_name(fabric: Any) -> None:
+    """So whoever was stopped by such a step goes on in the same training, without it."""
+    stop, skip = (fabric.config(fabric.SFT, on_not_finite=how) for how in ("stop", "skip"))
+    assert (
+        family_names(stop, "cut")
+        == family_names(skip, "cut")
+        == family_names(fabric.config(fabric.SFT), "cut")
+    )

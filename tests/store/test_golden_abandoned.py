@@ -1,0 +1,65 @@
+"""Steps that were abandoned, as the release that brought them wrote them, are read for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store.events import StepAbandoned
+from rollbook.store.events.event_json import from_json
+from rollbook.store.fold.abandoned import gone_versions
+from rollbook.store.upkeep.scan import survey
+from rollbook.train.history import fold_history
+
+PINNED = "950b9b1fd6a2b0e7"
+"""The beginning of the sha256 of the golden store's files: they are never changed."""
+
+
+@pytest.fixture
+def golden(root: Path, tmp_path: Path) -> Store:
+    """A copy of the golden store."""
+    return rb.open(shutil.copytree(root / "tests" / "data" / "format-1-abandoned", tmp_path / "golden"))
+
+
+def test_golden_files_are_unchanged(root: Path) -> None:
+    """The files in the repository are the ones that were pinned."""
+    data = root / "tests" / "data"
+    files = sorted(p for p in (data / "format-1-abandoned").rglob("*") if p.is_file())
+    listed = "".join(f"{p.relative_to(data)} {hashlib.sha256(p.read_bytes()).hexdigest()}\n" for p in files)
+    told = (data / "format-1-abandoned.jsonl").read_bytes()
+    assert hashlib.sha256(listed.encode() + told).hexdigest()[:16] == PINNED
+
+
+def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) -> None:
+    """Out of a sealed unit and a segment: each field in its place."""
+    lines = (root / "tests" / "data" / "format-1-abandoned.jsonl").read_text().splitlines()
+    events = list(golden.events())
+    assert [plain(e) for e in events] == [plain(from_json(json.loads(line))) for line in lines]
+    assert events[6].record == StepAbandoned(1, 1, "actor", 2, 1, 3)
+
+
+def test_what_is_made_of_them(golden: Store) -> None:
+    """History, SQL and retention know which step counts, and which version is on the line."""
+    history = fold_history(golden.events(), "golden", "actor")
+    assert (sorted(history.steps), history.version, history.next_step) == ([0, 2], 4, 3)
+    assert history.consumed() == {"u0", "u1"}
+    with rb.connect(golden.path) as connection:
+        rows = connection.execute("select step, status, output_version from steps order by step").fetchall()
+    assert rows == [(0, "committed", 1), (1, "abandoned", 2), (2, "committed", 4)]
+    training = survey(golden, places=False).training["golden", "actor"]
+    assert (sorted(training.done()), gone_versions(training.abandoned.values())) == ([0, 2], {2})
+
+
+def test_what_went_back_further_is_gone_with_it() -> None:
+    """A number under which a version went on is on no line, once that version is not."""
+    once = [StepAbandoned(4, 1, "actor", 5, 4, 6), StepAbandoned(5, 1, "actor", 7, 6, 8)]
+    assert gone_versions(once) == {5, 7}
+    further = [StepAbandoned(n, 1, "actor", n + 1, 2, 10) for n in (2, 3)]
+    assert gone_versions([*further, *once]) == {3, 4, 5, 6, 7, 8}

@@ -1,0 +1,60 @@
+"""`steps` raised under a schedule that decays: the rate jumps, and that is said before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollbook.store import Store
+from rollbook.store.events import RunOpened, StepPlanned
+from rollbook.train.loop.rate import rate_change
+
+COSINE = {"lr": 1e-2, "decay": "cosine"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "done", "before", "said"),
+    [
+        (COSINE, 5, 5, True),
+        (COSINE, 5, 10, False),
+        (COSINE, 0, 5, False),
+        (COSINE | {"decay_steps": 5}, 5, 5, False),
+        ({"lr": 1e-2}, 5, 5, False),
+        (COSINE | {"lr": 1e-3}, 5, None, False),
+    ],
+)
+def test_when_it_is_said(fabric: Any, optimizer: Any, done: int, before: int | None, said: bool) -> None:
+    """Of this same training, in the middle of it, where the schedule ends at another step than before."""
+    config = fabric.config(fabric.SFT, steps=10, optimizer=optimizer)
+    opened = None if before is None else RunOpened("train", config.as_json() | {"steps": before})
+    told = rate_change(config, opened, done, lambda step, steps: 1.0 - step / steps)
+    assert (told is not None) == said
+    if told is not None:
+        assert "steps is 10 and was 5, which moves the end of the cosine schedule" in told
+        assert "the learning rate of the next step is 0.5, where it was to be 0 (" in told
+
+
+def test_another_trainings_steps_do_not_count(fabric: Any) -> None:
+    """What was trained last with another seed, or with another schedule, says nothing of this one."""
+    config = fabric.config(fabric.SFT, steps=10, optimizer=COSINE)
+    for other in ({"seed": 9}, {"optimizer": {"lr": 1e-3, "decay": "cosine"}}):
+        opened = RunOpened("train", fabric.config(fabric.SFT, **({"steps": 5} | other)).as_json())
+        assert rate_change(config, opened, 5, lambda step, steps: 1.0 / steps) is None
+
+
+def test_it_is_said_before_training(
+    fabric: Any, recorded: Callable[..., Store], cli: Any, tmp_path: Any
+) -> None:
+    """With the rate that the next step then has."""
+    log = recorded()
+    (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=2, optimizer=COSINE)))
+    command = ("train", tmp_path / "train.toml", "--store", log.path)
+    assert "learning rate" not in cli(*command)[2]
+    code, _, said = cli(*command, "--set", "steps=4")
+    assert code == 0
+    plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    assert f"the learning rate of the next step is {plans[2].learning_rate:.3g}, where it was to be 0" in said
+    assert said.index("the learning rate of the next step") < said.index("step 2: version 3")
+    assert "learning rate" not in cli(*command, "--set", "steps=4")[2]

@@ -1,0 +1,65 @@
+"""The checkpoint that a training goes on from: the nearest one that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollbook.ingest.engines.weights.digests import digest_tensors
+from rollbook.store import Store
+from rollbook.store.errors import ModelError, OutsideError
+from rollbook.store.events import CheckpointWritten
+from rollbook.store.inside import place_inside
+from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from rollbook.train.history import History
+from rollbook.train.megatron.shape import ModelShape, read_shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeCheckpoint:
+    """A checkpoint that was read and is what the log names."""
+
+    record: CheckpointWritten
+    path: Path
+    shape: ModelShape
+    held: Checkpoint
+
+
+def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str], None]) -> WholeCheckpoint:
+    """The newest checkpoint to go on from that can be read. Damaged ones are left out of the history.
+
+    Args:
+        warn: told of each that is damaged.
+
+    Raises:
+        ModelError: none can be; it says why of each.
+        TrainError: there is none.
+    """
+    bases = history.bases_for(history.next_step, phase)
+    damaged: list[str] = []
+    for base in bases:
+        try:
+            whole = _read(log, base)
+        except (ModelError, OutsideError, OSError) as error:
+            damaged.append(f"version {base.policy_version}: {error}")
+            continue
+        for reason, bad in zip(damaged, bases, strict=False):
+            history.checkpoints.remove(bad)
+            since = len(history.between(base, history.next_step))
+            warn(
+                f"the checkpoint of {reason}. Going on from version {base.policy_version} instead: {since} "
+                "steps since are run again"
+            )
+        return whole
+    there = "\n  ".join(damaged)
+    what = f"no checkpoint that run {history.run!r} could go on from is whole"
+    raise ModelError(f"{what}: restore one from a copy\n  {there}")
+
+
+def _read(log: Store, base: CheckpointWritten) -> WholeCheckpoint:
+    path = place_inside(log.path, base.path)
+    held = read_checkpoint(path)
+    if digest_tensors(held.weights) != base.weights_digest:
+        raise ModelError(f"{path}: its weights are not those the log names")
+    return WholeCheckpoint(base, path, read_shape(path), held)

@@ -1,0 +1,42 @@
+"""What becomes of the learning rate where `steps`, at which its schedule ends, was changed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollbook.store.events import RunOpened
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.phase import FREE
+
+
+def rate_change(
+    config: TrainConfig, before: RunOpened | None, done: int, rate: Callable[[int, int], float]
+) -> str | None:
+    """What to say of it before the next step, or None where the rate goes on as it was.
+
+    Args:
+        before: how the run was trained last.
+        done: steps of the configuration that are committed.
+        rate: gives the learning rate of a step under a schedule of so many steps.
+    """
+    decay, planned = config.optimizer.decay, _steps_before(config, before)
+    if decay == "constant" or config.optimizer.decay_steps is not None or not done or planned is None:
+        return None
+    old, new = rate(done, planned), rate(done, config.steps)
+    if planned == config.steps or old == new:
+        return None
+    return (
+        f"steps is {config.steps} and was {planned}, which moves the end of the {decay} schedule: the "
+        f"learning rate of the next step is {new:.3g}, where it was to be {old:.3g} (optimizer.decay_steps, "
+        "set when a training begins, keeps the end where it is)"
+    )
+
+
+def _steps_before(config: TrainConfig, before: RunOpened | None) -> int | None:
+    """`steps` of the last start of this same training; None where that was another."""
+    if before is None:
+        return None
+    decides = {key: value for key, value in config.as_json().items() if key not in FREE}
+    same = all(before.config.get(key, value) == value for key, value in decides.items())
+    steps = before.config.get("steps")
+    return steps if same and isinstance(steps, int) else None
