@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,7 +20,7 @@ from rollbook.store.errors import ConfigError
 __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
-BENCHES = ("append", "hostile", "loop", "proxy", "recover", "seal", "sql", "stream", "sync", "tail")
+BENCHES = ("append", "hostile", "loop", "proxy", "recover", "scale", "seal", "sql", "stream", "sync", "tail")
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
 
@@ -48,11 +49,12 @@ def load(name: str) -> Benchmark:
 def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None = None) -> None:
     """Run a benchmark in a new folder inside `folder` (default: the current one), and print it.
 
-    What it wrote is removed again. The figures go to stdout, progress to stderr.
+    What it wrote is removed again, but for what a benchmark of large stores makes in a folder that is named.
+    The figures go to stdout, progress to stderr.
 
     Args:
         scale: size of what is measured, for a benchmark that has sizes (hostile: times 100 kills and three
-            rounds; loop: times 200 kills; sql: times 100,000 turns).
+            rounds; loop: times 200 kills; scale: times a million turns; sql: times 100,000 turns).
 
     Raises:
         ConfigError: no such benchmark or folder, or a scale for a benchmark of one size.
@@ -64,7 +66,7 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
     plan = benchmark.Plan() if scale is None else _sized(name, benchmark, scale)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=inside) as scratch,
+        _place(benchmark, inside, named=folder is not None) as scratch,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
         bar = progress.add_task(f"{name}: rounds", total=plan.steps)
@@ -76,11 +78,18 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
         _print(found)
 
 
+def _place(benchmark: Benchmark, inside: Path, *, named: bool) -> AbstractContextManager[str | Path]:
+    """Where it works: a folder that is removed again, or the named one itself, if what it makes is kept."""
+    if named and getattr(benchmark, "KEEPS_STORES", False):
+        return nullcontext(inside)
+    return tempfile.TemporaryDirectory(prefix=".rollbook-bench-", dir=inside)
+
+
 def _sized(name: str, benchmark: Benchmark, scale: float) -> Any:
     sized: Callable[[float], Any] | None = getattr(benchmark, "sized", None)
     if sized is None or scale <= 0:
         raise ConfigError(
-            f"--scale {scale}: benchmark {name!r} has one size; hostile, loop and sql take any above 0"
+            f"--scale {scale}: benchmark {name!r} has one size; hostile, loop, scale and sql take any above 0"
         )
     return sized(scale)
 

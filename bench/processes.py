@@ -112,13 +112,13 @@ class Process:
             raise self.failed(answer["error"])
         return answer
 
-    def await_http(self, url: str) -> None:
+    def await_http(self, url: str, seconds: float = READY_S) -> None:
         """Wait until a GET there is answered with 200.
 
         Raises:
             BenchError: it ended, or took too long.
         """
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.child.poll() is not None:
                 raise self.failed(f"ended with {self.child.returncode}")
@@ -128,7 +128,7 @@ class Process:
                         return
             except (URLError, OSError):
                 time.sleep(0.1)
-        raise self.failed(f"did not answer within {READY_S:.0f} s")
+        raise self.failed(f"did not answer within {seconds:.0f} s")
 
     def failed(self, how: str) -> BenchError:
         """What to raise when it failed."""

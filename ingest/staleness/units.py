@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollbook.ingest.staleness.policy import StalenessPolicy
-from rollbook.store.events import RunOpened
+from rollbook.store.events import Json, RunOpened
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,22 @@ def training_of(opened: RunOpened) -> Training | None:
     if opened.command != "train" or config.get("source") != "tail":
         return None
     try:
-        algorithm, recipe = config["algorithm"], config["recipe"]
-        grouped = algorithm["name"] == "grpo"
-        order = config["admission"]["order"]
-        policy = StalenessPolicy(
-            algorithm["groups"] if grouped else algorithm["batch_size"], recipe["max_staleness"], order
-        )
-        size = algorithm["group_size"] if grouped else 1
+        recipe, (units, size) = config["recipe"], _demand(config)
+        policy = StalenessPolicy(units, recipe["max_staleness"], config["admission"]["order"])
         left = config["steps"] - config["steps_done"]
         admitted = config["admission"]["hold"] and recipe["max_staleness"] is not None
         splits = frozenset(recipe["splits"])
         return Training(policy, config["policy"], size, splits, left) if admitted and left > 0 else None
     except (KeyError, TypeError):
         return None  # a release before this one's, which held nothing back
+
+
+def _demand(config: Json) -> tuple[int, int]:
+    """Groups that a step uses, and trajectories in each; (samples, 1) where each stands alone."""
+    if "demand" in config:
+        return config["demand"]["groups"], config["demand"]["group_size"]
+    # Recorded before runs said so, when there were these two algorithms.
+    algorithm = config["algorithm"]
+    if "groups" in algorithm:
+        return algorithm["groups"], algorithm["group_size"]
+    return algorithm["batch_size"], 1

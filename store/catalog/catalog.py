@@ -111,18 +111,18 @@ class Catalog:
 
 def note_opening(store: Path, lane: str, state: LaneState) -> None:
     """Note in the store's catalog that this process opened a lane, if it can be told."""
-    _note(store, f"that lane {lane} is being written", lambda catalog: catalog.record_lane(lane, state))
+    _note(store, f"lane {lane} is written", lambda catalog: catalog.record_lane(lane, state))
 
 
 def note_units(store: Path, lane: str, units: Iterable[Unit]) -> bool:
     """Note in the store's catalog which units of a lane count now; whether it could be told."""
     kept = list(units)
-    return _note(store, f"which units lane {lane} has", lambda catalog: catalog.record_units(lane, kept))
+    return _note(store, f"lane {lane} is sealed", lambda catalog: catalog.record_units(lane, kept))
 
 
 def note_checkpoint(store: Path, run: str, record: CheckpointWritten) -> None:
     """Note a checkpoint in the store's catalog, if it can be told."""
-    text = f"of checkpoint {record.path}"
+    text = f"checkpoint {record.path} is written"
     _note(store, text, lambda catalog: catalog.record_checkpoint(run, record))
 
 
@@ -132,7 +132,7 @@ def _note(store: Path, what: str, write: Callable[[Catalog], None]) -> bool:
         with contextlib.closing(Catalog.of(store)) as catalog:
             write(catalog)
     except (CatalogError, SQLAlchemyError) as error:
-        logger.warning("the catalog does not know %s: %s", what, error)
+        logger.warning("%s, but the catalog does not know: %s", what, error)
         return False
     return True
 

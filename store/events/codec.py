@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.errors import CorruptionError, FormatError
-from rollbook.store.events import RECORDS, Event, TurnCompleted, TurnRequested, VersionSpan
+from rollbook.store.events import RECORDS, Event, VersionSpan
 from rollbook.store.events.blobs import resolve
+from rollbook.store.events.event import about, kinds_where
 from rollbook.store.events.event_json import as_json, from_json
 from rollbook.store.events.schema import ENVELOPE, HOT, LOG_SCHEMA
 from rollbook.store.events.upcast import upcast, version_of
@@ -47,10 +48,7 @@ ARRAYS = {
 }
 """Columns of arrays, and what the arrays hold."""
 _INTEGERS = ("policy_version", "step")
-MAY_REFER = {
-    TurnRequested.KIND: ("messages", "request", "wire"),
-    TurnCompleted.KIND: ("routed_experts",),
-}
+MAY_REFER = {kind: about(kind).large for kind in kinds_where(lambda said: said.large)}
 """Kind -> its fields that may hold references to bodies."""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from rollbook.store.events.blobs import KEY
+from rollbook.store.events.event import about, kinds_where
 
 TEXT_ERASED = "text_erased"
 """Flag of a completed turn whose reply is gone."""
@@ -21,12 +22,13 @@ TOKENS_ERASED = "tokens_erased"
 """Flag of a completed turn whose token ids and logprobs are gone too: nothing can be trained on it."""
 ERASED_TOKEN = -1
 
-MARK: Mapping[str, Any] = {"erased": True}
-GONE = "erased"
-TEXT_KINDS = ("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "label.added")
-"""Kinds of a trajectory's events that hold text of it; `body.stored` does for a request that names it."""
 CHANGED = ("extra", "prompt_ids", "completion_ids", "logprobs")
 """Columns of the log that erasure may change."""
+
+
+def text_kinds() -> list[str]:
+    """Kinds of a trajectory's events that hold text of it; `body.stored` does for a request that names it."""
+    return kinds_where(lambda said: said.of == "trajectory" and said.text)
 
 
 def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[str, Any]:
@@ -38,23 +40,12 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
     """
     extra = orjson.loads(row["extra"])
     erased = {name: row[name] for name in CHANGED}
-    match kind:
-        case "trajectory.opened":
-            extra |= {"task": None, "labels": MARK}
-        case "turn.requested":
-            extra |= _request(extra)
-        case "turn.completed":
-            flags = [TEXT_ERASED] if keep_tokens else [TEXT_ERASED, TOKENS_ERASED]
-            extra["reply"] = MARK
-            if extra.get("upstream"):
-                extra["upstream"] = MARK
-            extra["flags"] = [*extra["flags"], *(f for f in flags if f not in extra["flags"])]
-        case "turn.failed":
-            extra["error"] = GONE
-        case "label.added":
-            extra["value"] = MARK
-        case "body.stored":
-            extra["body"] = MARK
+    for name, left in about(kind).text.items():
+        if name in extra:
+            extra[name] = left(extra[name])
+    if "flags" in extra:
+        flags = [TEXT_ERASED] if keep_tokens else [TEXT_ERASED, TOKENS_ERASED]
+        extra["flags"] = [*extra["flags"], *(f for f in flags if f not in extra["flags"])]
     if not keep_tokens and "prompt_sha256" in extra:  # a completed turn, or one that failed
         if extra.get("routed_experts"):
             extra["routed_experts"] = {}
@@ -65,20 +56,6 @@ def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[s
     return erased | {"extra": row["extra"] if orjson.loads(row["extra"]) == extra else text}
 
 
-def _request(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request says of the agent's words; its digest of the tools could be found again by trying."""
-    return {
-        "messages": [MARK] * len(extra["messages"]),
-        "request": MARK,
-        "requested_model": None,
-        "sampling": {k: v for k, v in extra["sampling"].items() if isinstance(v, int | float | None)},
-        "honoured": {},
-        "context_key": "",
-        # Whose key asked is no word of the agent's.
-        "wire": {**MARK, **{k: v for k, v in extra["wire"].items() if k == "key"}},
-    }
-
-
 def _no_tokens(ids: Any) -> Any:
     return None if ids is None else np.full(len(ids), ERASED_TOKEN, np.int32)
 
@@ -87,7 +64,7 @@ def named_bodies(extra: str) -> Iterator[str]:
     """Digests of the bodies that a stored request or completion refers to."""
     if f'"{KEY}"' in extra:
         values = orjson.loads(extra)
-        names = ("messages", "request", "wire", "routed_experts")
+        names = {name for kind in kinds_where(lambda said: said.large) for name in about(kind).large}
         yield from _references([values[name] for name in names if name in values])
 
 

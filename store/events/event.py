@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollbook.store.events.about import About
 from rollbook.store.events.rollouts import (
     LabelAdded,
     RewardAssigned,
@@ -85,3 +86,14 @@ class Event:
     def kind(self) -> str:
         """The record's kind, as stored."""
         return self.record.KIND
+
+
+def about(kind: str) -> About:
+    """What is said of a kind; nothing of one that this release does not know."""
+    record = RECORDS.get(kind)
+    return About() if record is None else record.ABOUT
+
+
+def kinds_where(said: Callable[[About], object]) -> list[str]:
+    """The kinds of which `said` holds."""
+    return [kind for kind, record in RECORDS.items() if said(record.ABOUT)]

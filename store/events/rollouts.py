@@ -8,6 +8,19 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from rollbook.store.events.about import (
+    About,
+    each_marked,
+    marked,
+    marked_if_any,
+    no_keys,
+    no_text,
+    nothing,
+    only_key,
+    only_numbers,
+    said_gone,
+)
+
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Json = dict[str, Any]
@@ -40,6 +53,7 @@ class RunOpened:
     """A process began to write events of this run (once per run and command)."""
 
     KIND: ClassVar[str] = "run.opened"
+    ABOUT: ClassVar[About] = About()
     command: str
     config: Json
     model: str | None = None
@@ -58,6 +72,7 @@ class TrajectoryOpened:
     """
 
     KIND: ClassVar[str] = "trajectory.opened"
+    ABOUT: ClassVar[About] = About(of="trajectory", text={"task": nothing, "labels": marked})
     trajectory_id: str
     name: str
     group: str | None = None
@@ -72,6 +87,7 @@ class TrajectoryFinished:
     """No more turns follow. `status` is completed, truncated, aborted or failed."""
 
     KIND: ClassVar[str] = "trajectory.finished"
+    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     status: str = "completed"
     success: bool | None = None
@@ -95,6 +111,20 @@ class TurnRequested:
     """
 
     KIND: ClassVar[str] = "turn.requested"
+    ABOUT: ClassVar[About] = About(
+        of="trajectory",
+        text={
+            "messages": each_marked,
+            "request": marked,
+            "requested_model": nothing,
+            "sampling": only_numbers,
+            "honoured": no_keys,
+            "context_key": no_text,  # a digest of the tools could be found again by trying
+            "wire": only_key,
+        },
+        large=("messages", "request", "wire"),
+        fat=True,
+    )
     trajectory_id: str
     turn_id: str
     request_id: str
@@ -126,6 +156,12 @@ class TurnCompleted:
     """
 
     KIND: ClassVar[str] = "turn.completed"
+    ABOUT: ClassVar[About] = About(
+        of="trajectory",
+        text={"reply": marked, "upstream": marked_if_any},
+        large=("routed_experts",),
+        fat=True,
+    )
     trajectory_id: str
     turn_id: str
     policy: str | None
@@ -154,6 +190,7 @@ class TurnFailed:
     """
 
     KIND: ClassVar[str] = "turn.failed"
+    ABOUT: ClassVar[About] = About(of="trajectory", text={"error": said_gone})
     trajectory_id: str
     turn_id: str
     error: str
@@ -167,6 +204,7 @@ class TurnDelivered:
     """The client took the reply's last byte (`how` = sent), or showed it in a later request (echoed)."""
 
     KIND: ClassVar[str] = "turn.delivered"
+    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     turn_id: str
     how: str
@@ -180,6 +218,7 @@ class RewardAssigned:
     """
 
     KIND: ClassVar[str] = "reward.assigned"
+    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     turn_id: str | None
     reward: float
@@ -193,6 +232,7 @@ class TrajectoryAdopted:
     """This lane writes the trajectory from here on; `from_lane` ends with `last_event_id` of it."""
 
     KIND: ClassVar[str] = "trajectory.adopted"
+    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     from_lane: str
     last_event_id: str
@@ -203,6 +243,7 @@ class LabelAdded:
     """A note or tag on a trajectory, or on one of its turns; `by` is the name of the key that added it."""
 
     KIND: ClassVar[str] = "label.added"
+    ABOUT: ClassVar[About] = About(of="trajectory", text={"value": marked})
     trajectory_id: str
     turn_id: str | None
     name: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rollbook.store.events.about import About
+
 Json = dict[str, Any]
 
 
@@ -13,6 +15,7 @@ class PolicyPublished:
     """Weights of a policy version were written where engines can load them."""
 
     KIND: ClassVar[str] = "policy.published"
+    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     parent_version: int | None
@@ -30,6 +33,7 @@ class PolicyActivated:
     """
 
     KIND: ClassVar[str] = "policy.activated"
+    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     engine: str
@@ -49,6 +53,7 @@ class EngineControlled:
     """
 
     KIND: ClassVar[str] = "engine.controlled"
+    ABOUT: ClassVar[About] = About()
     engine: str
     action: str
     asked: Json
@@ -61,6 +66,7 @@ class CheckpointWritten:
     """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
 
     KIND: ClassVar[str] = "checkpoint.written"
+    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     path: str
@@ -75,6 +81,7 @@ class SampleDropped:
     """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step."""
 
     KIND: ClassVar[str] = "sample.dropped"
+    ABOUT: ClassVar[About] = About(of="run")
     trajectory_id: str
     turn_id: str
     rule: str
@@ -89,6 +96,7 @@ class StepPlanned:
     """The manifest of an optimizer step: everything that decides its bits, written before it runs."""
 
     KIND: ClassVar[str] = "step.planned"
+    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -112,6 +120,7 @@ class StepCommitted:
     """A step's results: one digest per stage, the metrics, and the version it made."""
 
     KIND: ClassVar[str] = "step.committed"
+    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -125,6 +134,7 @@ class StepFailed:
     """A planned step did not commit; a later attempt plans anew."""
 
     KIND: ClassVar[str] = "step.failed"
+    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -141,6 +151,7 @@ class StepAbandoned:
     """
 
     KIND: ClassVar[str] = "step.abandoned"
+    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -154,6 +165,7 @@ class StepRetired:
     """A step is given up for replay, so that retention may drop what only it needed."""
 
     KIND: ClassVar[str] = "step.retired"
+    ABOUT: ClassVar[About] = About(lasting=True)
     step: int
     policy: str
     reason: str
@@ -164,6 +176,7 @@ class SyncStarted:
     """A transfer of weights to an engine began. `sync_id` ties its events together."""
 
     KIND: ClassVar[str] = "sync.started"
+    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     sync_id: str
@@ -176,6 +189,7 @@ class SyncFinished:
     """The engine holds the weights, verified. `seconds` is wall time from start to verification."""
 
     KIND: ClassVar[str] = "sync.finished"
+    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     sync_id: str
@@ -189,6 +203,7 @@ class SyncFailed:
     """The transfer did not end well; the engine is unusable until a whole one does."""
 
     KIND: ClassVar[str] = "sync.failed"
+    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     sync_id: str

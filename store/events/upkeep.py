@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rollbook.store.events.about import About, marked
+
 
 @dataclass(frozen=True, slots=True)
 class BodyStored:
     """A large JSON value that requests of this segment name by its digest (see `store.bodies`)."""
 
     KIND: ClassVar[str] = "body.stored"
+    ABOUT: ClassVar[About] = About(text={"body": marked})
     digest: str
     body: Any
 
@@ -20,6 +23,7 @@ class CursorMoved:
     """A consumer has dealt with everything in this cut (`lane=count,...`); `by` is whose key moved it."""
 
     KIND: ClassVar[str] = "cursor.moved"
+    ABOUT: ClassVar[About] = About()
     consumer: str
     cut: str
     by: str | None = None
@@ -30,6 +34,7 @@ class SegmentDropped:
     """Retention removed segments `first_segment..last_segment` of `of_lane`, with these events."""
 
     KIND: ClassVar[str] = "segment.dropped"
+    ABOUT: ClassVar[About] = About(lasting=True)
     of_lane: str
     first_segment: int
     last_segment: int
@@ -43,6 +48,7 @@ class TrajectoryErased:
     """The text of a trajectory was removed from every sealed file; its ids too unless `tokens_kept`."""
 
     KIND: ClassVar[str] = "trajectory.erased"
+    ABOUT: ClassVar[About] = About(lasting=True)
     trajectory_id: str
     tokens_kept: bool
     reason: str

@@ -46,13 +46,11 @@ def path_tokens(trajectory: Trajectory) -> Iterator[PathTokens]:
     Raises:
         CorruptionError: a prompt does not fold to the ids that were sent.
     """
-    owned: set[str] = set()
-    for turns in trajectory.paths():
+    for turns, owned in trajectory.owned_paths():
         yield _tokens(trajectory, turns, owned)
-        owned.update(turn.turn_id for turn in turns)
 
 
-def _tokens(trajectory: Trajectory, turns: tuple[Turn, ...], owned: set[str]) -> PathTokens:
+def _tokens(trajectory: Trajectory, turns: tuple[Turn, ...], owned: tuple[bool, ...]) -> PathTokens:
     leaf = turns[-1]
     assert leaf.completed is not None
     tokens = np.concatenate([trajectory.prompt_ids(leaf), leaf.completed.completion_ids])
@@ -60,10 +58,10 @@ def _tokens(trajectory: Trajectory, turns: tuple[Turn, ...], owned: set[str]) ->
     logprobs = np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), NO_VERSION, np.int64)
     sampled: list[tuple[Turn, slice]] = []
-    for turn in turns:
+    for turn, own in zip(turns, owned, strict=True):
         done = turn.completed
         assert done is not None
-        if turn.turn_id in owned or not turn.delivered:
+        if not own or not turn.delivered:
             continue
         start = done.prompt_length
         place = slice(start, start + len(done.completion_ids))

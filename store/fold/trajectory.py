@@ -30,6 +30,7 @@ from rollbook.store.events import (
 )
 from rollbook.store.events.erased import ERASED_TOKEN, TOKENS_ERASED
 from rollbook.store.fold.ownership import Place, Tenures
+from rollbook.store.fold.paths import owned_paths
 from rollbook.store.fold.siblings import whole
 
 
@@ -124,13 +125,15 @@ class Trajectory:
 
     def paths(self) -> Iterator[tuple[Turn, ...]]:
         """Every root-to-leaf path of completed turns, leaves in turn order."""
-        done = [t for t in self.turns.values() if t.completed is not None]
-        inner = {t.requested.parent_turn_id for t in done}
-        for leaf in (t for t in done if t.turn_id not in inner):
-            path = [leaf]
-            while (parent := self.parent(path[-1])) is not None:
-                path.append(parent)
-            yield tuple(path[::-1])
+        for turns, _ in self.owned_paths():
+            yield turns
+
+    def owned_paths(self) -> Iterator[tuple[tuple[Turn, ...], tuple[bool, ...]]]:
+        """The same, with whether each turn's tokens count for this path: `store.fold.paths`."""
+        done = [turn for turn in self.turns.values() if turn.completed is not None]
+        places = {turn.turn_id: place for place, turn in enumerate(done)}
+        for path in owned_paths([places.get(turn.requested.parent_turn_id or "", -1) for turn in done]):
+            yield tuple(done[node] for node in path.nodes), path.owned
 
     def messages(self, turn: Turn) -> list[Json]:
         """The request's messages exactly as the client sent them."""

@@ -20,8 +20,9 @@ from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
 
-SCALARS, TRAJECTORIES, REWARDS = "scalars.parquet", "trajectories.parquet", "rewards.parquet"
+SCALARS, TRAJECTORIES, REWARDS = "scalars.2.parquet", "trajectories.parquet", "rewards.parquet"
 OUTLIERS, LOCATIONS = "outliers.parquet", "locations.arrow"
+"""A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
 DERIVED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS, LOCATIONS)
 LOCATION_SCHEMA = pa.schema(
     [
@@ -48,6 +49,9 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
     if not missing:
         return []
     make_folder(folder)
+    for name in set(os.listdir(folder)) - set(DERIVED):
+        if not name.startswith("."):  # of an older release
+            (folder / name).unlink()
     tables = {TURNS: read_file(store, unit, TURNS), MARKS: read_file(store, unit, MARKS)}
     for name in missing:
         temporary = make_empty(folder / f".{name}.{new_id()}")

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError, ShortageError, StoreError
-from rollbook.store.events import TurnCompleted, TurnRequested
 from rollbook.store.events.codec import conform
+from rollbook.store.events.event import kinds_where
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.permissions import make_empty
 from rollbook.store.sealed.remote import is_outage, place, refused
@@ -30,7 +30,7 @@ from rollbook.store.wal.flusher import SHORT
 TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 """The log's columns with the lane first: of sealed files and of `Store.table`."""
 
-FAT_KINDS = (TurnRequested.KIND, TurnCompleted.KIND)
+FAT_KINDS = tuple(kinds_where(lambda said: said.fat))
 MARKS_ROW_GROUP = 512
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
 """A batch that is read back holds so many rows, or about so many bytes of JSON."""

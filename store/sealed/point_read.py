@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -55,6 +57,23 @@ class _Locations:
         self.lowest: str = self._ids[0].as_py() if len(self._ids) else "~"
         self.highest: str = self._ids[-1].as_py() if len(self._ids) else ""
 
+    @cached_property
+    def _of_turns(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Id, first row and number of rows of each trajectory in the file of turns, by id."""
+        at = pc.indices_nonzero(pc.equal(self._files, TURNS))
+        ids = np.array([one.encode() for one in self._ids.take(at).to_pylist()], np.bytes_)
+        return ids, self._first.take(at).to_numpy(), self._rows.take(at).to_numpy()
+
+    def spans(self, wanted: Iterable[str]) -> npt.NDArray[np.int64]:
+        """First and last row in the file of turns of those trajectories that have any: int64 [M, 2]."""
+        ids, first, rows = self._of_turns
+        asked = np.array(sorted({one.encode() for one in wanted}), np.bytes_)
+        if not len(ids) or not len(asked):
+            return np.empty((0, 2), np.int64)
+        at = np.minimum(np.searchsorted(ids, asked), len(ids) - 1)
+        at = at[ids[at] == asked]
+        return np.stack([first[at], first[at] + rows[at] - 1], axis=1)
+
     def find(self, trajectory_id: str) -> list[Run]:
         """Where the trajectory's rows are, in the unit's own files."""
         if not self.lowest <= trajectory_id <= self.highest:
@@ -96,8 +115,16 @@ class _OpenFile:
         self._ends = np.cumsum([footer.row_group(i).num_rows for i in range(footer.num_row_groups)])
         self._columns = None if name == TURNS else _SMALL
 
+    def groups(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The row group of each row."""
+        return np.searchsorted(self._ends, rows, side="right")
+
+    def read_group(self, group: int, columns: Sequence[str]) -> pa.Table:
+        """Columns of a whole row group."""
+        return self._file.read_row_group(group, columns=list(columns), use_threads=False).select(columns)
+
     def read(self, run: Run) -> pa.Table:
-        first, last = np.searchsorted(self._ends, [run.first, run.first + run.rows - 1], side="right")
+        first, last = self.groups(np.array([run.first, run.first + run.rows - 1]))
         before = int(self._ends[first - 1]) if first else 0
         groups = range(int(first), int(last) + 1)
         table = self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
@@ -148,6 +175,28 @@ def trajectory_rows(store: Path, unit: Unit, trajectory_id: str) -> pa.Table:
             return rows
         # The derived file is of something else.
     return _rows_at(store, unit, _found_locations(store, unit).find(trajectory_id))
+
+
+def row_groups_of(store: Path, unit: Unit, trajectories: Iterable[str], *, derived: bool = True) -> list[int]:
+    """The row groups of the unit's turns that hold rows of these trajectories.
+
+    Args:
+        derived: go by the derived file, where there is one; else by the unit's own.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    known = _known_locations(store, unit) if derived else None
+    known = known or _found_locations(store, unit)
+    groups: set[int] = set()
+    for first, last in _open_file(store, unit, TURNS).groups(known.spans(trajectories)):
+        groups.update(range(int(first), int(last) + 1))
+    return sorted(groups)
+
+
+def read_row_group(store: Path, unit: Unit, group: int, columns: Sequence[str]) -> pa.Table:
+    """Columns of a row group of the unit's turns."""
+    return _open_file(store, unit, TURNS).read_group(group, columns)
 
 
 def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:

@@ -36,7 +36,36 @@ _MERGED = (
     "min_logprob",
     "sum_logprob",
     "error",
+    "completed_lane",
+    "completed_seq",
+    "delta_length",
+    "known_tokens",
+    "exact_logprobs",
+    "altered",
+    "erased",
+    "temperature",
+    "prompt_sha256",
+    "lowest_token",
+    "highest_token",
 )
+
+_TRAINED = {
+    "delta_length": "coalesce(len(prompt_ids), 0)",
+    "known_tokens": """CAST(coalesce(list_sum(list_transform(
+        version_spans, lambda s: s."end" - s.start)), 0) AS BIGINT)""",
+    "exact_logprobs": """logprobs IS NOT NULL
+        AND NOT coalesce(list_bool_or(list_transform(logprobs, lambda p: isnan(p))), false)""",
+    "altered": """coalesce(json_extract_string(extra, '$.logprob_semantics.altered')
+        NOT IN ('', 'false', '0', '[]', chr(123) || chr(125), 'null'), false)""",
+    "erased": """contains(extra, '"tokens_erased"')""",
+    "temperature": """coalesce(nullif(CAST(
+        json_extract_string(extra, '$.logprob_semantics.temperature') AS DOUBLE), 0), 1)""",
+    "lowest_token": "CAST(least(list_min(prompt_ids), list_min(completion_ids)) AS BIGINT)",
+    "highest_token": "CAST(greatest(list_max(prompt_ids), list_max(completion_ids)) AS BIGINT)",
+}
+"""What decides how a completed turn is trained: tokens that its prompt adds, sampled tokens whose version is
+known, whether each has a logprob, whether those are of altered logits, whether tokens were erased, the
+temperature (greedy turns have the distribution of 1), and the lowest and the highest id among its tokens."""
 
 
 def turn_parts(events: str) -> str:
@@ -48,7 +77,7 @@ def turn_parts(events: str) -> str:
     asked = "CASE WHEN kind = 'turn.requested' THEN {} END"
     done = "CASE WHEN kind = 'turn.completed' THEN {} END"
     fields_asked = "json_extract_string(extra, ['$.parent_turn_id', '$.root_reason', '$.requested_model'])"
-    fields_done = "json_extract_string(extra, ['$.prompt_length', '$.finish_reason'])"
+    fields_done = "json_extract_string(extra, ['$.prompt_length', '$.finish_reason', '$.prompt_sha256'])"
     return f"""
     SELECT trajectory_id, turn_id, any_value(run) AS run,
            any_value({asked.format("lane")}) AS lane,
@@ -64,6 +93,10 @@ def turn_parts(events: str) -> str:
            any_value(list_min(versions)) AS min_version, any_value(list_max(versions)) AS max_version,
            any_value(list_min(logprobs)) AS min_logprob,
            any_value(list_sum(list_transform(logprobs, lambda p: CAST(p AS DOUBLE)))) AS sum_logprob,
+           any_value({done.format("lane")}) AS completed_lane,
+           any_value({done.format("seq")}) AS completed_seq,
+           {", ".join(f"any_value({name}) AS {name}" for name in _TRAINED)},
+           any_value(unhex(done[3])) AS prompt_sha256,
            any_value(error) AS error, max(delivered) AS delivered,
            bool_and(one_version) AS one_version,
            coalesce(bool_or(kind = 'turn.requested') AND (
@@ -74,7 +107,8 @@ def turn_parts(events: str) -> str:
              CASE WHEN kind = 'turn.failed' THEN json_extract_string(extra, '$.error') END AS error,
              CASE WHEN kind = 'turn.delivered' THEN json_extract_string(extra, '$.how') END AS delivered,
              list_transform(version_spans, lambda s: s.version) AS versions,
-             CASE WHEN kind = 'turn.completed' THEN {ONE_VERSION} END AS one_version
+             CASE WHEN kind = 'turn.completed' THEN {ONE_VERSION} END AS one_version,
+             {", ".join(f"{done.format(query)} AS {name}" for name, query in _TRAINED.items())}
       FROM {events} WHERE kind IN {TURN_KINDS})
     GROUP BY trajectory_id, turn_id
     """

@@ -168,7 +168,7 @@ STEPS = (
     POLICY,
     ViewColumn("policy_version", "BIGINT", "version it starts from"),
     ViewColumn("output_version", "BIGINT", "version it made; null unless it committed"),
-    ViewColumn("algorithm", "VARCHAR", "sft or grpo"),
+    ViewColumn("algorithm", "VARCHAR", "its name, such as sft or grpo"),
     ViewColumn("cut", "VARCHAR", "the log it saw, as lane=count,lane=count"),
     ViewColumn("learning_rate", "DOUBLE", "as applied"),
     ViewColumn("samples", "BIGINT", "how many it consumes; which ones: view samples"),

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from rollbook.store.catalog.catalog import note_units
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import BodyStored, Event, TrajectoryErased, TurnCompleted, TurnRequested
-from rollbook.store.events.erased import CHANGED, TEXT_KINDS, erase_row, named_bodies
+from rollbook.store.events.erased import CHANGED, erase_row, named_bodies, text_kinds
 from rollbook.store.ids import now_us
 from rollbook.store.log.store import Store
 from rollbook.store.log.writer import LaneWriter
@@ -163,7 +163,7 @@ def _rows_of(table: pa.Table, trajectory_id: str, keep_tokens: bool) -> _Rows:
         {d for extra in table["extra"].filter(pc.and_(asked, of)).to_pylist() for d in named_bodies(extra)}
         for of in (mine, pc.invert(mine))
     )
-    own = _places(pc.and_(mine, pc.is_in(table["kind"], pa.array(TEXT_KINDS))))
+    own = _places(pc.and_(mine, pc.is_in(table["kind"], pa.array(text_kinds()))))
     stored = _places(pc.equal(table["kind"], BodyStored.KIND)) if named else []
     only_mine = named - named_by_others
     bodies = [i for i in stored if orjson.loads(table["extra"][i].as_py())["digest"] in only_mine]

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollbook.store.errors import UpkeepError
-from rollbook.store.events.erased import TEXT_KINDS
+from rollbook.store.events.erased import text_kinds
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import checked_parquet, damaged
 from rollbook.store.sealed.remote import place
@@ -106,7 +106,7 @@ def unsealed_lanes(log: Store, trajectory_id: str) -> dict[str, int]:
     newest: dict[str, int] = {}
     for lane, batch in unsealed(log):
         mine = pc.and_(
-            pc.equal(batch["trajectory_id"], trajectory_id), pc.is_in(batch["kind"], pa.array(TEXT_KINDS))
+            pc.equal(batch["trajectory_id"], trajectory_id), pc.is_in(batch["kind"], pa.array(text_kinds()))
         )
         found = batch["seq"].filter(pc.fill_null(mine, False))
         if len(found):

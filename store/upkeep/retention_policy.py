@@ -17,9 +17,6 @@ from rollbook.store.sealed.unit import Unit
 from rollbook.store.upkeep.retention_spec import Keep, KeepAge, KeepBytes, KeepVersions
 from rollbook.store.upkeep.training_needs import PolicyKey, Training
 
-UPKEEP_KINDS = ("segment.dropped", "step.retired", "trajectory.erased")
-"""What says that something is no longer there: never dropped."""
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -32,7 +29,7 @@ class Place:
         versions: newest version of each policy that sampled tokens here.
         unversioned: it holds completed turns without a policy version (a teacher's).
         training: policies that have events of their training here (policy None: any of the run).
-        upkeep: which of `UPKEEP_KINDS` are here.
+        upkeep: the kinds here that are never dropped (`About.lasting`).
     """
 
     lane: str

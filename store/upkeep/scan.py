@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.events import StepAbandoned
+from rollbook.store.events.event import kinds_where
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder
 from rollbook.store.upkeep.find import rows_where, unsealed
-from rollbook.store.upkeep.retention_policy import UPKEEP_KINDS, Facts, Place
+from rollbook.store.upkeep.retention_policy import Facts, Place
 from rollbook.store.upkeep.training_needs import Checkpoint, Plan, PolicyKey
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 
@@ -30,17 +31,6 @@ _READ = (
 )
 """Kinds that are read whole."""
 _READ_COLUMNS = ["seq", "kind", "run", "policy", "policy_version", "step", "extra"]
-_OF_TRAJECTORY = (
-    *("trajectory.opened", "trajectory.finished", "trajectory.adopted", "turn.requested", "turn.completed"),
-    *("turn.failed", "turn.delivered", "reward.assigned", "preference.added", "label.added"),
-)
-"""Kinds that a trajectory is made of. `sample.dropped` names one too, but is the training's."""
-_OF_POLICY = (
-    *("step.planned", "step.committed", "step.failed", "step.abandoned"),
-    *("checkpoint.written", "policy.published"),
-)
-_OF_RUN = ("sample.dropped",)
-"""Kinds that a training is made of; the second do not name the policy."""
 
 
 def survey(log: Store, *, places: bool = True) -> Facts:
@@ -98,6 +88,10 @@ def _unsealed_bytes(log: Store, lane: str, units: list[Unit]) -> int:
     return sum(segment_path(folder, n).stat().st_size for n in numbers)
 
 
+def _parts_of(what: str) -> list[str]:
+    return kinds_where(lambda said: said.of == what)
+
+
 def _is_in(column: Any, kinds: Iterable[str]) -> Any:
     return pc.is_in(column, pa.array(list(kinds)))
 
@@ -107,13 +101,14 @@ def _place(
 ) -> Place:
     table = pa.concat_tables(tables)
     kind = table["kind"]
-    ids = table["trajectory_id"].filter(_is_in(kind, _OF_TRAJECTORY)).unique().drop_null()
+    ids = table["trajectory_id"].filter(_is_in(kind, _parts_of("trajectory"))).unique().drop_null()
+    lasting = kind.filter(_is_in(kind, kinds_where(lambda said: said.lasting)))
     ends = table["trajectory_id"].filter(pc.equal(kind, "trajectory.finished")).unique()
     facts.finished |= set(ends.to_pylist())
     _publish(facts, table.filter(pc.equal(kind, "policy.published")))
     turns = table.filter(pc.equal(kind, "turn.completed"))
-    training = _pairs(table.filter(_is_in(kind, _OF_POLICY)))
-    training |= {(run, None) for run, _ in _pairs(table.filter(_is_in(kind, _OF_RUN)))}
+    training = _pairs(table.filter(_is_in(kind, _parts_of("policy"))))
+    training |= {(run, None) for run, _ in _pairs(table.filter(_is_in(kind, _parts_of("run"))))}
     return Place(
         lane=lane,
         unit=unit,
@@ -124,7 +119,7 @@ def _place(
         versions=_newest(turns.filter(pc.is_valid(turns["policy_version"]))),
         unversioned=turns["policy_version"].null_count > 0,
         training=frozenset(training),
-        upkeep=frozenset(kind.filter(_is_in(kind, UPKEEP_KINDS)).unique().to_pylist()),
+        upkeep=frozenset(lasting.unique().to_pylist()),
     )
 
 

@@ -56,6 +56,16 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_large_stores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: list[Path]) -> None:
+    """A benchmark that keeps its stores works in the folder that was named, and else leaves nothing."""
+    monkeypatch.setattr(benches.load("small"), "KEEPS_STORES", True, raising=False)
+    monkeypatch.chdir(tmp_path)
+    run_bench("small", None, True)
+    assert (list(tmp_path.iterdir()), small[0].parent) == ([], tmp_path)
+    run_bench("small", tmp_path, True)
+    assert (small[1], (tmp_path / "written").read_bytes()) == (tmp_path, b"xxx")
+
+
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[Path]) -> None:
     """Without `--json`: a table of spreads and one of figures."""
     run_bench("small", tmp_path, False)
@@ -70,7 +80,7 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
     """An unknown name lists the names; a folder that is not there is named."""
     with pytest.raises(
         ConfigError,
-        match="'nope': use one of append, hostile, loop, proxy, recover, seal, sql, stream, sync, tail",
+        match="'nope': use one of append, hostile, loop, proxy, recover, scale, seal, sql, stream, sync",
     ):
         run_bench("nope", tmp_path, True)
     with pytest.raises(ConfigError, match="is not a folder"):

@@ -11,8 +11,8 @@ import orjson
 import pytest
 from rich.text import Text
 
+from rollbook.cli import app as cli
 from rollbook.cli import turn_lines as print_turns
-from rollbook.cli.app import app as cli
 from rollbook.cli.turn_lines import KINDS, Recent, Traffic
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollbook.cli.app import app as cli
+from rollbook.cli import app as cli
 from rollbook.store import Store
 from rollbook.store.events import QUARANTINE, SPLITS
 from rollbook.store.fold import ledger

@@ -220,7 +220,9 @@ def _seen(proxy: Any) -> dict[str, float]:
     return {line.split('"')[1]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def test_keys_in_conversations_are_counted_and_warned_of_once(played: Any, capsys: Any) -> None:
+def test_keys_in_conversations_are_counted_and_warned_of_once(
+    played: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Only what is new counts, in requests and in replies, and nothing is said of the key itself."""
     proxy = played(lambda *_: "AKIAIOSFODNN7EXAMPLE")
     messages = [{"role": "user", "content": f"{key(1)} and {key(2)}"}]
@@ -229,7 +231,7 @@ def test_keys_in_conversations_are_counted_and_warned_of_once(played: Any, capsy
     assert _seen(proxy) == {"openai": 2, "aws": 1}
     proxy.ask(path, {"messages": [*messages, said, {"role": "user", "content": "and?"}]})
     assert _seen(proxy) == {"openai": 2, "aws": 2}
-    warned = capsys.readouterr().err
+    warned = "\n".join(caplog.messages)
     assert (warned.count("format openai"), warned.count("format aws")) == (1, 1)
     assert key(1) not in warned
 

@@ -156,7 +156,7 @@ def test_a_planned_step_cannot_be_replayed(fabric: Any, trained: Stores) -> None
 def test_two_runs_with_the_same_step(fabric: Any, trained: Stores, cli: Callable[..., Any]) -> None:
     """Where several runs have the step, the error names them, and --run chooses one."""
     log = trained()
-    fabric.append(log, fabric.teacher_records(6), "serve2", "other")
+    fabric.append(log, fabric.teacher_records(6, "other"), "serve2", "other")
     fabric.train(log, fabric.config(fabric.SFT, run="other", steps=3, seed=8), lane="train2")
     code, _, err = cli("replay", "step", 2, "--store", log.path)
     assert code == 2

@@ -24,7 +24,8 @@ from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record
 from rollbook.store.fold.trajectory import Trajectory
-from rollbook.train.config.config import GrpoConfig, RecipeConfig
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.recipe import select
 from rollbook.train.data.samples import all_samples
 
@@ -142,7 +143,7 @@ def test_a_server_that_is_not_what_one_thinks(
     assert tail.stdout.count("no version") == 4, tail.stdout
 
 
-GRPO = GrpoConfig(name="grpo", groups=1, group_size=2)
+GRPO = Grpo(name="grpo", groups=1, group_size=2)
 
 
 def _check(trajectory: Trajectory, path: Path, reference: Reference) -> None:

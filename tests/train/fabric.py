@@ -170,14 +170,14 @@ def _scratch() -> Path:
 # Stores -------------------------------------------------------------------------------------------
 
 
-def teacher_records(count: int) -> list[Record]:
+def teacher_records(count: int, name: str = "teach") -> list[Record]:
     """Conversations of two turns that count on from their first token, without logprobs or versions."""
     made: list[Record] = []
     for i in range(count):
         start = 5 + (7 * i) % 80
         first = T([1, start], [start + 1, start + 2, 2], None, None, None)
         then = T([3, start + 2], [start + 3, start + 4, 2][: 2 + i % 2], 0, None, None)
-        made += records(f"teach{i}", [first, then], group=f"teach{i}", split="teacher")
+        made += records(f"{name}{i}", [first, then], group=f"{name}{i}", split="teacher")
     return made
 
 

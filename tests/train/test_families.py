@@ -15,7 +15,7 @@ from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
-from rollbook.train.algorithms.losses import sft_loss, token_logprobs
+from rollbook.train.algorithms.logprobs import token_logprobs
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.history import History
@@ -111,7 +111,7 @@ def _micro(rows: int = 3, length: int = 11) -> MicroBatch:
 
 def _masked_loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     tokens, temperatures = torch.from_numpy(micro.tokens), torch.from_numpy(micro.temperatures)
-    loss = sft_loss(token_logprobs(logits, tokens, temperatures))
+    loss = -token_logprobs(logits, tokens, temperatures)
     return loss[torch.from_numpy(micro.loss_mask[:, 1:])].mean()
 
 
@@ -200,7 +200,7 @@ def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
 
     def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
         tokens, temperatures = torch.from_numpy(one.tokens), torch.from_numpy(one.temperatures)
-        loss = sft_loss(token_logprobs(logits, tokens, temperatures))
+        loss = -token_logprobs(logits, tokens, temperatures)
         return torch.where(torch.from_numpy(one.loss_mask[:, 1:]), loss, 0.0).sum() / 7
 
     policy.forward_backward((micro,), loss_of)

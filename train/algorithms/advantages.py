@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ def group_advantages(rewards_G: Floats, std_epsilon: float) -> Floats:
 
 
 def trajectory_advantages(
-    rewards_N: Floats, groups_N: list[str], trajectories_N: list[str], std_epsilon: float
+    rewards_N: Floats, groups_N: Sequence[str], trajectories_N: Sequence[str], std_epsilon: float
 ) -> Floats:
     """Advantage of each of N samples within its group.
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -23,9 +21,9 @@ from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SPLITS, Json
 from rollbook.store.redaction import shown
+from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
+from rollbook.train.table import Count, Positive, Table
 
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
 """Part of a checkpoint's path, so it must not lead out of the store."""
@@ -34,44 +32,7 @@ Split = Literal["train", "teacher"]
 assert {"train", "teacher", "eval"} == set(SPLITS)
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class SftConfig(_Table):
-    """Supervised fine-tuning: cross-entropy on the recorded completions."""
-
-    name: Literal["sft"]
-    """Says which algorithm the other keys of the table are for."""
-    batch_size: Positive = 64
-    """Samples per step."""
-
-
-class GrpoConfig(_Table):
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300), averaged as in DAPO.
-
-    The loss is the mean over the batch's trained tokens (Yu et al. 2025, arXiv:2503.14476), not the mean of
-    each sample's mean. Advantages are divided by the group's unbiased standard deviation. There is no dual
-    clip, no KL term and no critic.
-    """
-
-    name: Literal["grpo"]
-    """Says which algorithm the other keys of the table are for."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Trajectories per group; a group is used once it has this many."""
-    groups: Positive = 16
-    """Groups per step."""
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio of new to sampled probabilities is clipped from below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """It is clipped from above at 1 + clip_high."""
-    std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to the group's standard deviation."""
-
-
-class RecipeConfig(_Table):
+class RecipeConfig(Table):
     """Which samples of the log are trained on."""
 
     splits: tuple[Split, ...] = ("train",)
@@ -84,7 +45,7 @@ class RecipeConfig(_Table):
     """GRPO: drop groups whose rewards are all equal, since their advantages are zero."""
 
 
-class OptimizerConfig(_Table):
+class OptimizerConfig(Table):
     """Adam with Megatron's learning-rate schedules."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-4
@@ -120,7 +81,7 @@ class OptimizerConfig(_Table):
 Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
 
 
-class SyncConfig(_Table):
+class SyncConfig(Table):
     """Where new weights go, how often, and what becomes of requests that run."""
 
     engines: Annotated[tuple[Address, ...], Field(min_length=1)]
@@ -163,7 +124,7 @@ class SyncConfig(_Table):
         return found
 
 
-class AdmissionConfig(_Table):
+class AdmissionConfig(Table):
     """How data is kept from becoming too old before it is used; see `ingest.admission.policy`."""
 
     hold: bool = True
@@ -174,7 +135,7 @@ class AdmissionConfig(_Table):
     """Longest wait for running trajectories that `order` waits for, and for rewards of those that ended."""
 
 
-class TrainConfig(_Table):
+class TrainConfig(Table):
     """All of a CONFIG file."""
 
     run: Name = "default"
@@ -204,7 +165,7 @@ class TrainConfig(_Table):
     the rule `not_finite` and take the next batch (8 times in a row at most). Such weights always end it."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """--source tail: give up after so long without a full batch."""
-    algorithm: Annotated[SftConfig | GrpoConfig, Field(discriminator="name")]
+    algorithm: AnyAlgorithm
     """What is learned from a batch, and how."""
     recipe: RecipeConfig = RecipeConfig()
     """Which samples are used."""
@@ -251,9 +212,9 @@ def parse_config(values: Json, name: str) -> TrainConfig:
         raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
 
 
-TABLES: Mapping[str, Mapping[str, type[_Table]]] = {
+TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "": {"": TrainConfig},
-    "algorithm": {"sft": SftConfig, "grpo": GrpoConfig},
+    "algorithm": ALGORITHMS,
     "recipe": {"": RecipeConfig},
     "admission": {"": AdmissionConfig},
     "optimizer": {"": OptimizerConfig},

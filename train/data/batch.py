@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
-from rollbook.train.algorithms.advantages import Floats, trajectory_advantages
-from rollbook.train.config.config import GrpoConfig, SftConfig
+from rollbook.train.algorithms.advantages import Floats
+from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.data.samples import Sample
 
 Partition = list[list[list[int]]]
@@ -71,20 +71,11 @@ def partition(count: int, micro_batch_size: int | None) -> Partition:
     return [[list(range(i, min(i + size, count))) for i in range(0, count, size)]]
 
 
-def build_batch(
-    samples: Sequence[Sample], algorithm: SftConfig | GrpoConfig, parts: Partition, rank: int = 0
-) -> Batch:
-    """The batch of ordered samples.
-
-    GRPO weighs each sample by its group-relative advantage; SFT weighs all alike, with 1.
-    """
+def build_batch(samples: Sequence[Sample], algorithm: Algorithm, parts: Partition, rank: int = 0) -> Batch:
+    """The batch of ordered samples, each weighed by the advantage that the algorithm gives it."""
     rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64)
-    if isinstance(algorithm, GrpoConfig):
-        groups = [s.group or s.trajectory_id for s in samples]
-        names = [s.trajectory_id for s in samples]
-        advantages = trajectory_advantages(rewards, groups, names, algorithm.std_epsilon)
-    else:
-        advantages = np.ones(len(samples), np.float64)
+    groups = [s.group or s.trajectory_id for s in samples]
+    advantages = algorithm.advantages(rewards, groups, [s.trajectory_id for s in samples])
     micro = tuple(_collate([samples[i] for i in part], advantages[part]) for part in parts[rank])
     return Batch(tuple(samples), rewards, advantages, micro)
 

@@ -11,7 +11,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.trajectory import TrajectoryFold
-from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import Drop, ModelLimits, is_candidate, select
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
@@ -44,9 +44,9 @@ class QueueSource:
     ) -> None:
         self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
         algorithm, recipe = config.algorithm, config.recipe
-        self._grouped = isinstance(algorithm, GrpoConfig)
-        self._size = algorithm.group_size if isinstance(algorithm, GrpoConfig) else 1
-        batch = algorithm.groups if isinstance(algorithm, GrpoConfig) else algorithm.batch_size
+        self._grouped = "groups" in algorithm.needs
+        self._size = algorithm.demand.group_size
+        batch = algorithm.demand.groups
         self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()

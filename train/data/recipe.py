@@ -3,25 +3,95 @@
 Samples of another split, or without a trainable token, are not candidates: the ledger counts them as
 kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is,
 and so is one that the model cannot be given. A group of which members are dropped is compared as it is left.
+Rules run on columns, so that a log of any length is gone through without an object per sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from rollbook.store.events import Json
-from rollbook.train.config.config import GrpoConfig, RecipeConfig, SftConfig
-from rollbook.train.data.samples import Sample
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.config.config import RecipeConfig
+
+NOWHERE = -1
+"""In place of a version: none is known."""
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Candidate(Protocol):
+    """A sample, or a reference to one, with what a recipe decides by."""
+
+    @property
+    def trajectory_id(self) -> str: ...
+    @property
+    def leaf_turn_id(self) -> str: ...
+    @property
+    def group(self) -> str | None: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def trained(self) -> int: ...
+    @property
+    def unknown(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def oldest_version(self) -> int | None: ...
+    @property
+    def erased(self) -> bool: ...
+    @property
+    def learnable(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def lowest_token(self) -> int: ...
+    @property
+    def highest_token(self) -> int: ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """What a recipe decides by, of N samples; every array is [N].
+
+    Attributes:
+        groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
+        unknown: trained tokens whose version nobody knows; oldest: version of the oldest, or `NOWHERE`.
+        exact: whether each trained token has a logprob.
+        learnable: trained tokens that something precedes; lengths: of whole paths, in tokens.
+        lowest, highest: ids among the path's tokens.
+    """
+
+    groups: npt.NDArray[np.object_]
+    rewards: npt.NDArray[np.float64]
+    rewarded: Bools
+    unknown: Ints
+    oldest: Ints
+    exact: Bools
+    erased: Bools
+    learnable: Ints
+    lengths: Ints
+    lowest: Ints
+    highest: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drop:
     """A candidate kept out of training, by which rule, and what it was held against."""
 
-    sample: Sample
+    sample: Candidate
     rule: str
     detail: Json
 
@@ -34,82 +104,159 @@ class ModelLimits:
     context: int
 
 
-def is_candidate(sample: Sample, recipe: RecipeConfig) -> bool:
+UNLIMITED = ModelLimits(2**63 - 1, 2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """What candidates are held against."""
+
+    recipe: RecipeConfig
+    algorithm: Algorithm
+    version: int
+    limits: ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which candidates it drops, and what it says of each."""
+
+    drops: Callable[[Candidates, _Held], Bools]
+    detail: Callable[[Candidates, _Held, int], Json] = lambda of, held, at: {}
+
+
+def _too_old(of: Candidates, held: _Held) -> Bools:
+    limit = held.recipe.max_staleness
+    if limit is None:
+        return np.zeros(len(of.oldest), np.bool_)
+    return (of.oldest != NOWHERE) & (held.version - of.oldest > limit)
+
+
+def _age(of: Candidates, held: _Held, at: int) -> Json:
+    oldest = int(of.oldest[at])
+    said = {"staleness": held.version - oldest, "max_staleness": held.recipe.max_staleness}
+    return said | {"oldest_version": oldest}
+
+
+def _where_needed(need: str, of: Bools, held: _Held) -> Bools:
+    return of if need in held.algorithm.needs else np.zeros_like(of)
+
+
+def _outside(of: Candidates, held: _Held) -> Bools:
+    return (of.lowest < 0) | (of.highest >= held.limits.vocabulary)
+
+
+def _token(of: Candidates, held: _Held, at: int) -> Json:
+    token = of.lowest[at] if of.lowest[at] < 0 else of.highest[at]
+    return {"token": int(token), "vocabulary": held.limits.vocabulary}
+
+
+_RULES: Mapping[str, _Rule] = {
+    "erased": _Rule(lambda of, held: of.erased),
+    "nothing_trainable": _Rule(
+        lambda of, held: of.learnable == 0, lambda of, held, at: {"tokens": int(of.lengths[at])}
+    ),
+    "outside_vocabulary": _Rule(_outside, _token),
+    "too_long": _Rule(
+        lambda of, held: of.lengths > held.limits.context,
+        lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
+    ),
+    "staleness": _Rule(_too_old, _age),
+    # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown, no
+    # policy is. To SFT a sample is a text, whoever wrote it.
+    "no_version": _Rule(
+        lambda of, held: _where_needed("logprobs", of.unknown > 0, held),
+        lambda of, held, at: {"tokens": int(of.unknown[at])},
+    ),
+    "no_reward": _Rule(
+        lambda of, held: _where_needed("rewards", ~of.rewarded, held),
+        lambda of, held, at: {"source": held.recipe.reward_source},
+    ),
+    "reward_not_finite": _Rule(
+        lambda of, held: _where_needed("rewards", ~np.isfinite(of.rewards), held),
+        lambda of, held, at: {"reward": str(float(of.rewards[at]))},
+    ),
+    "no_logprobs": _Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
+}
+"""Rule -> what it does, in the order in which they are asked: the first one counts."""
+
+
+def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
     """Whether the recipe speaks of this sample at all."""
-    return sample.split in recipe.splits and (sample.erased or bool(sample.loss_mask.any()))
+    return sample.split in recipe.splits and (sample.erased or sample.trained > 0)
+
+
+def sort_out(
+    of: Candidates,
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
+) -> tuple[Ints, list[tuple[int, str, Json]]]:
+    """Places of the candidates to train on, in order, and of the others place, rule and detail.
+
+    Args:
+        version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
+    """
+    held = _Held(recipe, algorithm, version, limits or UNLIMITED)
+    left = np.ones(len(of.erased), np.bool_)
+    drops: list[tuple[int, str, Json]] = []
+    for name, rule in _RULES.items():
+        dropped = rule.drops(of, held) & left
+        drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
+        left &= ~dropped
+    drops.sort(key=lambda drop: drop[0])
+    if "groups" in algorithm.needs and recipe.drop_zero_variance:
+        flat = _flat(of, left)
+        drops += [
+            (int(at), "zero_variance", {"reward": float(of.rewards[at])}) for at in np.flatnonzero(flat)
+        ]
+        left &= ~flat
+    return np.flatnonzero(left), drops
+
+
+def _flat(of: Candidates, left: Bools) -> Bools:
+    """Which of those that are left are in groups whose rewards are all equal."""
+    rewards: dict[Any, set[float]] = {}
+    for at in np.flatnonzero(left):
+        rewards.setdefault(of.groups[at], set()).add(float(of.rewards[at]))
+    flat = {group for group, values in rewards.items() if len(values) == 1}
+    return np.array([bool(left[at]) and of.groups[at] in flat for at in range(len(left))], np.bool_)
 
 
 def select(
-    candidates: Sequence[Sample],
+    candidates: Sequence[C],
     recipe: RecipeConfig,
-    algorithm: SftConfig | GrpoConfig,
+    algorithm: Algorithm,
     version: int,
     limits: ModelLimits | None = None,
-) -> tuple[list[Sample], list[Drop]]:
+) -> tuple[list[C], list[Drop]]:
     """Candidates to train on, in order, and the dropped ones.
 
     Args:
         version: the trainer's input policy version.
         limits: of the model; None where they are not known, and so not held against anything.
     """
-    kept: list[Sample] = []
-    drops: list[Drop] = []
-    for sample in candidates:
-        drop = _impossible(sample, limits) or _unfit(sample, recipe, algorithm, version)
-        if drop is None:
-            kept.append(sample)
-        else:
-            drops.append(drop)
-    if isinstance(algorithm, GrpoConfig) and recipe.drop_zero_variance:
-        flat = _flat_groups(kept)
-        drops += [Drop(s, "zero_variance", {"reward": s.reward}) for s in kept if s.group in flat]
-        kept = [s for s in kept if s.group not in flat]
-    return kept, drops
+    kept, drops = sort_out(_columns(candidates), recipe, algorithm, version, limits)
+    named = [Drop(candidates[at], rule, detail) for at, rule, detail in drops]
+    return [candidates[at] for at in kept], named
 
 
-def _impossible(sample: Sample, limits: ModelLimits | None) -> Drop | None:
-    """What no recipe could have: the model cannot compute it, or nothing would be learned from it."""
-    if sample.erased:
-        return Drop(sample, "erased", {})
-    if not sample.loss_mask[1:].any():  # nothing precedes the first token
-        return Drop(sample, "nothing_trainable", {"tokens": len(sample)})
-    if limits is None:
-        return None
-    outside = np.flatnonzero((sample.tokens < 0) | (sample.tokens >= limits.vocabulary))
-    if len(outside):
-        detail = {"token": int(sample.tokens[outside[0]]), "at": int(outside[0])}
-        return Drop(sample, "outside_vocabulary", detail | {"vocabulary": limits.vocabulary})
-    if len(sample) > limits.context:
-        return Drop(sample, "too_long", {"tokens": len(sample), "context": limits.context})
-    return None
-
-
-def _unfit(
-    sample: Sample, recipe: RecipeConfig, algorithm: SftConfig | GrpoConfig, version: int
-) -> Drop | None:
-    oldest = sample.oldest_version
-    limit = recipe.max_staleness
-    if limit is not None and oldest is not None and version - oldest > limit:
-        detail = {"staleness": version - oldest, "max_staleness": limit, "oldest_version": oldest}
-        return Drop(sample, "staleness", detail)
-    if isinstance(algorithm, GrpoConfig):
-        # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown,
-        # no policy is. To SFT a sample is a text, whoever wrote it.
-        unknown = int((sample.versions[sample.loss_mask] < 0).sum())
-        if unknown:
-            return Drop(sample, "no_version", {"tokens": unknown})
-        if sample.reward is None:
-            return Drop(sample, "no_reward", {"source": recipe.reward_source})
-        if not np.isfinite(sample.reward):
-            return Drop(sample, "reward_not_finite", {"reward": str(sample.reward)})
-        if np.isnan(sample.logprobs).any():
-            return Drop(sample, "no_logprobs", {})
-    return None
-
-
-def _flat_groups(samples: Sequence[Sample]) -> set[str | None]:
-    """Groups whose rewards are all equal."""
-    rewards: dict[str | None, set[float | None]] = {}
-    for sample in samples:
-        rewards.setdefault(sample.group, set()).add(sample.reward)
-    return {group for group, values in rewards.items() if len(values) == 1}
+def _columns(candidates: Sequence[Candidate]) -> Candidates:
+    groups = np.empty(len(candidates), np.object_)
+    groups[:] = [one.group for one in candidates]
+    oldest = [one.oldest_version for one in candidates]
+    return Candidates(
+        groups=groups,
+        rewards=np.array([np.nan if c.reward is None else c.reward for c in candidates], np.float64),
+        rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
+        unknown=np.array([one.unknown for one in candidates], np.int64),
+        oldest=np.array([NOWHERE if one is None else one for one in oldest], np.int64),
+        exact=np.array([one.exact for one in candidates], np.bool_),
+        erased=np.array([one.erased for one in candidates], np.bool_),
+        learnable=np.array([one.learnable for one in candidates], np.int64),
+        lengths=np.array([one.length for one in candidates], np.int64),
+        lowest=np.array([one.lowest_token for one in candidates], np.int64),
+        highest=np.array([one.highest_token for one in candidates], np.int64),
+    )

@@ -52,6 +52,41 @@ class Sample:
         return len(self.tokens)
 
     @property
+    def trained(self) -> int:
+        """Tokens with loss."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def learnable(self) -> int:
+        """Tokens with loss that something precedes: the first one is predicted from nothing."""
+        return int(self.loss_mask[1:].sum())
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole path."""
+        return len(self.tokens)
+
+    @property
+    def lowest_token(self) -> int:
+        """Least id among its tokens."""
+        return int(self.tokens.min(initial=0))
+
+    @property
+    def highest_token(self) -> int:
+        """Greatest id among its tokens."""
+        return int(self.tokens.max(initial=0))
+
+    @property
+    def unknown(self) -> int:
+        """Trained tokens whose policy version nobody knows."""
+        return int((self.versions[self.loss_mask] < 0).sum())
+
+    @property
+    def exact(self) -> bool:
+        """Whether each trained token has a logprob."""
+        return not np.isnan(self.logprobs).any()
+
+    @property
     def oldest_version(self) -> int | None:
         """Version of its oldest trained token, or None if none has one."""
         known = self.versions[self.loss_mask & (self.versions >= 0)]

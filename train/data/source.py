@@ -8,63 +8,77 @@ or a whole group) once, in the order in which units became complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event, Json
-from rollbook.store.fold.trajectory import fold
-from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop, ModelLimits, is_candidate, select
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
+from rollbook.train.data.references import find_references
+from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
 from rollbook.train.history import History
 
 
 class EpochSource:
-    """Supervised samples at a cut, in epochs; any step's batch can be computed at once."""
+    """Supervised samples at a cut, in epochs; any step's batch can be computed at once.
+
+    What is kept of each sample is where its tokens are. They are read when its turn comes, those of the next
+    step while this one is taken.
+
+    Args:
+        done: steps that were taken before.
+        version: of the policy when the first of them was.
+        limits: of the model.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
-        samples: Sequence[Sample],
+        log: Store,
         cut: Cut,
         done: int,
         version: int,
         limits: ModelLimits | None = None,
     ) -> None:
-        if isinstance(config.algorithm, GrpoConfig):
-            raise TypeError("epochs are for supervised fine-tuning")
+        recipe = config.recipe
         # By name, not in the order of arrival: traffic recorded twice gives the same row of batches.
-        candidates = sorted((s for s in samples if is_candidate(s, config.recipe)), key=lambda s: s.name)
-        self._samples, drops = select(candidates, config.recipe, config.algorithm, version, limits)
-        self._drops = [] if done else drops  # recorded once, with the first step
-        self._cut, self._seed, self._size = cut, config.seed, config.algorithm.batch_size
+        self._found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
+        numbers, candidates = self._found.candidates()
+        kept, drops = sort_out(candidates, recipe, config.algorithm, version, limits)
+        self._kept = numbers[kept]
+        named = [Drop(self._found.ref(int(numbers[at])), rule, detail) for at, rule, detail in drops]
+        self._drops = [] if done else named  # recorded once, with the first step
+        self._samples = Materializer(log, cut, self._found, config.run)
+        self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
+        self._reader = ThreadPoolExecutor(1, "rollbook-samples")
+        self._ahead: tuple[int, Future[list[Sample]]] | None = None
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """The next slice of the endless row of epochs; None where there is no sample at all."""
-        if not self._samples:
+        if not len(self._kept):
             return None
-        picked = self._slice(self._next)
+        step, ahead = self._next, self._ahead
         self._next += 1
+        picked = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
+        self._ahead = (self._next, self._reader.submit(self._read, self._next))
         drops, self._drops = self._drops, []
         return Selection(picked, drops, self._cut)
-
-    def _slice(self, number: int) -> list[Sample]:
-        first = number * self._size
-        places = [divmod(position, len(self._samples)) for position in range(first, first + self._size)]
-        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
-        return [self._samples[orders[epoch][place]] for epoch, place in places]
 
     def go_on_after(self, consumed: Sequence[Json], skipped: int) -> None:
         """Go on behind the slice that the last step consumed, where up to so many were skipped before it."""
         names = [ref["turn_id"] for ref in consumed]
         for number in range(self._next - 1, self._next + skipped):
-            if [sample.leaf_turn_id for sample in self._slice(number)] == names:
+            leaves = self._found.leaf[self._slice(number)]
+            if self._found.turns["turn_id"].take(pa.array(leaves)).to_pylist() == names:
                 self._next = number + 1
                 return
 
@@ -72,9 +86,22 @@ class EpochSource:
         """What the recipe drops where it leaves nothing; else epochs have no end."""
         return self._drops
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The epoch's permutation of the samples, decided by the seed."""
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._samples))
+    def _slice(self, step: int) -> npt.NDArray[np.int64]:
+        """Numbers of the samples of a step, by its own number in this source."""
+        return self._kept[epoch_slice(step, self._size, len(self._kept), self._seed)]
+
+    def _read(self, step: int) -> list[Sample]:
+        return self._samples.samples(self._slice(step).tolist())
+
+
+def epoch_slice(step: int, size: int, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Which of `count` samples a step takes: int64 [size], the step's slice of an endless row of epochs.
+
+    Each epoch is a permutation of all samples, decided by the seed and its number. Pure.
+    """
+    places = np.arange(step * size, (step + 1) * size)
+    orders = {e: np.random.default_rng([seed, int(e)]).permutation(count) for e in np.unique(places // count)}
+    return np.array([orders[place // count][place % count] for place in places], np.int64)
 
 
 def make_source(
@@ -103,17 +130,14 @@ def make_source(
             return tail.poll()
 
         return QueueSource(config, history, more, tail.cut, limits=limits)
-    if isinstance(config.algorithm, GrpoConfig):
+    if not config.algorithm.epochs:
         batches = iter([list(log.events(cut))])
         return QueueSource(
             config, history, lambda: next(batches, None), lambda: cut, live=False, limits=limits
         )
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
-    trajectories = fold(log.events(cut)).values()
-    finished = [t for t in trajectories if t.run == config.run and t.finished is not None]
-    samples = all_samples(finished, config.recipe.reward_source)
-    epochs = EpochSource(config, samples, cut, len(earlier), start, limits)
+    epochs = EpochSource(config, log, cut, len(earlier), start, limits)
     if earlier and (skipped := sum(history.attempts.values()) - len(history.attempts)):
         epochs.go_on_after(earlier[-1].planned.samples, skipped)
     return epochs

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Set
 
 from rollbook.store.fold.trajectory import Trajectory
-from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import ModelLimits, is_candidate, select
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.history import History
@@ -79,20 +79,20 @@ def _dropped(
 def _left(left: list[list[Sample]], config: TrainConfig) -> Counter[str]:
     """Why what could be used does not fill a step."""
     algorithm, reasons = config.algorithm, Counter[str]()
-    if not isinstance(algorithm, GrpoConfig):
+    if "groups" not in algorithm.needs:
         if left:
-            reasons[f"are left: a step takes {algorithm.batch_size} samples"] = len(left)
+            reasons[f"are left: a step takes {algorithm.demand.groups} samples"] = len(left)
         return reasons
     groups: dict[str, list[list[Sample]]] = defaultdict(list)
     for samples in left:
         groups[samples[0].group or samples[0].trajectory_id].append(samples)
     for members in groups.values():
         rewards = {sample.reward for samples in members for sample in samples}
-        if len(members) < algorithm.group_size:
-            text = f"are in groups of fewer than {algorithm.group_size} (algorithm.group_size)"
+        if len(members) < algorithm.demand.group_size:
+            text = f"are in groups of fewer than {algorithm.demand.group_size} (algorithm.group_size)"
         elif len(rewards) == 1 and config.recipe.drop_zero_variance:
             text = "are in groups whose rewards are all equal (recipe.drop_zero_variance)"
         else:
-            text = f"are left: a step takes {algorithm.groups} groups (algorithm.groups)"
+            text = f"are left: a step takes {algorithm.demand.groups} groups (algorithm.groups)"
         reasons[text] += len(members)
     return reasons

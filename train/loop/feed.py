@@ -13,7 +13,7 @@ from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.errors import IdleError, TrainError
 from rollbook.store.inside import place_inside
-from rollbook.train.config.config import GrpoConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
@@ -98,7 +98,7 @@ class Feed:
 
     def _unfilled(self, history: History, done: int) -> str:
         config, tail = self.config, self.source == "tail"
-        once, cut = tail or isinstance(config.algorithm, GrpoConfig), self.log.head() if tail else self.cut
+        once, cut = tail or not config.algorithm.epochs, self.log.head() if tail else self.cut
         trajectories = self.log.trajectories(cut).values()
         why = explain(trajectories, config, history, once=once, limits=self._limits(history))
         where = f"the log at {format_cut(cut) or 'its beginning'} fills no further one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from rollbook import store
@@ -93,8 +94,9 @@ def _open_run(
     if change is not None and done < config.steps:
         watcher.note(change)
     trainer.tells(watcher.tell)
-    # With these two the proxies know what is used, and for how long.
-    said = config.as_json() | {"source": source, "steps_done": done}
+    demand = asdict(config.algorithm.demand)
+    # With these the proxies know what is used, how much of it a step takes, and for how long.
+    said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
     trainer.write(RunOpened("train", said, environment=fingerprint(trainer.policy.device)))
     trainer.sync_current()
 
@@ -167,7 +169,7 @@ def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) 
 def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> TrainingStart:
     return TrainingStart(
         run=config.run,
-        algorithm=config.algorithm.name,
+        algorithm=config.algorithm.algorithm_name,
         cut=None if source == "tail" else format_cut(cut),
         version=trainer.version,
         done=trainer.done,

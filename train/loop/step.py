@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
-from rollbook.train.algorithms.losses import grpo_loss, sft_loss, token_logprobs
-from rollbook.train.config.config import GrpoConfig, SftConfig
+from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
+from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.batch import Batch, MicroBatch, build_batch
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.finite import check_batch, check_tensors, check_tokens
@@ -40,7 +40,6 @@ STAGES = (
 """Every stage of a step, each after what it depends on: the first that differs is where it began."""
 
 INPUT_STAGES = STAGES[:3]
-_ALGORITHM: TypeAdapter[SftConfig | GrpoConfig] = TypeAdapter(SftConfig | GrpoConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def batch_of(plan: StepPlanned, samples: dict[str, Sample]) -> Batch:
         samples: by leaf turn; those the manifest names must be there.
     """
     ordered = [samples[ref["turn_id"]] for ref in plan.samples]
-    algorithm = _ALGORITHM.validate_python(plan.algorithm)
+    algorithm = recorded_algorithm(plan.algorithm)
     return build_batch(ordered, algorithm, plan.partition)
 
 
@@ -96,7 +95,7 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
-    algorithm = _ALGORITHM.validate_python(plan.algorithm)
+    algorithm = recorded_algorithm(plan.algorithm)
     trained = max(batch.trained_tokens, 1)
     kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "ratios": []}
 
@@ -125,13 +124,13 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
         "weights": policy.weights_digest(),
     }
     metrics = _metrics(batch, kept, norm)
-    if isinstance(algorithm, GrpoConfig):
+    if "logprobs" in algorithm.needs:
         metrics |= logprob_gaps(batch, kept["ratios"], plan.policy_version)
     return StepResult(digests, metrics)
 
 
 def _micro_loss(
-    logits: torch.Tensor, micro: MicroBatch, algorithm: SftConfig | GrpoConfig
+    logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(masked losses, masked logprobs, masked log-ratios to the engine), each [B, T - 1]."""
     device = logits.device
@@ -140,12 +139,9 @@ def _micro_loss(
     temperatures = torch.from_numpy(micro.temperatures).to(device)
     logprobs = token_logprobs(logits, tokens, temperatures)
     old = torch.from_numpy(micro.old_logprobs[:, 1:]).to(device)
-    if isinstance(algorithm, GrpoConfig):
-        advantages = torch.from_numpy(micro.advantages[:, 1:]).to(device)
-        loss = grpo_loss(logprobs, old, advantages, algorithm)
-        ratios = torch.where(mask, logprobs - old, 0.0)
-    else:
-        loss, ratios = sft_loss(logprobs), torch.zeros_like(logprobs)
+    advantages = torch.from_numpy(micro.advantages[:, 1:]).to(device)
+    loss = algorithm.loss(LossInputs(logprobs, old, advantages, mask))
+    ratios = torch.where(mask, logprobs - old, 0.0)
     return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0), ratios
 
 

@@ -12,15 +12,19 @@ from rollbook.cli.options import AsJson
 
 def bench(
     name: Annotated[
-        str, typer.Argument(help="append, hostile, loop, proxy, recover, seal, sql, stream, sync or tail.")
+        str,
+        typer.Argument(help="append, hostile, loop, proxy, recover, scale, seal, sql, stream, sync or tail."),
     ],
     json: AsJson = False,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to write; default: a temporary folder here.")
+        Path | None,
+        typer.Option(help="Where to write; default: a temporary folder here. scale keeps its stores there."),
     ] = None,
     scale: Annotated[
         float | None,
-        typer.Option(help="hostile: times 100 kills; loop: times 200; sql: times 100,000 turns."),
+        typer.Option(
+            help="hostile: times 100 kills; loop: times 200; scale: times 1M turns; sql: times 100,000 turns."
+        ),
     ] = None,
 ) -> None:
     """Measure Rollbook against the machine's own limit, in one interleaved run."""

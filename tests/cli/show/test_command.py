@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from rollbook import store as rb
-from rollbook.cli.app import app as cli
+from rollbook.cli import app as cli
 from rollbook.cli.show.finding import NotFoundError, find_trajectory, near_names
 from rollbook.store import Event, Store
 from rollbook.store.events import RewardAssigned, TrajectoryOpened

@@ -113,17 +113,18 @@ def test_what_is_no_file(tmp_path: Path) -> None:
             read_keys(tmp_path / name)
 
 
-def test_a_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """New keys open, removed ones do not; one that is wrong or gone keeps the last keys, and is told once."""
     file = _file(tmp_path, GOOD)
     keys = Keys(file=file)
     assert keys.find("one") == Key("a", Role.judge, HASH)
     keys.look()
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
     _file(tmp_path, OTHER)
     keys.look()
     assert (keys.find("one"), keys.find("two") is not None) == (None, True)
-    assert capsys.readouterr().err == f"rollbook: {file} is read again: b\n"
+    assert caplog.messages == [f"{file} is read again: b"]
+    caplog.clear()
     for wrong, told in ((lambda: file.write_text("["), "not TOML"), (file.unlink, "No such file")):
         wrong()
         for _ in range(3):
@@ -131,7 +132,8 @@ def test_a_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert told in (keys.failure or "")
         assert keys.trouble() == {"keys": keys.failure}
         assert keys.find("two") is not None
-        err = capsys.readouterr().err
+        err = caplog.text
+        caplog.clear()
         assert err.count("the keys that it held last stay good") == 1
         assert told in err
     _file(tmp_path, GOOD)

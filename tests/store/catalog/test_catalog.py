@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, event
 
 from rollbook import store as rb
-from rollbook.cli.app import app as cli
+from rollbook.cli import app as cli
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url

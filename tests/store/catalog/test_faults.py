@@ -145,6 +145,7 @@ KILLED = """
 import sys
 from sqlalchemy import Engine, event
 from rollbook import store as rb
+from rollbook.store.catalog import Catalog
 from rollbook.store.sealed.unit import SealedSegment, Unit
 
 def unit(first, last, generation):

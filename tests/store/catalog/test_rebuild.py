@@ -13,7 +13,7 @@ import orjson
 import pytest
 from sqlalchemy import Engine, inspect
 
-from rollbook.cli.app import app as cli
+from rollbook.cli import app as cli
 from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url

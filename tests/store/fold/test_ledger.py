@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from rollbook import store as rb
+from rollbook.cli import app as cli
 from rollbook.cli import ledger as print_ledger
-from rollbook.cli.app import app as cli
 from rollbook.cli.ledger import told
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds

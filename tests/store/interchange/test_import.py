@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollbook import store as rb
-from rollbook.cli.app import app as cli
+from rollbook.cli import app as cli
 from rollbook.store import Store
 from rollbook.store.errors import CutError, InterchangeError, LaneLockedError, WriteFailedError
 from rollbook.store.events import RunOpened, TurnCompleted

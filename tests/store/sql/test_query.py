@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from rollbook import store as rb
-from rollbook.cli.app import app as cli
+from rollbook.cli import app as cli
 from rollbook.store import Event, Store
 from rollbook.store.errors import CutError, NotAStoreError
 from rollbook.store.events import RewardAssigned, StepPlanned, TrajectoryOpened

@@ -9,10 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.train.algorithms.losses import grpo_loss, sft_loss, token_logprobs
-from rollbook.train.config.config import GrpoConfig
+from rollbook.train.algorithms.algorithm import LossInputs
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.algorithms.sft import Sft
 
-ALGORITHM = GrpoConfig(name="grpo", clip_low=0.2, clip_high=0.3)
+ALGORITHM = Grpo(name="grpo", clip_low=0.2, clip_high=0.3)
+
+
+def _grpo(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, algorithm: Grpo = ALGORITHM
+) -> torch.Tensor:
+    return algorithm.loss(LossInputs(logprobs, old, advantages, torch.ones_like(logprobs, dtype=torch.bool)))
 
 
 def _surrogate(logprob: float, old: float, advantage: float, low: float, high: float) -> float:
@@ -48,7 +56,8 @@ def test_sft_loss_is_the_cross_entropy() -> None:
     """The loss of each token is minus its log-probability; it equals torch's cross-entropy."""
     torch.manual_seed(1)
     logits, tokens = torch.randn(1, 4, 6), torch.randint(0, 6, (1, 4))
-    found = sft_loss(token_logprobs(logits, tokens, torch.ones(1, 4)))
+    logprobs = token_logprobs(logits, tokens, torch.ones(1, 4))
+    found = Sft(name="sft").loss(LossInputs(logprobs, logprobs, logprobs, logprobs > 0))
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
     assert torch.allclose(found[0], expected, atol=1e-6)
 
@@ -67,9 +76,7 @@ def test_sft_loss_is_the_cross_entropy() -> None:
 )
 def test_clipping_by_hand(ratio: float, advantage: float, expected: float) -> None:
     """The surrogate with bounds 0.8 and 1.3, on every side of them."""
-    found = grpo_loss(
-        torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]), ALGORITHM
-    )
+    found = _grpo(torch.tensor([[math.log(ratio)]]), torch.zeros(1, 1), torch.tensor([[advantage]]))
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
@@ -85,9 +92,9 @@ def test_surrogate_equals_the_scalar_one(
     logprob: float, old: float, advantage: float, low: float, high: float
 ) -> None:
     """For any numbers it is what plain scalar code gives."""
-    algorithm = GrpoConfig(name="grpo", clip_low=low, clip_high=high)
+    algorithm = Grpo(name="grpo", clip_low=low, clip_high=high)
     values = [torch.tensor([[x]], dtype=torch.float64) for x in (logprob, old, advantage)]
-    found = float(grpo_loss(*values, algorithm))
+    found = float(_grpo(*values, algorithm))
     assert found == pytest.approx(_surrogate(logprob, old, advantage, low, high), rel=1e-9, abs=1e-12)
 
 
@@ -102,7 +109,7 @@ def test_gradient_at_ratio_one_is_the_policy_gradient() -> None:
 
     one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     logprobs = logprobs_of(one)
-    grpo_loss(logprobs, logprobs.detach(), advantages, ALGORITHM).sum().backward()
+    _grpo(logprobs, logprobs.detach(), advantages).sum().backward()
     (-advantages * logprobs_of(other)).sum().backward()
     assert one.grad is not None
     assert other.grad is not None
@@ -114,6 +121,6 @@ def test_gradient_at_ratio_one_is_the_policy_gradient() -> None:
 def test_clipped_tokens_have_no_gradient(ratio: float, advantage: float, flows: int) -> None:
     """Beyond the bound, in the direction of improvement, nothing pulls on the token any more."""
     logprob = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    grpo_loss(logprob, torch.zeros(1, 1), torch.tensor([[advantage]]), ALGORITHM).backward()
+    _grpo(logprob, torch.zeros(1, 1), torch.tensor([[advantage]])).backward()
     assert logprob.grad is not None
     assert (float(logprob.grad) != 0) == bool(flows)

@@ -10,7 +10,9 @@ import pytest
 
 from rollbook.demo.run import GRPO_CONFIG, SFT_CONFIG
 from rollbook.store.errors import ConfigError, RollbookError
-from rollbook.train.config.config import GrpoConfig, SftConfig, SyncConfig, load_config, parse_config
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.sft import Sft
+from rollbook.train.config.config import SyncConfig, load_config, parse_config
 
 GOOD = 'model = "m"\nsteps = 3\n[algorithm]\nname = "sft"\n'
 
@@ -25,7 +27,7 @@ def test_defaults(tmp_path: Path) -> None:
     """A minimal file gives the documented defaults."""
     config = _load(tmp_path, GOOD)
     assert (config.run, config.policy, config.seed, config.threads) == ("default", "actor", 0, 1)
-    assert config.algorithm == SftConfig(name="sft", batch_size=64)
+    assert config.algorithm == Sft(name="sft", batch_size=64)
     assert config.recipe.splits == ("train",)
     assert config.recipe.max_staleness is None
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.9, 0.95))
@@ -136,7 +138,7 @@ def test_overrides(tmp_path: Path) -> None:
     )
     assert (config.steps, config.optimizer.lr, config.run) == (7, 1e-3, "night")
     assert config.recipe.splits == ("teacher",)
-    assert config.algorithm == SftConfig(name="sft", batch_size=2)
+    assert config.algorithm == Sft(name="sft", batch_size=2)
     assert config.sync is not None
     assert [str(engine) for engine in config.sync.engines] == ["http://x/engine"]
 
@@ -163,8 +165,8 @@ def test_the_demos_configurations_load(tmp_path: Path) -> None:
     values |= {"decay_steps": 3, "groups": 2, "group_size": 4, "engine": "http://127.0.0.1:1/engine"}
     sft = _load(tmp_path, SFT_CONFIG.format(**values))
     grpo = _load(tmp_path, GRPO_CONFIG.format(**values))
-    assert isinstance(sft.algorithm, SftConfig)
-    assert isinstance(grpo.algorithm, GrpoConfig)
+    assert isinstance(sft.algorithm, Sft)
+    assert isinstance(grpo.algorithm, Grpo)
     assert (grpo.algorithm.groups, grpo.algorithm.group_size) == (2, 4)
     assert sft.recipe.splits == ("teacher",)
 

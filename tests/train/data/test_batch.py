@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.config.config import GrpoConfig, SftConfig
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.sft import Sft
 from rollbook.train.data.batch import build_batch, partition
 from rollbook.train.data.samples import Sample, all_samples
 
-SFT = SftConfig(name="sft")
-GRPO = GrpoConfig(name="grpo")
+SFT = Sft(name="sft")
+GRPO = Grpo(name="grpo")
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.config.config import GrpoConfig, RecipeConfig, SftConfig
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.sft import Sft
+from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.recipe import ModelLimits, is_candidate, select
 from rollbook.train.data.samples import Sample, all_samples
 
-GRPO = GrpoConfig(name="grpo", group_size=2)
-SFT = SftConfig(name="sft")
+GRPO = Grpo(name="grpo", group_size=2)
+SFT = Sft(name="sft")
 
 
 def _samples(fabric: Any, *trajectories: Any) -> list[Sample]:

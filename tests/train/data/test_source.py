@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import RewardAssigned, TrajectoryAdopted, TurnDelivered
@@ -16,7 +18,7 @@ from rollbook.store.fold.trajectory import fold
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import all_samples
-from rollbook.train.data.source import EpochSource, make_source
+from rollbook.train.data.source import EpochSource, epoch_slice, make_source
 from rollbook.train.history import History, fold_history
 
 
@@ -42,11 +44,15 @@ def _names(selection: Any) -> list[str]:
 # Epochs -------------------------------------------------------------------------------------------
 
 
-def _epochs(fabric: Any, count: int, size: int, seed: int, done: int = 0) -> EpochSource:
-    made = [r for i in range(count) for r in fabric.records(f"t{i}")]
-    samples = all_samples(fold(fabric.events(made)).values())
-    config = fabric.config(fabric.SFT, seed=seed, recipe={}, algorithm={"name": "sft", "batch_size": size})
-    return EpochSource(config, samples, {"serve": 1}, done, 0)
+def _epochs(count: int, size: int, seed: int, steps: range) -> list[str]:
+    """Names of the samples of these steps, of as many as `count` there are."""
+    return [f"t{at}" for step in steps for at in epoch_slice(step, size, count, seed)]
+
+
+def _source(fabric: Any, store: Store, version: int = 0, done: int = 0, **changes: Any) -> EpochSource:
+    """The samples of the store's head, in epochs."""
+    config = fabric.config(fabric.SFT, **changes)
+    return EpochSource(config, store, store.head(), done, version)
 
 
 def _take(source: EpochSource, steps: int) -> list[str]:
@@ -55,37 +61,43 @@ def _take(source: EpochSource, steps: int) -> list[str]:
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_each_epoch_holds_every_sample_once(fabric: Any, count: int, size: int, seed: int) -> None:
+def test_each_epoch_holds_every_sample_once(count: int, size: int, seed: int) -> None:
     """Whatever the batch size, each run of as many samples as there are is a permutation of them."""
     epochs = 3
-    row = _take(_epochs(fabric, count, size, seed), -(-epochs * count // size))
+    row = _epochs(count, size, seed, range(-(-epochs * count // size)))
     for epoch in range(epochs):
         assert sorted(row[epoch * count : (epoch + 1) * count]) == sorted(f"t{i}" for i in range(count))
 
 
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_epochs_go_on_where_they_stopped(fabric: Any, count: int, size: int, done: int) -> None:
-    """After `done` steps a new source gives what the old one would have given, for the same seed."""
-    whole = _take(_epochs(fabric, count, size, 5), done + 4)
-    assert _take(_epochs(fabric, count, size, 5, done), 4) == whole[done * size :]
+def test_epochs_go_on_where_they_stopped(count: int, size: int, done: int) -> None:
+    """After `done` steps come those that would have come without a stop, for the same seed."""
+    whole = _epochs(count, size, 5, range(done + 4))
+    assert _epochs(count, size, 5, range(done, done + 4)) == whole[done * size :]
 
 
-def test_the_seed_decides_the_order(fabric: Any) -> None:
+def test_a_source_gives_the_slices_of_its_seed(fabric: Any, store: Store) -> None:
+    """Whether it is new or goes on, and whether the step was read ahead or not."""
+    fabric.append(store, [r for i in range(7) for r in fabric.records(f"t{i}")])
+    changes: Any = {"seed": 5, "recipe": {}, "algorithm": {"name": "sft", "batch_size": 3}}
+    assert _take(_source(fabric, store, **changes), 5) == _epochs(7, 3, 5, range(5))
+    assert _take(_source(fabric, store, done=2, **changes), 3) == _epochs(7, 3, 5, range(2, 5))
+
+
+def test_the_seed_decides_the_order() -> None:
     """Another seed is another order; each epoch of one seed is too."""
-    first, second = (_take(_epochs(fabric, 20, 20, seed), 2) for seed in (1, 2))
+    first, second = (_epochs(20, 20, seed, range(2)) for seed in (1, 2))
     assert first != second
     assert first[:20] != first[20:]
 
 
-def test_no_sample_at_the_cut(fabric: Any) -> None:
+def test_no_sample_at_the_cut(fabric: Any, store: Store) -> None:
     """There is no step to take; what the recipe drops is told."""
-    config = fabric.config(fabric.SFT, recipe={"max_staleness": 0})
-    made = [*fabric.records("t", split="eval"), *fabric.records("old")]
-    samples = all_samples(fold(fabric.events(made)).values())
-    source = EpochSource(config, samples, {}, 0, 3)
+    fabric.append(store, [*fabric.records("t", split="eval"), *fabric.records("old")])
+    source = _source(fabric, store, 3, recipe={"max_staleness": 0})
     assert source.take(3, 3, lambda drops: None) is None
-    assert [(drop.sample.name, drop.rule) for drop in source.unfilled(3)] == [("old", "staleness")]
+    assert [(drop.sample.trajectory_id, drop.rule) for drop in source.unfilled(3)] == [("old", "staleness")]
 
 
 def test_unfinished_and_foreign_trajectories_are_not_sampled(fabric: Any, store: Store) -> None:
@@ -298,21 +310,18 @@ def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
     assert len(counts) == sum(size - size % 2 for size in sizes.values())
 
 
-def test_supervised_samples_at_a_cut_may_be_stale(fabric: Any) -> None:
+def test_supervised_samples_at_a_cut_may_be_stale(fabric: Any, store: Store) -> None:
     """Staleness is held against the version that training starts from, and the drops are told once."""
-    made = [r for i in range(4) for r in fabric.records(f"t{i}", [fabric.T(version=i)])]
-    samples = all_samples(fold(fabric.events(made)).values())
-    config = fabric.config(
-        fabric.SFT, recipe={"max_staleness": 1}, algorithm={"name": "sft", "batch_size": 2}
-    )
-    first = _next(EpochSource(config, samples, {}, 0, 3), 3)
+    fabric.append(store, [r for i in range(4) for r in fabric.records(f"t{i}", [fabric.T(version=i)])])
+    changes: Any = {"recipe": {"max_staleness": 1}, "algorithm": {"name": "sft", "batch_size": 2}}
+    first = _next(_source(fabric, store, 3, **changes), 3)
     assert first is not None
     assert {s.name for s in first.samples} == {"t2", "t3"}
-    assert [(d.sample.name, d.rule, d.detail["staleness"]) for d in first.drops] == [
+    assert [(d.sample.trajectory_id, d.rule, d.detail["staleness"]) for d in first.drops] == [
         ("t0", "staleness", 3),
         ("t1", "staleness", 2),
     ]
-    later = _next(EpochSource(config, samples, {}, 1, 3), 4)
+    later = _next(_source(fabric, store, 3, 1, **changes), 4)
     assert later is not None
     assert later.drops == []
 
@@ -331,15 +340,15 @@ def test_drops_of_a_step_that_never_fills_are_told(fabric: Any, store: Store) ->
     assert [(d.sample.name, d.rule) for d in evicted] == [("t0", "staleness"), ("t1", "staleness")]
 
 
-def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any) -> None:
+def test_the_order_of_arrival_does_not_decide_epochs(fabric: Any, tmp_path: Path) -> None:
     """The same trajectories recorded in another order give the same batches."""
     names = [f"t{i}" for i in range(7)]
-    config = fabric.config(fabric.SFT, recipe={}, algorithm={"name": "sft", "batch_size": 3})
     rows = []
     for order in (names, names[::-1]):
-        made = [r for name in order for r in fabric.records(name)]
-        samples = all_samples(fold(fabric.events(made)).values())
-        rows.append(_take(EpochSource(config, samples, {}, 0, 0), 5))
+        log = rb.open(tmp_path / order[0], create=True)
+        fabric.append(log, [r for name in order for r in fabric.records(name)])
+        changes: Any = {"recipe": {}, "algorithm": {"name": "sft", "batch_size": 3}}
+        rows.append(_take(_source(fabric, log, **changes), 5))
     assert rows[0] == rows[1]
 
 

@@ -22,7 +22,8 @@ from rollbook.store.events import (
     StepPlanned,
 )
 from rollbook.store.fold.trajectory import fold
-from rollbook.train.config.config import GrpoConfig, SftConfig
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.phase import family_names
 from rollbook.train.data.batch import Batch, build_batch, partition
 from rollbook.train.data.samples import Sample, all_samples
@@ -32,7 +33,7 @@ from rollbook.train.loop.finite import check_batch, check_tensors, check_tokens
 from rollbook.train.megatron.backend import TrainablePolicy
 
 Stores = Callable[..., Store]
-GRPO = GrpoConfig(name="grpo", group_size=4, groups=1)
+GRPO = Grpo(name="grpo", group_size=4, groups=1)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_finite_numbers_pass(samples: list[Sample]) -> None:
     """A teacher's sample has no logprobs and no reward, and passes too."""
     check_batch(_batch(samples))
     teacher = [replace(s, reward=None, logprobs=np.full(len(s), np.nan, np.float32)) for s in samples]
-    check_batch(_batch(teacher, SftConfig(name="sft")))
+    check_batch(_batch(teacher, Sft(name="sft")))
     check_tokens("losses", [torch.zeros(4, 3)], _batch(samples), partition(4, None))
     check_tensors("weights", [("a", torch.zeros(3))])
 

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from rollbook.cli.show.terminal_text import json_text, one_line
-from rollbook.store.events.erased import MARK
+from rollbook.store.events.about import MARK
 
 TEXT, REASONING, CALL, IMAGE, OTHER, ERASED = "text", "reasoning", "call", "image", "other", "erased"
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")

@@ -1,0 +1,115 @@
+"""Algorithms are data to everybody else: a third one works everywhere, and none is taken for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+
+from rollbook.ingest.staleness.units import training_of
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.errors import ConfigError, TrainError
+from rollbook.store.events import RunOpened, StepCommitted, StepPlanned
+from rollbook.train.algorithms.advantages import Floats
+from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
+from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
+from rollbook.train.algorithms.sft import Sft
+from rollbook.train.config.config import parse_config
+
+
+class Doubled(Algorithm):
+    """REINFORCE on pairs of trajectories, twice as strong: no algorithm that anybody needs."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"rewards"})
+
+    name: Literal["doubled"]
+    """Says which algorithm it is."""
+    samples: int = 4
+    """Samples per step."""
+
+    @property
+    def demand(self) -> Demand:
+        """Samples, each by itself."""
+        return Demand(self.samples)
+
+    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
+        """Twice the reward."""
+        return 2 * rewards
+
+    def loss(self, inputs: LossInputs) -> Any:
+        """Minus the advantage-weighted logprob."""
+        return -(inputs.logprobs * inputs.advantages)
+
+
+@pytest.fixture
+def doubled(monkeypatch: pytest.MonkeyPatch) -> Doubled:
+    """A third algorithm, in the registry."""
+    monkeypatch.setitem(ALGORITHMS, "doubled", Doubled)  # type: ignore[arg-type]
+    return Doubled(name="doubled")
+
+
+@pytest.fixture
+def taught(fabric: Any, recorded: Callable[..., Store], doubled: Doubled) -> Store:
+    """A store in which two steps were trained with it."""
+    log = recorded()
+    settings = fabric.config(fabric.GRPO, steps=2).model_copy(update={"algorithm": doubled})
+    fabric.train(log, settings)
+    return log
+
+
+def _of(log: Store, kind: Any) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, kind)]
+
+
+def test_a_third_algorithm_trains_with_its_own_loss(taught: Store, fabric: Any) -> None:
+    """Its batches, advantages and demand are its own, and each of its steps replays bit for bit."""
+    plans, steps = _of(taught, StepPlanned), _of(taught, StepCommitted)
+    assert [plan.algorithm for plan in plans] == [{"name": "doubled", "samples": 4}] * 2
+    assert [len(plan.samples) for plan in plans] == [4, 4]
+    samples = {ref["trajectory_id"] for plan in plans for ref in plan.samples}
+    rewards = [t.reward("agent") for name, t in taught.trajectories().items() if name in samples]
+    assert steps[0].metrics["reward"] is not None
+    assert set(rewards) >= {0.5}
+    # Logprobs of a random model are near -4.6, so the loss is about 2 * 4.6 * the mean reward.
+    assert steps[0].metrics["loss"] == pytest.approx(9.2 * steps[0].metrics["reward"], rel=0.7)
+    assert "engine_logprob_gap" not in steps[0].metrics  # it does not need the engines' logprobs
+    assert replay_step(taught, 1).bit_for_bit
+
+
+def test_its_demand_is_recorded_and_read_by_admission(taught: Store) -> None:
+    """`run.opened` says the numbers, and whoever admits reads them, of an algorithm it never heard of."""
+    (opened,) = _of(taught, RunOpened)[-1:]
+    assert opened.config["demand"] == {"groups": 4, "group_size": 1}
+    tail = opened.config | {"source": "tail", "recipe": {"max_staleness": 1, "splits": ["train"]}}
+    training = training_of(RunOpened("train", tail))
+    assert training is not None
+    assert (training.policy.batch, training.group_size) == (4, 1)
+    grouped = training_of(RunOpened("train", tail | {"demand": {"groups": 3, "group_size": 5}}))
+    assert grouped is not None
+    assert (grouped.policy.batch, grouped.group_size) == (3, 5)
+
+
+def test_an_unknown_algorithm_is_an_error_everywhere(taught: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CONFIG, in a manifest, and in the replay of a step that another release recorded."""
+    with pytest.raises(ConfigError, match=r"'ppo'.*does not match any of the expected tags: 'sft', 'grpo'"):
+        parse_config({"model": "m", "steps": 1, "algorithm": {"name": "ppo"}}, "test")
+    with pytest.raises(TrainError, match=r"algorithm 'ppo' is none of this release's \(sft, grpo"):
+        recorded_algorithm({"name": "ppo"})
+    with pytest.raises(TrainError, match=r"algorithm 'grpo', key 'dual_clip': .* \(got 3\)"):
+        recorded_algorithm({"name": "grpo", "dual_clip": 3})
+    monkeypatch.delitem(ALGORITHMS, "doubled")  # type: ignore[arg-type]
+    with pytest.raises(TrainError, match="algorithm 'doubled' is none of this release's"):
+        replay_step(taught, 0)
+
+
+def test_what_each_algorithm_says_of_itself() -> None:
+    """Demand, needs and epochs, by which everybody else decides."""
+    assert Sft(name="sft", batch_size=7).demand == Demand(7, 1)
+    assert Grpo(name="grpo", groups=3, group_size=5).demand == Demand(3, 5)
+    assert (Sft.needs, Sft.epochs) == (frozenset(), True)
+    assert (Grpo.needs, Grpo.epochs) == ({"logprobs", "rewards", "groups"}, False)
+    assert Sft(name="sft").advantages(np.array([np.nan, 3.0]), ["a", "b"], ["a", "b"]).tolist() == [1.0, 1.0]

@@ -1,0 +1,173 @@
+"""Samples from columns equal the samples of the folded log, whatever the forests, sealed or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store import events as kinds
+from rollbook.store.errors import CorruptionError
+from rollbook.store.fold.trajectory import fold
+from rollbook.store.settings import AppendSettings
+from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.train.data.materialize import Materializer
+from rollbook.train.data.references import NOWHERE, References, find_references
+from rollbook.train.data.samples import Sample, all_samples
+
+ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
+SPLITS = ("train", "teacher")
+SMALL = AppendSettings(segment_bytes=1 << 16)
+
+
+def _forest(fabric: Any, rng: np.random.Generator, name: str) -> list[Any]:
+    """A trajectory of up to 12 turns with everything that a turn may be."""
+    turns: list[Any] = []
+    for i in range(int(rng.integers(1, 12))):
+        parent = int(rng.integers(-1, i)) if rng.random() < 0.3 else i - 1
+        while parent >= 0 and turns[parent].failed:
+            parent -= 1
+        count = int(rng.integers(1, 9))
+        logprobs = None if rng.random() < 0.1 else rng.uniform(-5, -1, count).astype(np.float32)
+        if logprobs is not None and rng.random() < 0.05:
+            logprobs[0] = np.nan
+        turns.append(
+            fabric.T(
+                rng.integers(1, 90, int(rng.integers(0 if parent >= 0 else 1, 5))).tolist(),
+                rng.integers(1, 90, count).tolist(),
+                parent if parent >= 0 else None,
+                logprobs,
+                None if rng.random() < 0.1 else int(rng.integers(0, 9)),
+                float(rng.choice([0.0, 0.7, 1.0])),
+                rng.random() > 0.1,
+                i > 0 and rng.random() < 0.05,
+            )
+        )
+    reward = float(rng.normal()) if rng.random() < 0.8 else None
+    split = str(rng.choice(["train", "train", "teacher", "eval"]))
+    group = None if rng.random() < 0.3 else f"g{rng.integers(4)}"
+    made = fabric.records(name, turns, group=group, split=split, reward=reward, finished=rng.random() > 0.1)
+    return [_odd(rng, record) for record in made]
+
+
+def _odd(rng: np.random.Generator, record: Any) -> Any:
+    """Now and then a completion of several versions, of a part without any, or of altered logits."""
+    if not isinstance(record, kinds.TurnCompleted):
+        return record
+    count, at = len(record.completion_ids), int(rng.integers(0, 3))
+    if record.version_spans and count > at and rng.random() < 0.3:
+        spans = (kinds.VersionSpan("actor", 3, 0, at), kinds.VersionSpan("actor", 1, at, count - count % 2))
+        record = replace(record, version_spans=tuple(s for s in spans if s.end > s.start))
+    if rng.random() < 0.1:
+        record = replace(record, logprob_semantics=record.logprob_semantics | {"altered": ["grammar"]})
+    return record
+
+
+@pytest.fixture(params=["live", "sealed", "both"])
+def recorded_forests(request: Any, fabric: Any, tmp_path: Path) -> Store:
+    """A store with 120 forests in two lanes: in the WAL, in sealed units, or in part."""
+    rng = np.random.default_rng(7)
+    log = rb.open(tmp_path / "store", create=True)
+    for half in range(2):
+        for lane in ("a", "b"):
+            with log.writer(lane, SMALL) as writer:
+                for i in range(30):
+                    made = _forest(fabric, rng, f"{lane}-{half}-{i:02}")
+                    if made and rng.random() < 0.2:
+                        turn = made[1].turn_id
+                        made.append(kinds.RewardAssigned(made[0].trajectory_id, turn, 2.5))
+                    writer.append(fabric.events(made)).result(30)
+        if request.param == "sealed" or (request.param == "both" and not half):
+            Sealer(log).run_once()
+    return log
+
+
+def _folded(log: Store) -> dict[str, Sample]:
+    finished = [t for t in fold(log.events()).values() if t.finished is not None and t.run == "demo"]
+    return {s.leaf_turn_id: s for s in all_samples(finished) if s.split in SPLITS}
+
+
+def _found(log: Store) -> tuple[References, list[Sample]]:
+    head = log.head()
+    references = find_references(log, head, "demo", SPLITS, "agent")
+    made = Materializer(log, head, references, "demo")
+    order = np.random.default_rng(1).permutation(len(references))
+    samples = {int(i): s for i, s in zip(order, made.samples(order), strict=True)}
+    return references, [samples[i] for i in range(len(references))]
+
+
+def _same(one: Sample, other: Sample) -> None:
+    for name in ARRAYS:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes()), (one.leaf_turn_id, name)
+    rest = set(Sample.__slots__) - set(ARRAYS)
+    assert {n: getattr(one, n) for n in rest} == {n: getattr(other, n) for n in rest}
+
+
+def test_samples_from_columns_are_those_of_the_fold(recorded_forests: Store) -> None:
+    """Every array of every sample bit for bit, each once, trajectories by name and leaves in turn order."""
+    folded = _folded(recorded_forests)
+    references, samples = _found(recorded_forests)
+    assert len(references) > 120
+    assert sorted(s.leaf_turn_id for s in samples) == sorted(folded)
+    for sample in samples:
+        _same(sample, folded[sample.leaf_turn_id])
+    in_order = sorted(folded.values(), key=lambda s: s.name)
+    assert [s.leaf_turn_id for s in samples] == [s.leaf_turn_id for s in in_order]
+
+
+def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
+    """Trained tokens, unknown versions, missing logprobs, the oldest version and erasure, as arrays say."""
+    references, samples = _found(recorded_forests)
+    for number, sample in enumerate(samples):
+        ref = references.ref(number)
+        mask = sample.loss_mask
+        assert ref.trained == mask.sum()
+        assert ref.unknown == (sample.versions[mask] < 0).sum()
+        assert ref.exact == (not np.isnan(sample.logprobs).any())
+        assert ref.oldest_version == sample.oldest_version
+        assert (ref.reference, ref.reward, ref.group) == (sample.reference, sample.reward, sample.group)
+        assert int(references.length[number]) == len(sample)
+    assert (references.oldest == NOWHERE).any()
+    assert (references.unknown > 0).any()
+    assert not references.exact.all()
+
+
+def test_an_erased_trajectory_has_no_loss(fabric: Any, tmp_path: Path) -> None:
+    """Its sample is named as erased, its tokens are -1, and the others are as they were."""
+    log = fabric.record_store(tmp_path / "store", 2, 2, 2)
+    Sealer(log).run_once()
+    _, before = _found(log)
+    erase_trajectory(log, "g0.0", "asked", keep_tokens=False)
+    references, after = _found(log)
+    folded = _folded(log)
+    for sample in after:
+        _same(sample, folded[sample.leaf_turn_id])
+    erased = [s for s in after if s.trajectory_id == "g0.0"]
+    assert [s.erased for s in erased] == [True, True]
+    assert references.erased.sum() == 2
+    assert len(before) == len(after)
+
+
+def test_a_prompt_that_does_not_fold_is_damage(fabric: Any, tmp_path: Path) -> None:
+    """As for the fold: the turn is named, and nothing is trained on it."""
+    log = rb.open(tmp_path / "store", create=True)
+    made = fabric.records("t", [fabric.T(), fabric.T(parent=0)], reward=1.0)
+    done = next(r for r in made if isinstance(r, kinds.TurnCompleted) and r.turn_id == "t.1")
+    broken = [replace(r, prompt_ids=kinds.token_ids([9, 9])) if r is done else r for r in made]
+    fabric.append(log, broken)
+    with pytest.raises(CorruptionError, match=r"turn t\.1: its prompt does not fold"):
+        _found(log)
+
+
+def test_an_empty_log_has_no_samples(tmp_path: Path) -> None:
+    """Neither has one without a finished trajectory of the run."""
+    log = rb.open(tmp_path / "store", create=True)
+    references, samples = _found(log)
+    assert (len(references), samples) == (0, [])

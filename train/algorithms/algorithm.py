@@ -1,0 +1,76 @@
+"""What an algorithm is to everybody else: its configuration, its numbers, what it needs, and its loss.
+
+A new one is a module beside this and a line in `registry`. Nobody else asks for an algorithm's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from rollbook.train.algorithms.advantages import Floats
+from rollbook.train.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+Need = Literal["logprobs", "rewards", "groups"]
+"""Of each sample: the engine's logprob and version of every trained token; a reward; the group it is in."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossInputs:
+    """What a loss is computed from; every tensor is [B, T - 1], where position t is about token t + 1.
+
+    Attributes:
+        logprobs: float32, of the weights in training; carries the gradient.
+        old_logprobs: float32, of the engine that sampled the token; 0 where it gave none.
+        advantages: float32, of the token's sample.
+        mask: bool; true where the token is trained. The loss of other tokens is left out afterwards.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How much a step uses: so many groups, of so many trajectories each; samples are groups of one."""
+
+    groups: int
+    group_size: int = 1
+
+
+class Algorithm(Table):
+    """An algorithm with its configuration. Subclasses have a `name`, a literal, as their first key."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    """What a sample must have to be trained on."""
+    epochs: ClassVar[bool] = False
+    """Whether the samples of a cut are gone over again and again; else each is used once."""
+
+    @property
+    def algorithm_name(self) -> str:
+        """What a CONFIG and a manifest call it."""
+        return str(self.model_dump()["name"])
+
+    @property
+    def demand(self) -> Demand:
+        """How much a step uses."""
+        raise NotImplementedError
+
+    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
+        """Advantage of each of N samples, float64 [N].
+
+        Args:
+            rewards: float64 [N]; NaN where a sample has none.
+            groups, trajectories: of each sample, by name.
+        """
+        raise NotImplementedError
+
+    def loss(self, inputs: LossInputs) -> torch.Tensor:
+        """Loss of each token, float32 [B, T - 1]; a step takes the mean over the batch's trained tokens."""
+        raise NotImplementedError

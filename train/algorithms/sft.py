@@ -1,0 +1,39 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from rollbook.train.algorithms.advantages import Floats
+from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs
+from rollbook.train.table import Positive
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sft(Algorithm):
+    """Supervised fine-tuning: cross-entropy on the recorded completions."""
+
+    epochs: ClassVar[bool] = True
+
+    name: Literal["sft"]
+    """Says which algorithm the other keys of the table are for."""
+    batch_size: Positive = 64
+    """Samples per step."""
+
+    @property
+    def demand(self) -> Demand:
+        """A step uses `batch_size` samples, each by itself."""
+        return Demand(self.batch_size)
+
+    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
+        """1 for every sample: all are weighed alike."""
+        return np.ones(len(rewards), np.float64)
+
+    def loss(self, inputs: LossInputs) -> torch.Tensor:
+        """Cross-entropy of the recorded token."""
+        return -inputs.logprobs

@@ -1,0 +1,318 @@
+"""Which samples a log holds at a cut, as columns: what each is made of, and what decides whether it is used.
+
+No event is decoded for this: it comes from the scalars of turns (`store.sql`), which sealed units keep ready.
+Tokens are read when a sample is used: `train.data.materialize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.events import Json
+from rollbook.store.fold.paths import owned_paths
+from rollbook.store.sql.query import connect_at
+from rollbook.train.data.recipe import NOWHERE, Candidates
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_TRAJECTORIES = """
+    SELECT o.trajectory_id, o.trajectory AS name, o."group", o.split, f.lane AS finished_lane,
+           f.seq AS finished_seq, r.reward
+    FROM _trajectory_scalars o
+    JOIN (SELECT trajectory_id, max(lane) AS lane, max(seq) AS seq FROM _mark_events
+          WHERE kind = 'trajectory.finished' GROUP BY trajectory_id) f USING (trajectory_id)
+    LEFT JOIN (SELECT trajectory_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
+               WHERE turn_id IS NULL AND NOT superseded AND source = $source
+               GROUP BY trajectory_id) r USING (trajectory_id)
+    WHERE o.run = $run AND list_contains($splits, o.split)
+    ORDER BY name"""
+
+_TURN_REWARDS = """
+    SELECT turn_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
+    WHERE run = $run AND turn_id IS NOT NULL AND NOT superseded AND source = $source GROUP BY turn_id"""
+
+_TURNS = """
+    SELECT t.place, s.turn_id, s.parent_turn_id, s.lane, s.completed_lane, s.completed_seq,
+           s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version,
+           s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
+           s.lowest_token, s.highest_token, s.prompt_sha256
+    FROM _turn_scalars s JOIN chosen t USING (trajectory_id)
+    WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """A sample by name, with what decides whether it is used.
+
+    Attributes:
+        trained: tokens with loss; 0 where some of its path were erased.
+        unknown: of these, tokens whose policy version nobody knows.
+        exact: whether each of these has a logprob.
+        oldest_version: of its oldest trained token; None if none has a version.
+        length: tokens of the whole path.
+        lowest_token, highest_token: least and greatest id among them.
+        learnable: trained tokens that something precedes.
+    """
+
+    trajectory_id: str
+    leaf_turn_id: str
+    name: str
+    group: str | None
+    split: str
+    reward: float | None
+    trained: int
+    unknown: int
+    exact: bool
+    oldest_version: int | None
+    erased: bool
+    length: int
+    lowest_token: int
+    highest_token: int
+    learnable: int
+
+    @property
+    def reference(self) -> Json:
+        """How a step's manifest names it."""
+        return {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class References:
+    """The samples of the finished trajectories of a run, trajectories by name, leaves in turn order.
+
+    Attributes:
+        trajectories: a row each: `trajectory_id`, `name`, `group`, `split`, place of its end, `reward`.
+        turns: a row for each completed turn of theirs, in turn order; `place` is its trajectory's row.
+        trajectory, leaf: of each sample the trajectory's row, and the leaf's among the turns.
+        starts: where each sample's path begins in the next three; one more, for the end.
+        path: rows of turns, from the root to the leaf.
+        sampled, trained: whether the path owns the turn and the client had it; whether it has loss.
+        length, trained_tokens, learnable, unknown: in tokens.
+        oldest: a version (`NOWHERE`: none); lowest, highest: tokens.
+        exact, erased: see `SampleRef`.
+        turn_rewards: turn -> its reward, of the turns that have one.
+    """
+
+    trajectories: pa.Table
+    turns: pa.Table
+    trajectory: Ints
+    leaf: Ints
+    starts: Ints
+    path: Ints
+    sampled: Bools
+    trained: Bools
+    length: Ints
+    trained_tokens: Ints
+    unknown: Ints
+    learnable: Ints
+    oldest: Ints
+    lowest: Ints
+    highest: Ints
+    exact: Bools
+    erased: Bools
+    turn_rewards: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    def candidates(self) -> tuple[Ints, Candidates]:
+        """The samples that a recipe speaks of, by number, and what it decides by."""
+        at = np.flatnonzero((self.trained_tokens > 0) | self.erased)
+        rewards = self.trajectories["reward"].cast(pa.float64()).to_numpy()
+        groups = self.trajectories["group"].to_numpy()
+        return at, Candidates(
+            groups=groups[self.trajectory[at]],
+            rewards=np.asarray(rewards, np.float64)[self.trajectory[at]],
+            rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
+            unknown=self.unknown[at],
+            oldest=self.oldest[at],
+            exact=self.exact[at],
+            erased=self.erased[at],
+            learnable=self.learnable[at],
+            lengths=self.length[at],
+            lowest=self.lowest[at],
+            highest=self.highest[at],
+        )
+
+    def ref(self, sample: int) -> SampleRef:
+        """One sample by name."""
+        place = int(self.trajectory[sample])
+        row = {name: self.trajectories[name][place].as_py() for name in _NAMED}
+        oldest = int(self.oldest[sample])
+        return SampleRef(
+            leaf_turn_id=self.turns["turn_id"][int(self.leaf[sample])].as_py(),
+            trained=int(self.trained_tokens[sample]),
+            unknown=int(self.unknown[sample]),
+            exact=bool(self.exact[sample]),
+            oldest_version=None if oldest == NOWHERE else oldest,
+            erased=bool(self.erased[sample]),
+            length=int(self.length[sample]),
+            lowest_token=int(self.lowest[sample]),
+            highest_token=int(self.highest[sample]),
+            learnable=int(self.learnable[sample]),
+            **row,
+        )
+
+
+_NAMED = ("trajectory_id", "name", "group", "split", "reward")
+
+
+def find_references(
+    log: Store, cut: Cut, run: str, splits: Collection[str], reward_source: str
+) -> References:
+    """The samples of a run's finished trajectories of these splits at a cut.
+
+    Raises:
+        CorruptionError: a file is damaged.
+    """
+    with connect_at(log, format_cut(cut)) as connection:
+        chosen = {"run": run, "splits": sorted(splits), "source": reward_source}
+        trajectories = connection.sql(_TRAJECTORIES, params=chosen).to_arrow_table().combine_chunks()
+        places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
+        connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
+        turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
+        given = {"run": run, "source": reward_source}
+        rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
+    return _references(trajectories, _in_turn_order(log, cut, trajectories, turns), rewards)
+
+
+def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
+    """The turns, of trajectories that several lanes wrote in the order that the fold gives them."""
+    lanes = turns.group_by("place").aggregate([("lane", "count_distinct")])
+    several = lanes.filter(pc.greater(lanes["lane_count_distinct"], 1))["place"].to_pylist()
+    if not several:
+        return turns
+    ids = {trajectories["trajectory_id"][place].as_py(): place for place in several}
+    order = np.arange(turns.num_rows)
+    at = turns["place"].to_numpy()
+    for trajectory_id, trajectory in log.trajectories(cut, ids).items():
+        mine = np.flatnonzero(at == ids[trajectory_id])
+        names = turns["turn_id"].take(pa.array(mine)).to_pylist()
+        places = {turn_id: place for place, turn_id in enumerate(trajectory.turns)}
+        order[mine] = mine[np.argsort([places.get(name, len(places)) for name in names], kind="stable")]
+    return turns.take(pa.array(order))
+
+
+def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, float]) -> References:
+    paths = _paths(turns)
+    starts, path = paths.starts, paths.path
+    completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
+    sampled = paths.owned & _flags(turns, "delivered")[path]
+    trained = sampled & ~_flags(turns, "altered")[path]
+    length = completions[path]
+    of_sample = _Sums(starts)
+    with_loss = of_sample.sum(np.where(trained, length, 0))
+    spoiled = (of_sample.sum(erased[path].astype(np.int64)) > 0) & (with_loss > 0)
+    trained &= ~np.repeat(spoiled, np.diff(starts))
+    tokens = np.where(trained, length, 0)
+    known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
+    oldest = np.where(trained & (known > 0), _numbers(turns, "min_version")[path], np.iinfo(np.int64).max)
+    lowest = of_sample.least(oldest)
+    leaf, root = path[starts[1:] - 1], starts[:-1]
+    # The first token is predicted from nothing.
+    first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
+    return References(
+        trajectories=trajectories,
+        turns=turns,
+        trajectory=turns["place"].to_numpy()[leaf],
+        leaf=leaf,
+        starts=starts,
+        path=path,
+        sampled=sampled,
+        trained=trained,
+        length=_numbers(turns, "prompt_length")[leaf] + completions[leaf],
+        trained_tokens=of_sample.sum(tokens),
+        unknown=of_sample.sum(tokens - known),
+        oldest=np.where(lowest == np.iinfo(np.int64).max, NOWHERE, lowest),
+        learnable=of_sample.sum(tokens) - first,
+        lowest=of_sample.least(_numbers(turns, "lowest_token")[path]),
+        highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
+        exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
+        erased=spoiled,
+        turn_rewards=rewards,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Sums and minima over runs of an array; every run has at least one value."""
+
+    starts: Ints
+
+    def sum(self, values: npt.NDArray[Any]) -> Ints:
+        return np.add.reduceat(values.astype(np.int64), self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
+
+    def least(self, values: Ints) -> Ints:
+        return np.minimum.reduceat(values, self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
+
+
+_EMPTY = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Paths:
+    """Where each path begins, the rows of turns on it, and which of them it owns."""
+
+    starts: Ints
+    path: Ints
+    owned: Bools
+
+
+def _paths(turns: pa.Table) -> _Paths:
+    """Every path of each trajectory; those of trajectories that never branch as they stand in the table."""
+    place = turns["place"].to_numpy()
+    if not len(place):
+        return _Paths(np.zeros(1, np.int64), _EMPTY, np.empty(0, np.bool_))
+    begins = np.flatnonzero(np.diff(place, prepend=-1))
+    ends = np.append(begins[1:], len(place))
+    straight = _straight(turns, begins)
+    lengths, path, owned = list[Ints](), list[Ints](), list[Bools]()
+    at = 0
+    for number in [*map(int, np.flatnonzero(~straight)), len(begins)]:
+        if at < number:
+            lengths.append(ends[at:number] - begins[at:number])
+            path.append(np.arange(begins[at], ends[number - 1]))
+            owned.append(np.ones(len(path[-1]), np.bool_))
+        if number < len(begins):
+            for one in owned_paths(_parents(turns, int(begins[number]), int(ends[number]))):
+                lengths.append(np.array([len(one.nodes)]))
+                path.append(begins[number] + np.array(one.nodes))
+                owned.append(np.array(one.owned))
+        at = number + 1
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
+    return _Paths(starts, np.concatenate(path), np.concatenate(owned))
+
+
+def _straight(turns: pa.Table, begins: Ints) -> Bools:
+    """Of each trajectory whether each turn extends the one before it, and the first is a root."""
+    ids, parents = turns["turn_id"].combine_chunks(), turns["parent_turn_id"].combine_chunks()
+    before = pa.concat_arrays([ids.slice(0, 1), ids.slice(0, len(ids) - 1)])
+    extends = pc.fill_null(pc.equal(parents, before), False).to_numpy(zero_copy_only=False).copy()
+    extends[begins] = parents.is_null().to_numpy(zero_copy_only=False)[begins]
+    return np.logical_and.reduceat(extends, begins)
+
+
+def _parents(turns: pa.Table, begin: int, end: int) -> list[int]:
+    """Place of each turn's parent within its trajectory, -1 for a root."""
+    ids = turns["turn_id"].slice(begin, end - begin).to_pylist()
+    places = {turn_id: place for place, turn_id in enumerate(ids)}
+    named = turns["parent_turn_id"].slice(begin, end - begin).to_pylist()
+    return [places.get(parent, -1) for parent in named]
+
+
+def _flags(table: pa.Table, name: str) -> Bools:
+    return np.asarray(table[name].fill_null(False).to_numpy(), np.bool_)
+
+
+def _numbers(table: pa.Table, name: str) -> Ints:
+    return np.asarray(table[name].fill_null(0).to_numpy(), np.int64)
