@@ -43,9 +43,9 @@ def test_a_group_with_members_that_the_model_cannot_be_given(
     assert [ref["trajectory_id"] for ref in plan.samples] == ["a.0", "a.3", "b.0", "b.3"]
     drops = {(d.trajectory_id, d.rule): d.detail for d in _of(store, SampleDropped)}
     assert drops == {
-        ("a.1", "outside_vocabulary"): {"token": 100, "at": 3, "vocabulary": 100},
+        ("a.1", "outside_vocabulary"): {"token": 100, "vocabulary": 100},
         ("a.2", "too_long"): {"tokens": 65, "context": 64},
-        ("b.1", "outside_vocabulary"): {"token": 100, "at": 3, "vocabulary": 100},
+        ("b.1", "outside_vocabulary"): {"token": 100, "vocabulary": 100},
         ("b.2", "too_long"): {"tokens": 65, "context": 64},
     }
     assert _of(store, StepFailed) == []
