@@ -134,8 +134,8 @@ LIMITS = ModelLimits(vocabulary=10, context=4)
     ("turn", "rule", "detail"),
     [
         ({"completion": (3, 9)}, None, {}),
-        ({"completion": (3, 10)}, "outside_vocabulary", {"token": 10, "at": 3, "vocabulary": 10}),
-        ({"prompt": (-2, 2)}, "outside_vocabulary", {"token": -2, "at": 0, "vocabulary": 10}),
+        ({"completion": (3, 10)}, "outside_vocabulary", {"token": 10, "vocabulary": 10}),
+        ({"prompt": (-2, 2)}, "outside_vocabulary", {"token": -2, "vocabulary": 10}),
         ({"completion": (3, 4, 5)}, "too_long", {"tokens": 5, "context": 4}),
         ({"prompt": (), "completion": (3,)}, "nothing_trainable", {"tokens": 1}),
     ],
