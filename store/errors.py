@@ -155,7 +155,7 @@ class NotFiniteError(TrainError):
         stage: of the step, in which it began.
     """
 
-    def __init__(self, message: str, stage: str) -> None:
+    def __init__(self, message: str, stage: str = "") -> None:
         super().__init__(message, stage)
         self.stage = stage
 

@@ -220,7 +220,6 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
     group = _group([given[0]], [given[1]])
     jobs = [framer.begin_segment(), *framer.jobs(group)]
     assert sum(frame.count for frame in _frames(jobs)) == 1
-    with pytest.raises(
-        UnstorableError, match=f"the reward of trajectory t is {reward}: give a finite number"
-    ):
+    said = f"the reward of trajectory t is {reward}: give a finite number"
+    with pytest.raises(UnstorableError, match=said):
         group[1][1].result(0)
