@@ -12,7 +12,7 @@ from rollbook.store.events import Json, StepCommitted
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.history import CommittedStep, History, fold_history
+from rollbook.train.history import KINDS, CommittedStep, History, fold_history
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.step import STAGES
@@ -111,7 +111,7 @@ def _history(log: Store, step: int, run: str | None, policy: str) -> History:
     runs = sorted(
         {
             e.run
-            for e in log.events()
+            for e in log.events_of([StepCommitted.KIND])
             if isinstance(e.record, StepCommitted) and e.record.step == step and run in (None, e.run)
         }
     )
@@ -122,7 +122,7 @@ def _history(log: Store, step: int, run: str | None, policy: str) -> History:
         )
     if len(runs) > 1:
         raise ReplayError(f"runs {', '.join(runs)} each have a step {step}: name one with --run")
-    history = fold_history(log.events(), runs[0], policy)
+    history = fold_history(log.events_of(KINDS), runs[0], policy)
     if (back := history.abandoned.get(step)) is not None:
         raise ReplayError(
             f"step {step} of run {runs[0]!r} was abandoned: training went back to version {back.back_to}, "

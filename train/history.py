@@ -20,6 +20,11 @@ from rollbook.store.events import (
 )
 from rollbook.store.fold.abandoned import gone_versions
 
+KINDS = frozenset(
+    record.KIND for record in (SampleDropped, StepPlanned, StepCommitted, StepAbandoned, CheckpointWritten)
+)
+"""Kinds of events that a history is folded from."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:

@@ -17,6 +17,7 @@ from rollbook.store.errors import CutError
 from rollbook.store.events import Event, StepPlanned, TrajectoryOpened, codec
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log.consumer import Consumer
+from rollbook.store.log.kind_reader import events_of_kinds
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.tail import EVERYTHING, Filter, Tail
 from rollbook.store.log.trajectory_reader import TrajectoryReader
@@ -103,7 +104,7 @@ class Store:
     def _step_cut(self, text: str, run: str | None) -> dict[str, int]:
         number = text.removeprefix("step:")
         cuts = {}
-        for event in self.events():
+        for event in self.events_of([StepPlanned.KIND]):
             record = event.record
             if not isinstance(record, StepPlanned) or run not in (None, event.run):
                 continue
@@ -143,6 +144,21 @@ class Store:
         """Every event in the cut (default: head) and not in `start`, lane by lane, each lane in order."""
         for reader, batch in self._read(cut, start):
             yield from codec.decode(batch, reader.lane, reader.body)
+
+    def events_of(
+        self, kinds: Collection[str], cut: Cut | None = None, start: Cut | None = None
+    ) -> Iterator[Event]:
+        """Events of these kinds in the cut (default: head) and not in `start`, lane by lane, each in order.
+
+        What is not of them is not decoded, so that rare ones are found quickly in a long log.
+
+        Raises:
+            CutError: the cut holds more than the store.
+            CorruptionError: a file that may hold one is damaged.
+        """
+        if cut is not None:
+            self._check_held(cut)
+        return events_of_kinds(self.path, kinds, start or {}, self.head() if cut is None else cut)
 
     def trajectories(
         self, cut: Cut | None = None, ids: Collection[str] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import BodyStored, TrajectoryOpened
 from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, TRAJECTORIES, locations
-from rollbook.store.sealed.parquet import TABLE_SCHEMA, checked_parquet, damaged, read_file
+from rollbook.store.sealed.parquet import FAT_KINDS, TABLE_SCHEMA, checked_parquet, damaged, read_file
 from rollbook.store.sealed.remote import place
 from rollbook.store.sealed.unit import MARKS, MOST, TURNS, Unit, derived_folder
 from rollbook.store.wal.arrow_bytes import read_file as read_arrow_file
@@ -123,6 +123,14 @@ class _OpenFile:
         """Columns of a whole row group."""
         return self._file.read_row_group(group, columns=list(columns), use_threads=False).select(columns)
 
+    def of_kinds(self, kinds: Sequence[str]) -> pa.Table:
+        """All rows of these kinds."""
+        wanted = pa.array(kinds)
+        every = self._file.read(columns=["kind"], use_threads=False)["kind"]
+        groups = np.unique(self.groups(pc.indices_nonzero(pc.is_in(every, wanted)).to_numpy()))
+        table = self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
+        return _all_columns(table.filter(pc.is_in(table["kind"], wanted)))
+
     def read(self, run: Run) -> pa.Table:
         first, last = self.groups(np.array([run.first, run.first + run.rows - 1]))
         before = int(self._ends[first - 1]) if first else 0
@@ -213,6 +221,27 @@ def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:
 
 def _in_lane_order(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.argsort(table.column("seq").to_numpy()))) if table.num_rows else table
+
+
+def rows_of_kinds(store: Path, unit: Unit, kinds: Collection[str]) -> pa.Table:
+    """The unit's rows of these kinds, in the order of the lane, in the columns of `TABLE_SCHEMA`.
+
+    Only the row groups that hold one are read whole: what is of no trajectory stands together.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    if unit.dropped_us is not None:
+        return _NO_ROWS
+    fat = set(kinds) & set(FAT_KINDS)
+    parts = [_NO_ROWS]
+    for name, wanted in ((TURNS, fat), (MARKS, set(kinds) - fat)):
+        if wanted and unit.file(name) is not None:
+            try:
+                parts.append(_open_file(store, unit, name).of_kinds(sorted(wanted)))
+            except (pa.ArrowException, OSError) as error:
+                raise damaged(store, unit, name, error) from error
+    return _in_lane_order(pa.concat_tables(parts))
 
 
 def opened_in(store: Path, unit: Unit, run: str, name: str) -> str | None:

@@ -20,7 +20,7 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.train.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
-from rollbook.train.history import History, fold_history
+from rollbook.train.history import KINDS, History, fold_history
 
 
 def go_back(
@@ -67,7 +67,7 @@ def go_back(
     writer.append([Event(record, config.run) for record in records]).result()
     note_checkpoint(log.path, config.run, written)
     note(_told(steps, version, written.policy_version))
-    return fold_history(log.events(), config.run, config.policy)
+    return fold_history(log.events_of(KINDS), config.run, config.policy)
 
 
 def _told(steps: list[StepCommitted], version: int, now: int) -> str:

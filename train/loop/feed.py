@@ -18,7 +18,7 @@ from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
 from rollbook.train.data.unused import explain
-from rollbook.train.history import History, fold_history
+from rollbook.train.history import KINDS, History, fold_history
 from rollbook.train.loop.stopping import Stopping
 from rollbook.train.loop.trainer import Trainer
 from rollbook.train.megatron.shape import read_shape
@@ -94,7 +94,9 @@ class Feed:
 
     def unfilled(self, done: int) -> str:
         """Why no further step can be filled, by the log as it is now."""
-        return self._unfilled(fold_history(self.log.events(), self.config.run, self.config.policy), done)
+        return self._unfilled(
+            fold_history(self.log.events_of(KINDS), self.config.run, self.config.policy), done
+        )
 
     def _unfilled(self, history: History, done: int) -> str:
         config, tail = self.config, self.source == "tail"

@@ -12,14 +12,14 @@ from rollbook.store import Event, Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened
-from rollbook.store.fold.versions import VersionDigests
+from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.checkpoints.building import remove_left_over
 from rollbook.train.checkpoints.checkpoint import checkpoint_name
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
-from rollbook.train.history import History, family_of, fold_history
+from rollbook.train.history import KINDS, History, family_of, fold_history
 from rollbook.train.loop.abandon import go_back
 from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.feed import Feed
@@ -123,7 +123,8 @@ def _past(
     """What was done so far, without the steps that are to be abandoned; and how the run was trained last."""
     remove_left_over(place_inside(log.path, str(checkpoint_name(config.run, config.policy, 0).parent)))
     versions, opened = VersionDigests(), list[RunOpened]()
-    history = fold_history(_noted(log.events(), versions, opened, config), config.run, config.policy)
+    events = log.events_of(KINDS | BINDING | {RunOpened.KIND})
+    history = fold_history(_noted(events, versions, opened, config), config.run, config.policy)
     check_model(config, versions)
     if abandon_after is not None:
         history = go_back(config, source, abandon_after, log, writer, history, versions, watcher.note)

@@ -59,7 +59,9 @@ def samples_at_cut(log: Store, plan: StepPlanned) -> dict[str, Sample]:
 
 def _why_erased(log: Store, trajectory_id: str) -> str:
     """The reason that was given for an erasure."""
-    records = [e.record for e in log.events() if isinstance(e.record, TrajectoryErased)]
+    records = [
+        e.record for e in log.events_of([TrajectoryErased.KIND]) if isinstance(e.record, TrajectoryErased)
+    ]
     reasons = [r.reason for r in records if r.trajectory_id == trajectory_id and not r.tokens_kept]
     return reasons[-1] if reasons else "not recorded yet: the erasure was cut short, run it again"
 

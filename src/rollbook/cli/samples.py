@@ -8,8 +8,10 @@ from rich.table import Table
 
 from rollbook import store
 from rollbook.cli.terminal import Console, print_json
+from rollbook.store import Store
+from rollbook.store.cut import Cut
 from rollbook.store.errors import CutError
-from rollbook.store.fold.trajectory import fold
+from rollbook.store.events import TrajectoryOpened
 from rollbook.train.data.samples import Sample, all_samples
 
 
@@ -20,10 +22,9 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         CutError: no such trajectory at that cut.
     """
     log = store.open(path)
+    cut = log.cut(as_of, run)
     trajectories = [
-        t
-        for t in fold(log.events(log.cut(as_of, run))).values()
-        if run in (None, t.run) and trajectory in (None, t.opened.name, t.opened.trajectory_id)
+        t for t in log.trajectories(cut, _named(log, cut, trajectory)).values() if run in (None, t.run)
     ]
     if trajectory is not None and not trajectories:
         raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
@@ -32,6 +33,14 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         print_json([s.as_json() for s in samples])
         return
     _print_table(samples)
+
+
+def _named(log: Store, cut: Cut, wanted: str | None) -> list[str] | None:
+    """Ids of the trajectories that are called so, by the client or by us; None where all are wanted."""
+    if wanted is None or log.trajectories(cut, [wanted]):
+        return None if wanted is None else [wanted]
+    opened = (event.record for event in log.events_of([TrajectoryOpened.KIND], cut))
+    return [r.trajectory_id for r in opened if isinstance(r, TrajectoryOpened) and r.name == wanted]
 
 
 def _print_table(samples: list[Sample]) -> None:

@@ -1,0 +1,84 @@
+"""Events of some kinds: the same as reading everything and passing over the rest, sealed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Event, Store
+from rollbook.store import events as kinds
+from rollbook.store.errors import CutError
+from rollbook.store.events import codec
+from rollbook.store.settings import AppendSettings
+from rollbook.store.upkeep.sealer import Sealer
+
+SMALL = AppendSettings(segment_bytes=1 << 14)
+WANTED = [
+    ["step.committed"],
+    ["sample.dropped", "checkpoint.written", "trajectory.finished"],
+    ["turn.requested", "run.opened"],
+    ["no.such.kind"],
+]
+
+
+def _turn(name: str, i: int) -> list[Any]:
+    text = f"{name} says {i} " * 40
+    return [
+        kinds.TrajectoryOpened(name, name),
+        kinds.TurnRequested(
+            *(name, f"{name}.0", "r", None, "first", None, 0, [{"role": "user", "content": text}]),
+            *({}, None, {}, {}, "c"),
+        ),
+        kinds.SampleDropped(name, f"{name}.0", "staleness", "digest", i, {"staleness": i}),
+        kinds.TrajectoryFinished(name),
+    ]
+
+
+def _fill(log: Store, lane: str, first: int) -> None:
+    with log.writer(lane, SMALL) as writer:
+        for i in range(first, first + 60):
+            made = _turn(f"{lane}{i}", i)
+            if not i % 7:
+                made.append(kinds.StepCommitted(i, 1, "actor", i + 1, {}, {"loss": float(i)}))
+                made.append(kinds.RunOpened("train", {"steps": i}))
+            writer.append([Event(record, "r") for record in made]).result(30)
+
+
+@pytest.fixture(params=["live", "sealed", "both"])
+def log(request: Any, tmp_path: Path) -> Store:
+    """Two lanes of small segments, sealed, not sealed, or in part."""
+    log = rb.open(tmp_path / "store", create=True)
+    for half in (0, 60):
+        for lane in ("a", "b"):
+            _fill(log, lane, half)
+        if request.param == "sealed" or (request.param == "both" and not half):
+            Sealer(log).run_once()
+    return log
+
+
+def _rows(events: Any) -> list[Any]:
+    return [(e.lane, e.seq, e.event_id, codec._FIELDS[e.kind].row(e)) for e in events]
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted[0])
+def test_the_same_events_as_reading_all(log: Store, wanted: Collection[str]) -> None:
+    """At the head, at cuts within units and segments, and between two cuts: each in its place."""
+    head = log.head()
+    rng = np.random.default_rng(3)
+    cuts = [head, *({lane: int(rng.integers(0, end + 1)) for lane, end in head.items()} for _ in range(4))]
+    for cut in cuts:
+        starts = [{}, {lane: int(rng.integers(0, end + 1)) for lane, end in cut.items()}]
+        for start in starts:
+            expected = [e for e in log.events(cut, start) if e.kind in wanted]
+            assert _rows(log.events_of(wanted, cut, start)) == _rows(expected)
+
+
+def test_a_cut_that_holds_more_than_the_store(log: Store) -> None:
+    """It is refused as everywhere."""
+    with pytest.raises(CutError, match="holds 99999 events of lane 'a'"):
+        log.events_of(["run.opened"], {"a": 99999})
