@@ -29,12 +29,12 @@ class _Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    """A place kept for a trajectory that is to begin.
+class _Reservation:
+    """Room kept for a trajectory that was admitted and is not in the log yet.
 
     Attributes:
-        asked: by how many requests.
-        begun: it is in the log, and counts there.
+        asked: how many requests share it.
+        begun: the trajectory is in the log, and counts there.
     """
 
     group: str | None
@@ -60,7 +60,7 @@ class AdmissionGate:
     held: int = 0
     """Trajectories that were not admitted at once."""
     _waiting: deque[_Waiting] = field(default_factory=deque)
-    _reserved: dict[str, _Place] = field(default_factory=dict)
+    _reserved: dict[str, _Reservation] = field(default_factory=dict)
     _seen: tuple[object, ...] = ()
     """What the last look at those who wait went by."""
     _stalled: tuple[tuple[object, ...], float] | None = None
@@ -71,7 +71,7 @@ class AdmissionGate:
     async def enter(
         self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
     ) -> bool:
-        """Wait until the trajectory may begin. Whether a place is kept for it: if so, `leave` once it began.
+        """Wait until the trajectory may begin. Whether room is reserved for it: if so, `leave` once it began.
 
         Args:
             gone: returns when nobody waits for it any more.
@@ -125,10 +125,10 @@ class AdmissionGate:
             self._timer = None
 
     def leave(self, name: str) -> None:
-        """The trajectory is in the log now, or will not be: its place is kept no more."""
-        place = self._reserved[name]
-        place.asked -= 1
-        if not place.asked:
+        """Release a reservation: the trajectory is in the log now, or never will be."""
+        reservation = self._reserved[name]
+        reservation.asked -= 1
+        if not reservation.asked:
             del self._reserved[name]
             self._let_in()
 
@@ -142,7 +142,7 @@ class AdmissionGate:
         self.changed()
 
     def unopened(self, trajectory_id: str) -> None:
-        """A trajectory that was taken for begun is not in the log: its place is free again."""
+        """Withdraw a trajectory that was taken for begun: its opening is not in the log."""
         self.outstanding.withdraw(trajectory_id)
         self.changed()
 
@@ -177,7 +177,7 @@ class AdmissionGate:
         """Let one more in than fits, where nothing has been able to come by itself for long."""
         loop = asyncio.get_running_loop()
         now, state = loop.time(), self.outstanding.state
-        begins = any(not place.begun for place in self._reserved.values())
+        begins = any(not kept.begun for kept in self._reserved.values())
         if begins or not self.outstanding.stalled:
             self._stalled = None
         elif self._stalled is None or self._stalled[0] != state:
@@ -189,35 +189,35 @@ class AdmissionGate:
         self._timer = loop.call_later(STALLED_S / LOOKS, self._look) if self._waiting else None
 
     def _keep(self, name: str, group: str | None) -> None:
-        """Keep a place; several requests of one new trajectory share it."""
+        """Reserve room for a trajectory; several requests of one new trajectory share it."""
         if name in self._reserved:
             self._reserved[name].asked += 1
         else:
-            self._reserved[name] = _Place(group)
+            self._reserved[name] = _Reservation(group)
 
     def _joins(self, group: str | None) -> bool:
-        """Whether a trajectory of this group belongs to a unit that was admitted."""
+        """Whether a trajectory of this group belongs to a prompt group that was admitted."""
         training = self.outstanding.training
         if training is None:
             return True
         if group is None or training.group_size == 1:
             return False
-        kept = sum(place.group == group and not place.begun for place in self._reserved.values())
+        kept = sum(one.group == group and not one.begun for one in self._reserved.values())
         return (self.outstanding.room(group) - kept) % training.group_size > 0
 
     def _has_room(self) -> bool:
-        """Whether one more unit fits."""
+        """Whether one more prompt group fits."""
         training, version = self.outstanding.training, self.outstanding.version
         if training is None:
             return True
         served = self.served()
-        count = self.outstanding.count + self._reserved_units(training.group_size)
+        count = self.outstanding.count + self._reserved_groups(training.group_size)
         room = training.policy.capacity(count, version, version if served is None else served)
         return room is None or room > 0
 
-    def _reserved_units(self, size: int) -> int:
-        """How many units will be made by those for which places are kept."""
-        kept = Counter(place.group for place in self._reserved.values() if not place.begun)
+    def _reserved_groups(self, size: int) -> int:
+        """How many prompt groups the reservations will make."""
+        kept = Counter(one.group for one in self._reserved.values() if not one.begun)
         if size == 1:
             return kept.total()
         beyond = [max(number - self.outstanding.room(group), 0) for group, number in kept.items()]

@@ -13,7 +13,7 @@ from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, check_template_kwargs
 from rollbook.ingest.tokens.message_form import shown
 from rollbook.ingest.trajectories.rewards import RESPONSE_PREFIX
-from rollbook.ingest.turns.completed import AnsweredTurn, created_s, logprob_entry, usage_tokens
+from rollbook.ingest.turns.completed import CompletedTurn, created_s, logprob_entry, usage_tokens
 from rollbook.ingest.turns.model_call import ModelCall, check_messages, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -51,7 +51,7 @@ class ChatCompletions:
             not_honoured=odd,
         )
 
-    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
         """The reply, with every field that some client insists on."""
         return {
             "id": RESPONSE_PREFIX + turns[0].turn_id,
@@ -103,19 +103,19 @@ def template_kwargs(fields: SamplingFields, body: Json) -> Json:
     return kwargs
 
 
-def chat_usage(turns: list[AnsweredTurn]) -> Json:
+def chat_usage(turns: list[CompletedTurn]) -> Json:
     """Token counts; the prompt, which siblings share, counts once."""
     asked, sampled = usage_tokens(turns)
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
-def finish_of(turn: AnsweredTurn) -> str:
+def finish_of(turn: CompletedTurn) -> str:
     """OpenAI's finish reason; it has none for an aborted turn."""
     reason = turn.completed.finish_reason
     return "stop" if reason == "abort" else reason
 
 
-def _choice(call: ModelCall, index: int, turn: AnsweredTurn, tokenizer: ChatTokenizer) -> Json:
+def _choice(call: ModelCall, index: int, turn: CompletedTurn, tokenizer: ChatTokenizer) -> Json:
     return {
         "index": index,
         "message": turn.reply | {"refusal": None},
@@ -124,7 +124,7 @@ def _choice(call: ModelCall, index: int, turn: AnsweredTurn, tokenizer: ChatToke
     }
 
 
-def _logprobs(turn: AnsweredTurn, tokenizer: ChatTokenizer) -> Json | None:
+def _logprobs(turn: CompletedTurn, tokenizer: ChatTokenizer) -> Json | None:
     done = turn.completed
     if done.logprobs is None:
         return None
@@ -165,7 +165,7 @@ class ChatWriter:
             return b""
         return self._chunk(choice, delta, {"content": entries, "refusal": None} if entries else None)
 
-    def end(self, turns: list[AnsweredTurn]) -> bytes:
+    def end(self, turns: list[CompletedTurn]) -> bytes:
         """Calls, the finish of each choice, the usage if it was asked for, and the terminator."""
         parts = []
         for index, turn in enumerate(turns):

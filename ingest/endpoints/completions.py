@@ -11,7 +11,7 @@ from rollbook.ingest.endpoints.sse import DONE, event
 from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import refused
-from rollbook.ingest.turns.completed import AnsweredTurn, created_s
+from rollbook.ingest.turns.completed import CompletedTurn, created_s
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds, token_ids
@@ -46,7 +46,7 @@ class Completions:
             not_honoured=tuple(k for k in ("suffix", "echo") if body.get(k)),
         )
 
-    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
         """The completions."""
         return {
             "id": PREFIX + turns[0].turn_id,
@@ -98,7 +98,7 @@ def _logprobs(tokens: list[tuple[int, float]], tokenizer: ChatTokenizer) -> Json
     }
 
 
-def _choice(call: ModelCall, index: int, turn: AnsweredTurn, tokenizer: ChatTokenizer) -> Json:
+def _choice(call: ModelCall, index: int, turn: CompletedTurn, tokenizer: ChatTokenizer) -> Json:
     done = turn.completed
     logprobs = None
     if call.logprobs and done.logprobs is not None:
@@ -139,7 +139,7 @@ class CompletionsWriter:
             return b""
         return self._chunk(choice, content, _logprobs(wanted, self._tokenizer) if wanted else None)
 
-    def end(self, turns: list[AnsweredTurn]) -> bytes:
+    def end(self, turns: list[CompletedTurn]) -> bytes:
         """The finish of each choice, the usage if it was asked for, and the terminator."""
         parts = [self._chunk(i, "", finish=finish_of(turn)) for i, turn in enumerate(turns)]
         if self._usage:

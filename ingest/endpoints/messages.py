@@ -24,7 +24,7 @@ from rollbook.ingest.tokens.message_form import (
     text_of,
     unread,
 )
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -69,7 +69,7 @@ class Messages:
             not_honoured=(*odd, *_unread(sent)),
         )
 
-    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
         """The message."""
         turn = turns[0]
         reason, stopped_by = stop_reason(turn, call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollbook.ingest.endpoints.messages_wire import stop_reason, tool_block
 from rollbook.ingest.endpoints.sse import event
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
 
@@ -45,7 +45,7 @@ class MessagesWriter:
             parts.append(self._delta({"type": "text_delta", "text": content}))
         return b"".join(parts)
 
-    def end(self, turns: list[AnsweredTurn]) -> bytes:
+    def end(self, turns: list[CompletedTurn]) -> bytes:
         """Tool uses, why it stopped, and the usage."""
         turn = turns[0]
         parts = [self._leave()]

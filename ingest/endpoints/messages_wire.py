@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.turns.reply import STOP_STRING
 from rollbook.store.events import Json
@@ -21,7 +21,7 @@ ERROR_KINDS = {
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 
-def stop_reason(turn: AnsweredTurn, call: ModelCall) -> tuple[str, str | None]:
+def stop_reason(turn: CompletedTurn, call: ModelCall) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence); of several stop sequences the log does not say which one it was."""
     if STOP_STRING in turn.completed.flags and turn.completed.finish_reason == "stop":
         return "stop_sequence", call.stops[0] if len(call.stops) == 1 else None
@@ -44,7 +44,7 @@ def tool_block(call: Json) -> Json:
     }
 
 
-def reply_blocks(turn: AnsweredTurn) -> list[Json]:
+def reply_blocks(turn: CompletedTurn) -> list[Json]:
     """Thinking, text and tool uses, those that there are."""
     reply = turn.reply
     blocks: list[Json] = []

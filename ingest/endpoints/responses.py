@@ -18,7 +18,7 @@ from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
 from rollbook.ingest.requests.fields import SamplingFields, validated
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import refused, shown
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -63,7 +63,7 @@ class Responses:
             not_honoured=(*odd, *unread_in_items(items)),
         )
 
-    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
         """The response."""
         return response_body(call.rest, call.fields.model or MODEL, turns[0])
 

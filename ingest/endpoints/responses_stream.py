@@ -14,7 +14,7 @@ from rollbook.ingest.endpoints.responses_wire import (
     text_part,
 )
 from rollbook.ingest.endpoints.sse import event
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.store.events import Json
 
 
@@ -46,7 +46,7 @@ class ResponsesWriter:
             parts += [self._enter("message"), self._delta("response.output_text.delta", content, logprobs=[])]
         return b"".join(parts)
 
-    def end(self, turns: list[AnsweredTurn]) -> bytes:
+    def end(self, turns: list[CompletedTurn]) -> bytes:
         """What is open is closed, calls follow, and the whole response."""
         turn = turns[0]
         if not turn.reply.get("content") and not turn.calls:
@@ -65,7 +65,7 @@ class ResponsesWriter:
         told = error["error"]
         return self._event("error", code=told["code"], message=told["message"], param=None)
 
-    def _call(self, turn: AnsweredTurn, item: Json) -> bytes:
+    def _call(self, turn: CompletedTurn, item: Json) -> bytes:
         self._index += 1
         place = {"output_index": self._index, "item_id": item["id"]}
         number = int(item["id"].rpartition("_")[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rollbook.ingest.turns.completed import AnsweredTurn, created_s
+from rollbook.ingest.turns.completed import CompletedTurn, created_s
 from rollbook.store.events import Json
 
 PREFIX = "resp_"
@@ -59,7 +59,7 @@ def call_item(turn_id: str, index: int, call: Json, arguments: str, status: str 
     }
 
 
-def output_items(turn: AnsweredTurn) -> list[Json]:
+def output_items(turn: CompletedTurn) -> list[Json]:
     """Reasoning, message and calls, those that there are; an empty reply is an empty message."""
     reply, turn_id = turn.reply, turn.turn_id
     items: list[Json] = []
@@ -96,7 +96,7 @@ def response_head(request: Json, model: str, turn_id: str) -> Json:
     }
 
 
-def response_body(request: Json, model: str, turn: AnsweredTurn) -> Json:
+def response_body(request: Json, model: str, turn: CompletedTurn) -> Json:
     """The whole response."""
     done = turn.completed
     asked, sampled = done.prompt_length, len(done.completion_ids)

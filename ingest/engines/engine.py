@@ -82,12 +82,12 @@ class Generation:
 Activated = Callable[[int, str, Path], Awaitable[None]]
 """Told (policy version, weights digest, path) once the weights in memory are verified."""
 
-Heard = Callable[[Sequence[int], Sequence[float] | None], None]
+OnTokens = Callable[[Sequence[int], Sequence[float] | None], None]
 """Told the ids that were sampled since it was last told, and their logprobs where there are any."""
 
 
-def unheard(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-    """A `Heard` for whoever waits for the whole."""
+def ignore_tokens(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    """A `OnTokens` for whoever waits for the whole."""
 
 
 class Engine(Protocol):
@@ -107,8 +107,8 @@ class Engine(Protocol):
     async def ready(self) -> None:
         """Return once it takes requests: it does not while its weights are being replaced."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard) -> Generation:
-        """Sample a completion. What it tells `heard` on the way is a prefix of what it returns.
+    async def generate(self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens) -> Generation:
+        """Sample a completion. What it tells `on_tokens` on the way is a prefix of what it returns.
 
         Raises:
             EngineError: the engine failed; nothing was sampled that counts.

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.member import Member, VersionedEngine
 from rollbook.ingest.engines.weights.log import OWN, same_address
 from rollbook.store.errors import EngineHeldError, EngineLostError, RollbookError
@@ -106,7 +106,9 @@ class Fleet:
         if len(usable) == 1:
             await usable[0].engine.ready()
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
+    ) -> Generation:
         """Sample a completion.
 
         Raises:
@@ -120,7 +122,7 @@ class Fleet:
         lost = member.lost
         member.running += 1
         member.requests.add(prompt.request_id)
-        answer = asyncio.ensure_future(member.engine.generate(prompt, sampling, heard))
+        answer = asyncio.ensure_future(member.engine.generate(prompt, sampling, on_tokens))
         try:
             both: set[asyncio.Future[Any]] = {answer, lost}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +206,7 @@ class Fleet:
                 self._waits_for_sync(member)
         self._tell()
 
-    def heard(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
+    def on_sync(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
         """Take what the log says of a sync."""
         self._take(record, earlier=False)
         self._tell()

@@ -72,7 +72,7 @@ class Identity:
         """Whether a server got the name from here."""
         return name in self._gave
 
-    async def hear(self) -> None:
+    async def refresh(self) -> None:
         """Take what the log says by now: a trainer binds names too.
 
         Raises:
@@ -90,7 +90,7 @@ class Identity:
             EngineError: it holds no version that is known here, or not one alone; the reason and the remedy.
             VersionError: it holds what the files of a version hold, and the log says that version is another.
         """
-        await self.hear()
+        await self.refresh()
         if self.log.under_way(server.url):
             raise BusyError(f"a sync of {server.url} is under way")
         begun = self.log.begun
@@ -127,7 +127,7 @@ class Identity:
         """
         self.log.check(record.policy_version, record.weights_digest, f"engine {record.engine}")
         await self._write(record)
-        await self.hear()
+        await self.refresh()
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -135,7 +135,7 @@ class Identity:
         claim = binding(self.log)
         await asyncio.to_thread(claim.__enter__)
         try:
-            await self.hear()
+            await self.refresh()
             yield
         finally:
             claim.__exit__(None, None, None)

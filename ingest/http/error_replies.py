@@ -39,7 +39,7 @@ RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
 """Some clients give up where they are told to wait for a minute or more."""
 
 
-def told(error: Exception) -> tuple[int, str, str]:
+def describe(error: Exception) -> tuple[int, str, str]:
     """(status, code, message) of an error."""
     match error:
         case RequestError():
@@ -71,7 +71,7 @@ def _is_short(error: OSError) -> bool:
 
 def error_reply(form: Form, path: str, error: Exception) -> Response:
     """An error as a reply to a request of this path, with a status, a code and a remedy."""
-    status, code, message = told(error)
+    status, code, message = describe(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status in FINAL and code != "trajectory_busy":
         headers["x-should-retry"] = "false"

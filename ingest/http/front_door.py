@@ -18,7 +18,7 @@ from rollbook.ingest.requests.large_work import aside, beside
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.trajectories.identity import Identity, check_said_once, split_path
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.call_bounds import OUTSIDE_BYTES, check_outside
+from rollbook.ingest.turns.request_limits import OUTSIDE_BYTES, check_outside
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 

@@ -13,9 +13,9 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from rollbook.ingest.http.error_replies import told
+from rollbook.ingest.http.error_replies import describe
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
@@ -71,7 +71,7 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"rollbook_{name}", text, labels, registry=self.registry)
 
-    def answered(self, turn: AnsweredTurn, *, delivered: bool) -> None:
+    def answered(self, turn: CompletedTurn, *, delivered: bool) -> None:
         """Count a completed turn whose reply was sent, or could not be."""
         done = turn.completed
         link = "extend" if turn.requested.parent_turn_id else turn.requested.root_reason or "root"
@@ -85,7 +85,7 @@ class Metrics:
     def failed(self, error: BaseException) -> None:
         """Count a request that was refused, or that failed on the way."""
         if isinstance(error, Exception):
-            self.failures.labels(told(error)[1]).inc()
+            self.failures.labels(describe(error)[1]).inc()
 
     def refused(self, code: str) -> None:
         """Count a request or a connection that a limit refused."""

@@ -20,22 +20,22 @@ from rollbook.ingest.endpoints.messages import Messages
 from rollbook.ingest.endpoints.responses import Responses
 from rollbook.ingest.endpoints.responses_wire import turn_of
 from rollbook.ingest.http.body_room import BodyRoom
-from rollbook.ingest.http.error_replies import told
+from rollbook.ingest.http.error_replies import describe
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import caller_of
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import Planned, TurnTaker
+from rollbook.ingest.recording.runner import Planned, TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.requests.fields import SamplingFields, json_object
 from rollbook.ingest.requests.large_work import beside
 from rollbook.ingest.trajectories.identity import Identity, identify
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.call_bounds import check_call
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.images import ImageLinks
-from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.turns.request_limits import check_call
 from rollbook.ingest.turns.respond import Endpoint, TurnResponse
 from rollbook.ingest.turns.retry import retry_count
 from rollbook.store.errors import RequestError
@@ -55,7 +55,7 @@ class ModelRoutes:
     """Answers requests for completions, whichever API they come through."""
 
     recorder: Recorder
-    taker: TurnTaker
+    turn_runner: TurnRunner
     door: FrontDoor
     room: BodyRoom
     metrics: Metrics
@@ -106,8 +106,8 @@ class ModelRoutes:
             self.door.options.keep_alive,
             lambda turns: _headers(live, running, turns),
             lambda turns, delivered: self._sent(live, running, turns, delivered),
-            self.taker.abort,
-            lambda error: endpoint.error(*told(error)),
+            self.turn_runner.abort,
+            lambda error: endpoint.error(*describe(error)),
             lambda: self._left(live),
         )
 
@@ -124,23 +124,23 @@ class ModelRoutes:
 
     async def _running_call(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None
-    ) -> RunningCall:
+    ) -> InFlightCall:
         """What answers the request: the one it repeats, whether that still runs or is stored, or its own."""
         earlier = live.known.arrivals.get(arrival.digest) if arrival.retry else None
-        if isinstance(earlier, RunningCall) and not earlier.abandoned:
+        if isinstance(earlier, InFlightCall) and not earlier.abandoned:
             self.metrics.retries.labels("joined").inc()
             return earlier
         if isinstance(earlier, tuple):
             self.metrics.retries.labels("replayed").inc()
-            running = self.taker.stored(call, await self.recorder.answered(live, earlier))
+            running = self.turn_runner.stored(call, await self.recorder.answered(live, earlier))
             running.counted = True
             return running
         # Also where the repeated one is being aborted because nobody waited: half a reply is none.
-        running = self.taker.begin(live, call, arrival, planned)
+        running = self.turn_runner.begin(live, call, arrival, planned)
         running.done.add_done_callback(lambda done: self._ended(running, done))
         return running
 
-    def _ended(self, running: RunningCall, done: asyncio.Future[list[AnsweredTurn]]) -> None:
+    def _ended(self, running: InFlightCall, done: asyncio.Future[list[CompletedTurn]]) -> None:
         """Count what nobody is sent."""
         error = done.exception()
         if error is not None:
@@ -148,7 +148,7 @@ class ModelRoutes:
         elif running.abandoned:
             self._count(running, done.result(), delivered=False)
 
-    def _count(self, running: RunningCall, turns: list[AnsweredTurn], *, delivered: bool) -> None:
+    def _count(self, running: InFlightCall, turns: list[CompletedTurn], *, delivered: bool) -> None:
         """Count a request's turns, once however many clients wait for them."""
         if not running.counted:
             running.counted = True
@@ -189,7 +189,7 @@ class ModelRoutes:
         live = await self.door.trajectory(identity, call.messages, size, by)
         while True:
             tree = live.tree
-            planned = await self.taker.planned(tree, call, size)
+            planned = await self.turn_runner.planned(tree, call, size)
             if planned is None:
                 break
             live = await self.door.trajectory(identity, call.messages, size, by)
@@ -199,7 +199,7 @@ class ModelRoutes:
         return live, call, planned
 
     def _sent(
-        self, live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn], delivered: bool
+        self, live: LiveTrajectory, running: InFlightCall, turns: list[CompletedTurn], delivered: bool
     ) -> None:
         for turn in turns if delivered else ():
             self.recorder.mark_delivered(live, turn.turn_id, "sent")
@@ -218,7 +218,7 @@ class ModelRoutes:
     def _prompt_length(self, raw: bytes) -> int:
         call = Messages().read({"max_tokens": 1} | json_object(raw), lambda _: None)
         check_call(call, len(raw), self.door.options.max_body_bytes)
-        tokenizer = self.taker.bridges.tokenizer
+        tokenizer = self.turn_runner.bridges.tokenizer
         text = tokenizer.render(call.messages, call.tools, generate=True, **call.template_kwargs)
         return len(tokenizer.encode(text))
 
@@ -234,20 +234,25 @@ class ModelRoutes:
             text = f"no response {response_id!r} in an open trajectory"
             raise RequestError(404, "unknown_response", text)
         turns = await self.recorder.answered(live, (turn_id,))
-        return JSONResponse(Responses().reply(_recorded_call(turns[0]), turns, self.taker.bridges.tokenizer))
+        return JSONResponse(
+            Responses().reply(_recorded_call(turns[0]), turns, self.turn_runner.bridges.tokenizer)
+        )
 
     async def models(self, request: Request) -> Response:
         """The model that is served, by its own name; requests may use any."""
         self.door.enter(request)
-        version = self.taker.engine.policy_version()
+        version = self.turn_runner.engine.policy_version()
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "rollbook"}
-        model |= {"policy_version": version, "max_model_len": self.taker.bridges.tokenizer.context_length}
+        model |= {
+            "policy_version": version,
+            "max_model_len": self.turn_runner.bridges.tokenizer.context_length,
+        }
         if "model" in request.path_params:
             return JSONResponse(model | {"id": request.path_params["model"]})
         return JSONResponse({"object": "list", "data": [model], "first_id": None, "has_more": False})
 
 
-def _recorded_call(turn: AnsweredTurn) -> ModelCall:
+def _recorded_call(turn: CompletedTurn) -> ModelCall:
     asked = turn.requested
     return ModelCall(
         asked.wire.get("endpoint", ""),
@@ -278,7 +283,9 @@ def _earlier(live: LiveTrajectory | None, turn_id: str) -> EarlierTurn | None:
     return EarlierTurn(turn.messages, contents.requests.get(turn_id, {}), turn.reply)
 
 
-def _headers(live: LiveTrajectory, running: RunningCall, turns: list[AnsweredTurn] | None) -> dict[str, str]:
+def _headers(
+    live: LiveTrajectory, running: InFlightCall, turns: list[CompletedTurn] | None
+) -> dict[str, str]:
     """What a reply says beside its body. The policy version is known once the turn is done."""
     headers = {
         "x-rollbook-trajectory-id": live.opened.trajectory_id,

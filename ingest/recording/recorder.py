@@ -22,7 +22,7 @@ from rollbook.ingest.requests.fields import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
 from rollbook.ingest.trajectories.rewards import turn_rewards
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
 from rollbook.store.events import (
@@ -260,7 +260,7 @@ class Recorder(RunWriter):
         """Those of this lane that are not finished."""
         return [live for live in self.trajectories.open() if live.lane == self.lane]
 
-    async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[AnsweredTurn]:
+    async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[CompletedTurn]:
         """Completed turns as the log has them.
 
         Raises:
@@ -273,7 +273,7 @@ class Recorder(RunWriter):
         finally:
             live.holds -= 1
         found = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
-        made = [AnsweredTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
+        made = [CompletedTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
         if len(made) < len(turn_ids):
             text = f"no completed turn {turn_ids[len(made)]!r} in trajectory {live.opened.name!r}"
             raise RequestError(404, "unknown_turn", text)

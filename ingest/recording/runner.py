@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rollbook.ingest.engines.engine import Engine, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import any_lost
 from rollbook.ingest.recording.turn_records import (
@@ -24,8 +24,8 @@ from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import AnsweredTurn
-from rollbook.ingest.turns.in_flight import RunningCall, RunningTurn
+from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import InFlightCall, InFlightTurn
 from rollbook.ingest.turns.model_call import (
     ModelCall,
     check_ids,
@@ -48,7 +48,7 @@ Planned = tuple[Plan, str]
 
 
 @dataclass(slots=True, eq=False)
-class TurnTaker:
+class TurnRunner:
     """Answers requests of a recorder's trajectories with one engine.
 
     Attributes:
@@ -74,7 +74,7 @@ class TurnTaker:
 
     def begin(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, planned: Planned | None = None
-    ) -> RunningCall:
+    ) -> InFlightCall:
         """Record a request and begin to answer it.
 
         Args:
@@ -91,13 +91,13 @@ class TurnTaker:
         honoured = unhonoured(call, self.engine.honoured) | dict.fromkeys(plan.left_out, False)
         records, items = requested_records(live, call, plan, key, honoured, arrival, samplings)
         grows = call.stream or bool(call.stops)
-        turns = [RunningTurn(r, s, reading, grows=grows) for r, s in zip(records, samplings, strict=True)]
+        turns = [InFlightTurn(r, s, reading, grows=grows) for r, s in zip(records, samplings, strict=True)]
         # Nothing can refuse the request any more. It is stored once, whole or not at all.
         first = records[0]
         asked = self.recorder.record_opening(live, first, *(as_sibling(r, first) for r in records[1:]))
         if plan.echoed is not None:
             self.recorder.mark_delivered(live, plan.echoed.turn_id, "echoed")
-        running = RunningCall(call, turns, reading, items)
+        running = InFlightCall(call, turns, reading, items)
         running.rests_on += [live.opening, asked]
         live.begun(running, arrival.digest)
         task = asyncio.create_task(self._answer(live, running, plan))
@@ -105,12 +105,12 @@ class TurnTaker:
         task.add_done_callback(self._tasks.discard)
         return running
 
-    def stored(self, call: ModelCall, turns: Sequence[AnsweredTurn]) -> RunningCall:
+    def stored(self, call: ModelCall, turns: Sequence[CompletedTurn]) -> InFlightCall:
         """A request that was answered before, as if it had just ended."""
         reading = Reading(self.bridges.tokenizer, self.family)
         nothing = Sampling(0, 0.0, 0)
-        ended = [RunningTurn(t.requested, nothing, reading, grows=False) for t in turns]
-        running = RunningCall(call, ended, reading)
+        ended = [InFlightTurn(t.requested, nothing, reading, grows=False) for t in turns]
+        running = InFlightCall(call, ended, reading)
         running.done.set_result(list(turns))
         return running
 
@@ -119,7 +119,7 @@ class TurnTaker:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    async def abort(self, running: RunningCall) -> None:
+    async def abort(self, running: InFlightCall) -> None:
         """End a request that nobody waits for; what was sampled is recorded."""
         for turn in running.turns:
             await self.engine.abort(turn.turn_id)
@@ -142,7 +142,7 @@ class TurnTaker:
         tools = call.tools if call.tool_calls_wanted else None
         return Reading(tokenizer, self.family, tools, opens_reasoning(end), call.stops, raw)
 
-    async def _answer(self, live: LiveTrajectory, running: RunningCall, plan: Plan) -> None:
+    async def _answer(self, live: LiveTrajectory, running: InFlightCall, plan: Plan) -> None:
         """Answer a request; whatever happens, its future is resolved and the trajectory knows."""
         try:
             await self._let_in()
@@ -153,13 +153,13 @@ class TurnTaker:
             failure = next((a for a in answers if isinstance(a, BaseException)), None)
             if failure is not None:
                 raise failure
-            running.done.set_result([a for a in answers if isinstance(a, AnsweredTurn)])
+            running.done.set_result([a for a in answers if isinstance(a, CompletedTurn)])
         except BaseException as error:
             self._fail(live, running, plan, error)
         finally:
             live.ended(running)
 
-    def _fail(self, live: LiveTrajectory, running: RunningCall, plan: Plan, error: BaseException) -> None:
+    def _fail(self, live: LiveTrajectory, running: InFlightCall, plan: Plan, error: BaseException) -> None:
         for turn in running.turns:
             if not turn.ended:
                 self._note_failed(live, running, turn, plan, error)
@@ -169,8 +169,8 @@ class TurnTaker:
     def _note_failed(
         self,
         live: LiveTrajectory,
-        running: RunningCall,
-        turn: RunningTurn,
+        running: InFlightCall,
+        turn: InFlightTurn,
         plan: Plan,
         error: BaseException,
     ) -> None:
@@ -187,8 +187,8 @@ class TurnTaker:
             raise RequestError(503, "engine_held", text) from None
 
     async def _turn(
-        self, live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan
-    ) -> AnsweredTurn:
+        self, live: LiveTrajectory, running: InFlightCall, turn: InFlightTurn, plan: Plan
+    ) -> CompletedTurn:
         """Sample one completion and record it; elsewhere, as a turn of its own, where an engine goes away."""
         for _ in range(ATTEMPTS - 1):
             try:
@@ -207,13 +207,13 @@ class TurnTaker:
         return await self._attempt(live, running, turn, plan)
 
     async def _attempt(
-        self, live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan
-    ) -> AnsweredTurn:
+        self, live: LiveTrajectory, running: InFlightCall, turn: InFlightTurn, plan: Plan
+    ) -> CompletedTurn:
         """Ask an engine, once."""
         stopping: list[asyncio.Task[None]] = []
 
-        def heard(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-            turn.hear(ids, logprobs)
+        def on_tokens(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+            turn.add(ids, logprobs)
             if turn.stopped and not stopping and "stop" not in self.engine.honoured:
                 stopping.append(asyncio.create_task(self.engine.abort(turn.turn_id)))
             running.changed()
@@ -231,7 +231,7 @@ class TurnTaker:
         try:
             # Who needs only the end is not told on the way: an engine may then answer all at once.
             generation = await self._generated(
-                running, prompt, turn.sampling, heard if turn.grows else unheard
+                running, prompt, turn.sampling, on_tokens if turn.grows else ignore_tokens
             )
         except BaseException as error:
             self._note_failed(live, running, turn, plan, error)
@@ -249,20 +249,20 @@ class TurnTaker:
         ids = completed.completion_ids
         made = plan.completed(asked.turn_id, asked.context_key, completed.reply, ids, cut=cut)
         self.recorder.trajectories.take(live, made, asked.request, running.items)
-        return AnsweredTurn(turn.requested, completed)
+        return CompletedTurn(turn.requested, completed)
 
     async def _generated(
-        self, running: RunningCall, prompt: Prompt, sampling: Sampling, heard: Heard
+        self, running: InFlightCall, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens
     ) -> Generation:
         """What an engine makes of a prompt. A sync may begin after it was let in: then it waits once more."""
         while True:
             try:
-                return await self.engine.generate(prompt, sampling, heard)
+                return await self.engine.generate(prompt, sampling, on_tokens)
             except EngineHeldError:
                 await self._let_in()
                 _check_wanted(running)
 
 
-def _check_wanted(running: RunningCall) -> None:
+def _check_wanted(running: InFlightCall) -> None:
     if running.abandoned:
         raise EngineError("its client left before the engine took it")

@@ -14,7 +14,7 @@ from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.ingest.requests.fields import check_recordable
 from rollbook.ingest.tokens.tree import Plan, exactly
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.in_flight import RunningCall, RunningTurn
+from rollbook.ingest.turns.in_flight import InFlightCall, InFlightTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.turns.reply import Reading
 from rollbook.store.events import Json, TurnCompleted, TurnFailed, TurnRequested
@@ -96,7 +96,7 @@ def requested_records(
 
 
 def completed_record(
-    live: LiveTrajectory, turn: RunningTurn, plan: Plan, made: Generation, reading: Reading
+    live: LiveTrajectory, turn: InFlightTurn, plan: Plan, made: Generation, reading: Reading
 ) -> TurnCompleted:
     """The record of a generation."""
     reply = reading.reply(made.completion_ids, made.finish_reason, turn.turn_id)
@@ -127,7 +127,7 @@ def completed_record(
 
 
 def failed_record(
-    live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan, error: BaseException
+    live: LiveTrajectory, running: InFlightCall, turn: InFlightTurn, plan: Plan, error: BaseException
 ) -> TurnFailed:
     """The record of a turn that no engine answered, with the prompt that it had.
 

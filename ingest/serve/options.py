@@ -14,7 +14,7 @@ from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.parts import routing_of
-from rollbook.ingest.engines.sglang.wire import Routing
+from rollbook.ingest.engines.sglang.protocol import Routing
 from rollbook.ingest.engines.weights.log import OWN
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.tokens.bridge import TreePolicy

@@ -16,12 +16,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollbook import store
-from rollbook.ingest.engines.first_look import look_first
+from rollbook.ingest.engines.startup_check import check_engines
 from rollbook.ingest.http.connections import Connections, bounded_http, connections_for, raise_descriptors
 from rollbook.ingest.http.memory import give_back
 from rollbook.ingest.http.web_pages import is_loopback
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.serve.options import ServeOptions, make_engine, model_of, upstream_of
 from rollbook.ingest.serve.proxy import build_app, identity_of
@@ -100,15 +100,15 @@ def _serve_tokens(options: ServeOptions, announce: Announce) -> None:
     with _recorder(options) as recorder:
         identity = identity_of(recorder, options.policy, model)
         engine = made(identity)
-        notes = look_first(engine, identity, model)
+        notes = check_engines(engine, identity, model)
         bridges = Bridges.tested(tokenizer, options.tree)
-        taker = TurnTaker(recorder, engine, bridges, family, options.hold_s)
+        turn_runner = TurnRunner(recorder, engine, bridges, family, options.hold_s)
         config = options.as_json() | {"reply_format": family.name, "refused": bridges.refused}
         digests = (tokenizer.tokenizer_digest, tokenizer.template_digest)
         recorder.append(RunOpened("serve", config, str(model), *digests)).result()
         said = {"reply_format": family.name, "refused": bridges.refused, "notes": notes}
         announce(_started(options, listener, recorder, **said))
-        app = build_app(taker, options.proxy, model.resolve().name, identity)
+        app = build_app(turn_runner, options.proxy, model.resolve().name, identity)
         _run(options, recorder, app, listener)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree
-from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import Json, TrajectoryOpened, TurnCompleted
 
 ARRIVALS_KEPT = 64
@@ -45,7 +45,7 @@ class Contents:
     items: dict[str, list[Any]] = field(default_factory=dict)
     replies: dict[str, str] = field(default_factory=dict)
     outputs: dict[str, Json] = field(default_factory=dict)
-    arrivals: dict[str, RunningCall | tuple[str, ...]] = field(default_factory=dict)
+    arrivals: dict[str, InFlightCall | tuple[str, ...]] = field(default_factory=dict)
     size: int = 0
 
     def take(self, turn: TreeTurn, request: Json | None = None, items: list[Any] | None = None) -> bytes:
@@ -84,7 +84,7 @@ class Contents:
                 named.append(item["id"])
         return named
 
-    def arrived(self, digest: str, what: RunningCall | tuple[str, ...]) -> None:
+    def arrived(self, digest: str, what: InFlightCall | tuple[str, ...]) -> None:
         """Remember what became of a request, for a retry."""
         self.arrivals.pop(digest, None)
         self.arrivals[digest] = what
@@ -110,7 +110,7 @@ class LiveTrajectory:
     lane: str
     contents: Contents | None = field(default_factory=Contents)
     running: int = 0
-    calls: list[RunningCall] = field(default_factory=list)
+    calls: list[InFlightCall] = field(default_factory=list)
     sending: int = 0
     settled: asyncio.Event | None = None
     holds: int = 0
@@ -137,14 +137,14 @@ class LiveTrajectory:
         opening = self.opening is not None and not self.opening.done()
         return not (self.running or self.sending or self.holds or self.finished or opening)
 
-    def begun(self, running: RunningCall, digest: str) -> None:
+    def begun(self, running: InFlightCall, digest: str) -> None:
         """A request is being answered."""
         self.running += 1
         self.calls.append(running)
         self.active_s = time.monotonic()
         self.known.arrived(digest, running)
 
-    def ended(self, running: RunningCall) -> None:
+    def ended(self, running: InFlightCall) -> None:
         """A request was answered, or failed."""
         self.running -= 1
         self.calls.remove(running)

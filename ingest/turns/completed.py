@@ -18,7 +18,7 @@ LOWEST = -9999.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AnsweredTurn:
+class CompletedTurn:
     """One completion: what was asked, what came back."""
 
     requested: TurnRequested
@@ -50,7 +50,7 @@ def created_s(turn_id: str) -> int:
     return int(UUID(turn_id).int >> 80) // 1000
 
 
-def usage_tokens(turns: Sequence[AnsweredTurn]) -> tuple[int, int]:
+def usage_tokens(turns: Sequence[CompletedTurn]) -> tuple[int, int]:
     """(tokens of the prompt, tokens sampled), over the siblings of one request."""
     return turns[0].completed.prompt_length, sum(len(t.completed.completion_ids) for t in turns)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.replies.family import Parsed
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.turns.reply import NOTHING, GrowingReply, Reading
 from rollbook.store.events import TurnRequested
 
 
-class RunningTurn:
-    """One completion of the request. Its ids come in through `hear`."""
+class InFlightTurn:
+    """One completion of the request. Its ids come in through `add`."""
 
     def __init__(
         self, requested: TurnRequested, sampling: Sampling, reading: Reading, *, grows: bool
@@ -46,7 +46,7 @@ class RunningTurn:
         """The turn's id; the engine knows the request by it too."""
         return self.requested.turn_id
 
-    def hear(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         """Take what was sampled."""
         self.ids += ids
         self.logprobs += logprobs or ()
@@ -66,7 +66,7 @@ class RunningTurn:
         return self._certain
 
 
-class RunningCall:
+class InFlightCall:
     """A request while it is answered. `done` is its turns, durable, or why there are none.
 
     Several clients' connections may wait for it: a retry joins the request it repeats.
@@ -75,7 +75,7 @@ class RunningCall:
     def __init__(
         self,
         call: ModelCall,
-        turns: Sequence[RunningTurn],
+        turns: Sequence[InFlightTurn],
         reading: Reading,
         items: list[Any] | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class RunningCall:
         """The record that holds the request; of others the log has only what differs from it."""
         self.rests_on: list[Future[int] | None] = []
         """Appends that must be durable before a reply may end; None is one that was long ago."""
-        self.done: asyncio.Future[list[AnsweredTurn]] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[list[CompletedTurn]] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(self._finished)
         self._listeners: set[asyncio.Event] = set()
         self.abandoned = False
@@ -111,7 +111,7 @@ class RunningCall:
         for event in self._listeners:
             event.set()
 
-    def _finished(self, done: asyncio.Future[list[AnsweredTurn]]) -> None:
+    def _finished(self, done: asyncio.Future[list[CompletedTurn]]) -> None:
         if not done.cancelled():
             done.exception()  # taken note of, also where nobody waits any more
         self.changed()

@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from rollbook.ingest.replies.family import Parsed
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.turns.completed import AnsweredTurn
-from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
 
@@ -43,7 +43,7 @@ class Writer(Protocol):
     def piece(self, choice: int, reasoning: str, content: str, tokens: list[tuple[int, float]]) -> bytes:
         """More of a choice: text that was added, and ids with logprobs that were sampled."""
 
-    def end(self, turns: list[AnsweredTurn]) -> bytes:
+    def end(self, turns: list[CompletedTurn]) -> bytes:
         """The rest, once all is durable."""
 
     def failed(self, error: Json) -> bytes:
@@ -64,7 +64,7 @@ class Endpoint(Protocol):
             RequestError: 400, it is none.
         """
 
-    def reply(self, call: ModelCall, turns: list[AnsweredTurn], tokenizer: ChatTokenizer) -> Json:
+    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
         """The answer as one object."""
 
     def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> Writer:
@@ -87,12 +87,12 @@ class TurnResponse(Response):
 
     def __init__(
         self,
-        running: RunningCall,
+        running: InFlightCall,
         endpoint: Endpoint,
         keep_alive: KeepAlive,
-        headers: Callable[[list[AnsweredTurn] | None], dict[str, str]],
-        sent: Callable[[list[AnsweredTurn], bool], None],
-        abort: Callable[[RunningCall], Any],
+        headers: Callable[[list[CompletedTurn] | None], dict[str, str]],
+        sent: Callable[[list[CompletedTurn], bool], None],
+        abort: Callable[[InFlightCall], Any],
         failure: Callable[[Exception], Json],
         left: Callable[[], None],
     ) -> None:
@@ -173,7 +173,7 @@ class TurnResponse(Response):
                 found.append(writer.piece(choice, *piece))
         return found
 
-    def _rest(self, writer: Writer, shown: list[_Shown], turns: list[AnsweredTurn]) -> list[bytes]:
+    def _rest(self, writer: Writer, shown: list[_Shown], turns: list[CompletedTurn]) -> list[bytes]:
         found = []
         for choice, turn in enumerate(turns):
             whole = Parsed(turn.reply.get("reasoning_content"), turn.reply.get("content") or "", (), ())
@@ -184,7 +184,7 @@ class TurnResponse(Response):
                 found.append(writer.piece(choice, *piece))
         return found
 
-    async def _last(self, client: _Client, turns: list[AnsweredTurn], data: bytes, head: _Head) -> None:
+    async def _last(self, client: _Client, turns: list[CompletedTurn], data: bytes, head: _Head) -> None:
         """Send the end; whether it arrived is known only as far as the client had not gone before."""
         there = not client.gone
         delivered = False
@@ -194,7 +194,7 @@ class TurnResponse(Response):
         finally:
             self._sent(turns, delivered)
 
-    def _head(self, turns: list[AnsweredTurn] | None, kind: str) -> _Head:
+    def _head(self, turns: list[CompletedTurn] | None, kind: str) -> _Head:
         headers = self._make_headers(turns) | {"content-type": kind}
         if kind.startswith("text/event-stream"):
             headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -227,7 +227,7 @@ class _Shown:
 class _Client:
     """The other end of the connection: knows when it has gone."""
 
-    def __init__(self, receive: Any, send: Any, running: RunningCall) -> None:
+    def __init__(self, receive: Any, send: Any, running: InFlightCall) -> None:
         self._receive, self._send, self._running = receive, send, running
         self.begun = False
         self.gone = False

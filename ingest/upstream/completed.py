@@ -66,7 +66,7 @@ def completed_turn(
 
 
 def _told(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
-    told: Json = {"choice": choice.told} if choice.told else {}
+    told: Json = {"choice": choice.extra} if choice.extra else {}
     if reply.error:
         told["error"] = reply.error
     if not exact:

@@ -43,14 +43,14 @@ from rollbook.ingest.requests.json_bounds import check_depth, check_weight
 from rollbook.ingest.requests.large_work import beside
 from rollbook.ingest.trajectories.identity import Identity, identify
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.call_bounds import OUTSIDE_BYTES, check_outside
 from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.turns.request_limits import OUTSIDE_BYTES, check_outside
 from rollbook.ingest.turns.retry import retry_count
 from rollbook.ingest.upstream.credentials import sent_credentials
-from rollbook.ingest.upstream.passage import Passage
-from rollbook.ingest.upstream.passing import Passing
+from rollbook.ingest.upstream.forwarded_call import ForwardedCall
+from rollbook.ingest.upstream.forwarded_response import ForwardedResponse
 from rollbook.ingest.upstream.paths import Paths, meant, paths_of, response_named
-from rollbook.ingest.upstream.record import PassageRecorder
+from rollbook.ingest.upstream.recorder import UpstreamRecorder
 from rollbook.ingest.upstream.references import References, named_ids
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.ingest.upstream.request import read_call
@@ -78,7 +78,7 @@ class UpstreamRoutes:
     upstream: Upstream
     door: FrontDoor
     room: BodyRoom
-    passages: PassageRecorder
+    recording: UpstreamRecorder
     paths: Paths | None = None
     """Those that pass; None: all."""
     session: aiohttp.ClientSession | None = None
@@ -100,40 +100,42 @@ class UpstreamRoutes:
         self.door.check_running(self._running)
         self._running += 1
         try:
-            passing, endpoint = None, meant(path)
+            forwarded, endpoint = None, meant(path)
             if request.method == "POST" and endpoint in ENDPOINTS:
-                passing, raw = await self._asked(request, endpoint, said, caller, raw)
-                if passing is not None:
-                    await self._begin(passing)
+                forwarded, raw = await self._asked(request, endpoint, said, caller, raw)
+                if forwarded is not None:
+                    await self._begin(forwarded)
             else:
-                self.passages.metrics.passed.labels(request.method).inc()
-            return await self._passed(request, path, raw, passing)
+                self.recording.metrics.passed.labels(request.method).inc()
+            return await self._passed(request, path, raw, forwarded)
         except BaseException:
             self._running -= 1
             raise
 
-    async def _passed(self, request: Request, path: str, raw: bytes, passing: Passing | None) -> Response:
+    async def _passed(
+        self, request: Request, path: str, raw: bytes, forwarded: ForwardedCall | None
+    ) -> Response:
         """The reply, once it begins."""
         watch = ClientWatch(request.receive)
         try:
-            reply = await watch.race(self._send(request, path, raw, plain=passing is not None))
+            reply = await watch.race(self._send(request, path, raw, plain=forwarded is not None))
         except BaseException as error:
             watch.close()
             why = _failure(error)
-            if passing is not None:
-                await self._broken_off(passing, why)
+            if forwarded is not None:
+                await self._broken_off(forwarded, why)
             if isinstance(error, ClientGone):
                 self._left()
                 return Response(status_code=499)  # to nobody
             if isinstance(error, aiohttp.ClientError | TimeoutError | OSError | ValueError):
                 raise EngineError(f"{self.upstream.url} cannot be reached: {why}") from error
             raise
-        if passing is not None:
-            passing.replying()
+        if forwarded is not None:
+            forwarded.replying()
         endpoint = meant(path)
-        told = self._told(request, endpoint, passing, reply.status)
+        told = self._told(request, endpoint, forwarded, reply.status)
         secrets = partial(self._secrets, request, raw)
-        return Passage(reply, endpoint, self.passages, passing, watch, told, self._left, secrets)
+        return ForwardedResponse(reply, endpoint, self.recording, forwarded, watch, told, self._left, secrets)
 
     def _secrets(self, request: Request, raw: bytes) -> set[str]:
         """What an error must not repeat on disk."""
@@ -155,20 +157,22 @@ class UpstreamRoutes:
             request.method, target, data=raw or None, headers=headers, allow_redirects=False
         )
 
-    async def _broken_off(self, passing: Passing, why: str) -> None:
-        passing.replying()
+    async def _broken_off(self, forwarded: ForwardedCall, why: str) -> None:
+        forwarded.replying()
         try:
-            self.passages.failed(passing, f"the upstream gave no reply: {why}")
-            await self.passages.durable(passing, delivered=False)
+            self.recording.failed(forwarded, f"the upstream gave no reply: {why}")
+            await self.recording.durable(forwarded, delivered=False)
         finally:
-            passing.left()
+            forwarded.left()
 
-    def _told(self, request: Request, path: str, passing: Passing | None, status: int) -> dict[str, str]:
+    def _told(
+        self, request: Request, path: str, forwarded: ForwardedCall | None, status: int
+    ) -> dict[str, str]:
         """What a reply says beside the upstream's own headers."""
-        if passing is not None:
-            opened = passing.live.opened
+        if forwarded is not None:
+            opened = forwarded.live.opened
             told = {
-                "x-rollbook-turn-id": ",".join(r.turn_id for r in passing.requested),
+                "x-rollbook-turn-id": ",".join(r.turn_id for r in forwarded.requested),
                 "x-rollbook-trajectory-id": opened.trajectory_id,
             }
             return told | (
@@ -179,18 +183,18 @@ class UpstreamRoutes:
     def _left(self) -> None:
         self._running -= 1
 
-    async def _begin(self, passing: Passing) -> None:
+    async def _begin(self, forwarded: ForwardedCall) -> None:
         """Let a request pass, or refuse it where it may not pass unrecorded."""
-        passing.begin()
+        forwarded.begin()
         try:
-            await self.passages.kept(passing)
+            await self.recording.kept(forwarded)
         except BaseException:
-            passing.refused()
+            forwarded.refused()
             raise
 
     async def _asked(
         self, request: Request, path: str, said: Json, caller: Caller, raw: bytes
-    ) -> tuple[Passing | None, bytes]:
+    ) -> tuple[ForwardedCall | None, bytes]:
         """(the request as recorded, or None; the bytes to pass on)
 
         Args:
@@ -205,8 +209,8 @@ class UpstreamRoutes:
             sent, body = await beside(len(plain), self._read, plain)
         except Exception as error:
             if isinstance(error, LimitError):
-                self.passages.metrics.refused(error.code)
-            self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
+                self.recording.metrics.refused(error.code)
+            self.recording.unrecordable(1, f"a request cannot be read: {error!r}")
             return None, raw
         identity = self.door.hinted(identify(said, request.headers, body, caller.key))
         if self.paths is not None and path == "/v1/responses":
@@ -222,13 +226,13 @@ class UpstreamRoutes:
                 live = await self._live(identity, known, call, len(plain), caller)
         except (StoreError, OSError, TimeoutError) as error:
             logging.getLogger(__name__).info("rollbook: a trajectory cannot be read: %r", error)
-            self.passages.unrecordable(1)
+            self.recording.unrecordable(1)
             return None, raw
         arrival = Arrival.kept(path, raw, sent, body, retry_count(request), caller.name)
-        passing = self._recorded(live, call, arrival, redacted=changes_conversation(sent, body))
+        forwarded = self._recorded(live, call, arrival, redacted=changes_conversation(sent, body))
         if self.upstream.ask and path in _TAKES_MORE:
             raw = orjson.dumps(self.upstream.ask | sent)
-        return passing, raw
+        return forwarded, raw
 
     async def _call(self, path: str, body: Json, known: LiveTrajectory | None, size: int) -> ModelCall | None:
         """What is asked; None: it cannot be read."""
@@ -236,7 +240,7 @@ class UpstreamRoutes:
         try:
             return await beside(size, read_call, ENDPOINTS[path], body, references)
         except Exception as error:
-            self.passages.unrecordable(1, f"a request cannot be read: {error!r}")
+            self.recording.unrecordable(1, f"a request cannot be read: {error!r}")
             return None
 
     async def _live(
@@ -248,26 +252,26 @@ class UpstreamRoutes:
             RequestError: it names one that it cannot belong to.
         """
         if identity.name is None and known is not None:
-            again = await self.passages.recorder.recall(known.opened.name)
+            again = await self.recording.recorder.recall(known.opened.name)
             if again is known and not known.finished:
                 return known
         return await self.door.trajectory(identity, call.messages, size, caller.name)
 
     def _recorded(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool
-    ) -> Passing | None:
+    ) -> ForwardedCall | None:
         """The request as recorded; None: it could not be.
 
         Raises:
             RequestError: it may not pass unrecorded.
         """
         try:
-            return self.passages.asked(live, call, arrival, redacted=redacted)
+            return self.recording.asked(live, call, arrival, redacted=redacted)
         except RequestError:
             raise
         except Exception as error:
             logging.getLogger(__name__).exception("rollbook: a request cannot be recorded")
-            self.passages.unrecordable(1, f"a request cannot be recorded: {error!r}")
+            self.recording.unrecordable(1, f"a request cannot be recorded: {error!r}")
             return None
 
     def _read(self, plain: bytes) -> tuple[Json, Json]:
@@ -295,7 +299,7 @@ class UpstreamRoutes:
         """
         if not isinstance(response_id, str):
             return
-        owner, identity = self.passages.owner(response_id), identify(said, request.headers, {}, caller.key)
+        owner, identity = self.recording.owner(response_id), identify(said, request.headers, {}, caller.key)
         if owner is None or not owner.lets(caller, identity.name if identity.explicit else None):
             text = f"no response {response_id[:200]!r} passed here in this trajectory or by this key"
             raise RequestError(404, "unknown_response", text)
@@ -306,11 +310,11 @@ class UpstreamRoutes:
         Raises:
             RequestError: 409, another proxy writes it.
         """
-        recorder = self.passages.recorder
+        recorder = self.recording.recorder
         if identity.name is not None:
             await recorder.recall(identity.name)
             return recorder.find(identity.name)
-        known = self.passages.referred(body, caller)
+        known = self.recording.referred(body, caller)
         return None if known is None else await recorder.recall(known.opened.name)
 
 
@@ -332,10 +336,10 @@ def build_upstream_app(
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     recorder.on_events, recorder.on_lost = KeyWatch(metrics.registry).take, metrics.lost_events.inc
     refuses = options.on_store_failure == "refuse"
-    passages = PassageRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
-    passages.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
+    recording = UpstreamRecorder(recorder, metrics, options.redactor, policy, refuses=refuses)
+    recording.room = ReplyRoom(options.max_reply_bytes, 4 * options.max_reply_bytes)
     paths = paths_of(upstream.passes) if upstream.secrets else None
-    routes = UpstreamRoutes(upstream, door, room, passages, paths)
+    routes = UpstreamRoutes(upstream, door, room, recording, paths)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -384,7 +388,7 @@ def _add_health(app: FastAPI, recorder: Recorder, routes: UpstreamRoutes, metric
             "lane": recorder.lane,
             "engine": "upstream",
             "policy_version": None,
-            "unrecorded": routes.passages.unrecorded,
+            "unrecorded": routes.recording.unrecorded,
             **routes.door.options.keys.trouble(),
         }
         return recorder.redactor.fields(told)

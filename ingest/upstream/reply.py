@@ -29,7 +29,7 @@ class UpstreamChoice:
         prompt_ids: what is told beside it as the ids of its prompt, whatever that is, or None.
         ids: sampled token ids, or None.
         logprobs: one for each of them, or None.
-        told: what the upstream says of the choice besides.
+        extra: the other fields of the choice, as the upstream sent them.
     """
 
     message: Json
@@ -37,13 +37,13 @@ class UpstreamChoice:
     index: int = 0
     ids: list[int] | None = None
     logprobs: list[float] | None = None
-    told: Json = field(default_factory=dict)
+    extra: Json = field(default_factory=dict)
     prompt_ids: Any = None
 
     def without_tokens(self) -> UpstreamChoice:
         """The text alone: tokens spell what was taken out of it."""
-        told = {k: v for k, v in self.told.items() if k != "logprobs"}
-        return replace(self, ids=None, logprobs=None, told=told, prompt_ids=None)
+        told = {k: v for k, v in self.extra.items() if k != "logprobs"}
+        return replace(self, ids=None, logprobs=None, extra=told, prompt_ids=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _anthropic(body: Json) -> UpstreamReply:
         for b in blocks
     )
     reason = _ANTHROPIC_REASONS.get(body.get("stop_reason") or "", body.get("stop_reason"))
-    choice = UpstreamChoice(message, reason, told={} if plain else {"content": blocks})
+    choice = UpstreamChoice(message, reason, extra={} if plain else {"content": blocks})
     return UpstreamReply((choice,), None, _without(body, "content", "role", "type"))
 
 
@@ -224,7 +224,7 @@ def _response(body: Json) -> UpstreamReply:
         message["tool_calls"] = calls
     elif len(message) == 2 and message["content"] is None:
         message["content"] = ""
-    choice = UpstreamChoice(message, _ended(body, calls), told={"output": output} if output else {})
+    choice = UpstreamChoice(message, _ended(body, calls), extra={"output": output} if output else {})
     return UpstreamReply((choice,), None, rest)
 
 

@@ -16,7 +16,7 @@ from rollbook.ingest.engines import fleet as fleets
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.recording.restore import restored
-from rollbook.ingest.turns.in_flight import RunningTurn
+from rollbook.ingest.turns.in_flight import InFlightTurn
 from rollbook.store.errors import EngineLostError
 from rollbook.store.events import Event, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.fold.trajectory import Trajectory
@@ -46,12 +46,12 @@ class Mortal(PlayedEngine):
         """Only while it lives."""
         await self.start(None)
 
-    async def generate(self, prompt: Any, sampling: Any, heard: Any = lambda ids, logprobs: None) -> Any:
+    async def generate(self, prompt: Any, sampling: Any, on_tokens: Any = lambda ids, logprobs: None) -> Any:
         """Play, or fail when it is killed."""
 
         def told(ids: Any, logprobs: Any) -> None:
             self.heard += len(ids)
-            heard(ids, logprobs)
+            on_tokens(ids, logprobs)
 
         answer = asyncio.ensure_future(super().generate(prompt, sampling, told))
         killed = asyncio.ensure_future(self.killed.wait())
@@ -79,10 +79,10 @@ def only(proxy: Any) -> Trajectory:
     return found
 
 
-def hears(turn: RunningTurn, proxy: Any) -> None:
+def hears(turn: InFlightTurn, proxy: Any) -> None:
     """The turn gets its first tokens."""
     ids = proxy.one.tokenizer.encode("Gone").tolist()
-    turn.hear(ids, [-1.0] * len(ids))
+    turn.add(ids, [-1.0] * len(ids))
 
 
 def check_asked_again(trajectory: Trajectory, said: str) -> None:
@@ -134,12 +134,12 @@ def test_a_sync_that_begins_just_as_a_request_was_let_in(two: Any, monkeypatch: 
         if not begun:
             begun.append(True)
             for url in URLS:
-                two.engine.heard(SyncStarted("actor", 1, "s", url, "disk"))
+                two.engine.on_sync(SyncStarted("actor", 1, "s", url, "disk"))
             asyncio.get_running_loop().call_later(0.05, finish)
 
     def finish() -> None:
         assert (two.one.prompts, two.other.prompts) == ([], [])
-        two.engine.heard(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
+        two.engine.on_sync(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
 
     async def scenario() -> Any:
         return await two.exchange("/t/a/v1/chat/completions", asked("chat")).end()
@@ -173,7 +173,7 @@ def test_nothing_of_a_failed_turn_is_sent_while_another_engine_is_waited_for(two
 
     async def scenario() -> Any:
         two.other.pace = asyncio.Semaphore(0)
-        two.engine.heard(SyncStarted("actor", 1, "s", URLS[1], "disk"))
+        two.engine.on_sync(SyncStarted("actor", 1, "s", URLS[1], "disk"))
         exchange = two.exchange("/t/a/v1/chat/completions", asked("chat", stream=True))
         await exchange.until(lambda: two.one.prompts)
         running = two.recorder.find("a").calls[0]
@@ -183,7 +183,7 @@ def test_nothing_of_a_failed_turn_is_sent_while_another_engine_is_waited_for(two
         running.changed()
         await asyncio.sleep(0.02)
         assert not exchange.status
-        two.engine.heard(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
+        two.engine.on_sync(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
         two.other.pace = None
         return await exchange.end()
 
@@ -236,7 +236,7 @@ def test_a_client_that_leaves_meanwhile_is_not_asked_for_again(two: Any) -> None
     """Nobody waits for the answer: the turn that was to be asked anew fails, and no engine gets it."""
 
     async def scenario() -> None:
-        two.engine.heard(SyncStarted("actor", 1, "s", URLS[1], "disk"))
+        two.engine.on_sync(SyncStarted("actor", 1, "s", URLS[1], "disk"))
         exchange = two.exchange("/t/a/v1/chat/completions", asked("chat"))
         await exchange.until(lambda: two.one.prompts)
         running = two.recorder.find("a").calls[0]
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_meanwhile_is_not_asked_for_again(two: Any) -> None
         await exchange.until(lambda: "instead_of" in running.turns[0].requested.wire)
         exchange.leave()
         await exchange.until(lambda: running.abandoned)
-        two.engine.heard(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
+        two.engine.on_sync(SyncFinished("actor", 1, "s", URLS[1], 1, 0.1))
         await exchange.until(running.done.done)
 
     two.run(scenario())
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_meanwhile_is_not_asked_for_again(two: Any) -> None
 
 def test_engines_that_die_one_after_the_other(two: Any) -> None:
     """There is an end to asking: the client is told, every turn of it has failed, and a retry is answered."""
-    two.taker.hold_s = 0.2
+    two.turn_runner.hold_s = 0.2
 
     def dies(prompt: Any, sampling: Any) -> Any:
         return EngineLostError("this one too")

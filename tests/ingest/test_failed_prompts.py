@@ -47,7 +47,7 @@ def test_a_request_that_no_engine_took(played: Any) -> None:
     """It waited until nobody would wait longer: what would have been sent is there."""
     proxy = played()
     proxy.engine.doors.clear()
-    proxy.taker.hold_s = 0.05
+    proxy.turn_runner.hold_s = 0.05
     assert proxy.ask(f"/t/t{CHAT}", asked("chat")).status == 503
     trajectory, (turn,) = turns(proxy, "t")
     proxy.engine.doors.set()

@@ -374,7 +374,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Want of descriptors makes nobody deaf for good: it says so, goes on, and nothing is left out."""
-    monkeypatch.setattr("rollbook.ingest.serve.follow.AGAIN_S", 0.01)
+    monkeypatch.setattr("rollbook.ingest.serve.follow.RETRY_S", 0.01)
     log = store.open(tmp_path / "store", create=True)
     said: list[str | None] = []
     heard: list[Event] = []

@@ -16,7 +16,7 @@ from rollbook.ingest.trajectories.live import LiveTrajectory
 def proxy(played: Any) -> Any:
     """A proxy that holds requests for 0.15 s, with an engine whose doors are closed."""
     proxy = played()
-    proxy.taker.hold_s = 0.15
+    proxy.turn_runner.hold_s = 0.15
     proxy.engine.doors.clear()
     return proxy
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rollbook.ingest.engines.identify import BusyError
 from rollbook.ingest.engines.sglang.http import SglangServer
-from rollbook.ingest.engines.sglang.wire import Routing, check_preferred, check_version
+from rollbook.ingest.engines.sglang.protocol import Routing, check_preferred, check_version
 from rollbook.ingest.engines.weights.name import read_name
 from rollbook.store.errors import EngineError, EngineLostError, VersionError
 from rollbook.store.events import Json
@@ -29,7 +29,7 @@ class Weights(Protocol):
     def gave(self, name: str) -> bool:
         """Whether a server got the name from here, bound or not."""
 
-    async def hear(self) -> None:
+    async def refresh(self) -> None:
         """Take what has been bound by now."""
 
     async def identify(self, server: SglangServer) -> int:
@@ -151,7 +151,7 @@ class Servers:
 
     async def _verified(self, server: SglangServer) -> int:
         name = str((await server.model_info()).get("weight_version"))
-        await self.weights.hear()
+        await self.weights.refresh()
         first = server.url not in self._met
         self._met.add(server.url)
         if (version := self.weights.version_of(name)) is not None:

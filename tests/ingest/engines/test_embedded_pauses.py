@@ -25,7 +25,7 @@ SEEDS = range(6)
 
 
 def _prompt(served: Any, text: str = "What is 37 plus 58?", name: str = "") -> Prompt:
-    tokenizer = served.taker.bridges.tokenizer
+    tokenizer = served.turn_runner.bridges.tokenizer
     messages = [{"role": "user", "content": text}]
     return Prompt(tokenizer.encode(tokenizer.render(messages, None, generate=True)), messages, None, name)
 

@@ -25,7 +25,7 @@ from rollbook.client.tail import HttpTail, Message, read_messages
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.http import event_streams
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.detect import FAMILIES
 from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges
@@ -285,8 +285,8 @@ class Hosted:
         self.store = rb.open(path, create=True)
         recorder = Recorder(self.store, "serve", "default")
         engine = ScriptedEngine(tokenizer, lambda messages, tools: "yes")
-        taker = TurnTaker(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
-        self.app = build_app(taker)
+        turn_runner = TurnRunner(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
+        self.app = build_app(turn_runner)
         self.streams = self.app.state.streams
         self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error"))
         self.streams.stopping = lambda: self.server.should_exit

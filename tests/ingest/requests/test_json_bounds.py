@@ -16,7 +16,7 @@ from streamed import KINDS, PATHS, asked
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.requests import json_bounds
 from rollbook.ingest.requests.json_bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight
-from rollbook.ingest.turns import call_bounds
+from rollbook.ingest.turns import request_limits
 from rollbook.store.errors import LimitError
 
 VALUES = st.recursive(
@@ -184,7 +184,7 @@ def test_what_is_beside_the_conversation(played: Any) -> None:
 
 def test_too_many_messages(proxy: Any) -> None:
     """Ten thousand pass, as far as the context goes; one more does not."""
-    messages = [{"role": "user", "content": "x"}] * (call_bounds.MOST_MESSAGES + 1)
+    messages = [{"role": "user", "content": "x"}] * (request_limits.MOST_MESSAGES + 1)
     assert _refused(proxy, "/t/many/v1/chat/completions", {"messages": messages}) == (400, "field_too_large")
 
 

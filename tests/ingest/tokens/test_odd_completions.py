@@ -311,7 +311,7 @@ def test_a_quarantined_conversation_goes_on_after_a_restart(desk: Any) -> None:
         live = d.recorder.unnamed(chain_all(messages))
         raw = orjson.dumps({"messages": messages})
         call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
-        [turn] = await d.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done
+        [turn] = await d.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done
         return live.opened.name, turn.turn_id
 
     name, first = d.runner.run(take(asked))

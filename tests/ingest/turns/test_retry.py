@@ -166,7 +166,7 @@ def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: Any) -> None:
         await asyncio.sleep(0.01)
         first.leave()
         await first.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     engine.pace = None
@@ -192,7 +192,7 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: p
         await first.end()
         for _ in range(50):
             engine.pace.release()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     class Gone(respond._Client):
         """One that went in the very moment in which the reply was there."""

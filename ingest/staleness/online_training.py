@@ -9,7 +9,7 @@ from rollbook.store.events import RunOpened
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class OnlineTraining:
     """An online training that the log says is under way.
 
     Attributes:
@@ -31,7 +31,7 @@ class Training:
         return split in self.splits and (self.group_size == 1 or group is not None)
 
 
-def training_of(opened: RunOpened) -> Training | None:
+def training_of(opened: RunOpened) -> OnlineTraining | None:
     """The training that a `run.opened` says begins: on the log's tail, staleness bounded, steps left."""
     config = opened.config
     if opened.command != "train" or config.get("source") != "tail":
@@ -47,6 +47,6 @@ def training_of(opened: RunOpened) -> Training | None:
         left = config["steps"] - config["steps_done"]
         admitted = config["admission"]["hold"] and recipe["max_staleness"] is not None
         splits = frozenset(recipe["splits"])
-        return Training(policy, config["policy"], size, splits, left) if admitted and left > 0 else None
+        return OnlineTraining(policy, config["policy"], size, splits, left) if admitted and left > 0 else None
     except (KeyError, TypeError):
         return None  # a release before this one's, which held nothing back

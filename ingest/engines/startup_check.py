@@ -1,4 +1,4 @@
-"""What is found out about engines before anything is recorded, so that what cannot work is said at once."""
+"""Checks of the engines before anything is recorded, so that a setup that cannot work fails at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.model_match import differences
 
 
-def look_first(engine: Engine, identity: Identity, model: Path) -> list[str]:
-    """See that an engine can be used; what its user should know besides, a sentence each.
+def check_engines(engine: Engine, identity: Identity, model: Path) -> list[str]:
+    """Check that an engine can be used, and return notes for its user, a sentence each.
 
     Args:
         model: the directory whose tokenizer and template make the ids.
@@ -23,8 +23,8 @@ def look_first(engine: Engine, identity: Identity, model: Path) -> list[str]:
     """
     if not isinstance(engine, Fleet):
         return []
-    told = asyncio.run(engine.look())
-    notes = [f"{url} {text}" for url, info in told for text in differences(model, info)]
+    answers = asyncio.run(engine.look())
+    notes = [f"{url} {text}" for url, info in answers for text in differences(model, info)]
     for member in engine.members:
         if (held := member.engine.held()) is not None:
             identity.log.check(*held, f"{model}")

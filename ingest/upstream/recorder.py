@@ -20,12 +20,12 @@ from rollbook.ingest.requests.fields import check_recordable
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.upstream.completed import completed_turn
-from rollbook.ingest.upstream.passing import (
+from rollbook.ingest.upstream.forwarded_call import (
     CONTEXT,
-    Passing,
+    ForwardedCall,
     Placed,
     grown_turn,
     of_choice,
@@ -71,7 +71,7 @@ class Owner:
 
 
 @dataclass(slots=True, eq=False)
-class PassageRecorder:
+class UpstreamRecorder:
     """Writes what passes into a recorder's log; where the log fails it raises only if it is told to."""
 
     recorder: Recorder
@@ -125,7 +125,7 @@ class PassageRecorder:
         writer = self.recorder.writer
         return writer.failure or writer.waiting or "it does not become durable in time"
 
-    async def kept(self, passing: Passing) -> None:
+    async def kept(self, forwarded: ForwardedCall) -> None:
         """Where nothing may pass unrecorded, wait until what is known of a request so far is durable.
 
         Raises:
@@ -134,7 +134,7 @@ class PassageRecorder:
         if not self.refuses:
             return
         try:
-            await all_durable([*passing.rests_on, passing.written])
+            await all_durable([*forwarded.rests_on, forwarded.written])
         except (WriteFailedError, UnstorableError) as error:
             text = f"{error}: what cannot be recorded is refused (--on-store-failure refuse)"
             raise RequestError(503, "store_failed", text) from error
@@ -153,7 +153,7 @@ class PassageRecorder:
 
     def asked(
         self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool = False
-    ) -> Passing | None:
+    ) -> ForwardedCall | None:
         """Record a request, before it is passed on. None: it could not be."""
         asked = asked_prompts(call)
         if self.recorder.writer.failure:
@@ -168,18 +168,18 @@ class PassageRecorder:
             self._placed(live, call, messages, request_id, wire | which_prompt(asked, prompt))
             for prompt, messages in enumerate(asked.prompts)
         ]
-        passing = Passing(live, call, asked, placed, [], redacted)
-        passing.requested = [of_choice(passing, choice) for choice in range(asked.choices)]
-        first = passing.requested[0]
+        forwarded = ForwardedCall(live, call, asked, placed, [], redacted)
+        forwarded.requested = [of_choice(forwarded, choice) for choice in range(asked.choices)]
+        first = forwarded.requested[0]
         check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
-        siblings = (as_sibling(turn, first) for turn in passing.requested[1:])
-        passing.rests_on = [self.recorder.record_opening(live, first, *siblings)]
+        siblings = (as_sibling(turn, first) for turn in forwarded.requested[1:])
+        forwarded.rests_on = [self.recorder.record_opening(live, first, *siblings)]
         self.recorder.flush()  # at once: the log is to say so whatever comes of it
-        passing.rests_on.insert(0, live.opening)
+        forwarded.rests_on.insert(0, live.opening)
         for prompt in placed:
             if prompt.echoed is not None:
                 self.recorder.mark_delivered(live, prompt.echoed.turn_id, "echoed")
-        return passing
+        return forwarded
 
     def _placed(
         self, live: LiveTrajectory, call: ModelCall, sent: list[Json], request_id: str, wire: Json
@@ -210,60 +210,60 @@ class PassageRecorder:
         )
         return Placed(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
 
-    def _append(self, passing: Passing, *records: Record) -> None:
+    def _append(self, forwarded: ForwardedCall, *records: Record) -> None:
         """Append at once, behind what was noted: whoever settles from now on waits for these too.
 
         Nothing is written of a request that the log does not have: `durable` counts it.
         """
-        if not any_lost(passing.rests_on):
-            passing.written = self.recorder.append(*records)
+        if not any_lost(forwarded.rests_on):
+            forwarded.written = self.recorder.append(*records)
 
-    def settle(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> None:
+    def settle(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> None:
         """Record what came back, at once: the client's next request may be here before the disk is.
 
         Args:
             ended: the reply came to its end by itself.
         """
-        passing.settled = True
-        self._own(passing, reply)
+        forwarded.settled = True
+        self._own(forwarded, reply)
         if ended and reply.rest.get("status") in ("queued", "in_progress"):
             self.lost(1, "a response in the background is asked for later, by requests that only pass")
-        if any_lost(passing.rests_on):
+        if any_lost(forwarded.rests_on):
             return  # of a request that the log does not have, nothing is known: `durable` counts it
         try:
-            records = self._outcome(passing, reply, ended=ended)
+            records = self._outcome(forwarded, reply, ended=ended)
         except Exception as error:
-            passing.answered.clear()
-            self.lost(len(passing.requested), f"a reply has no stored form: {error!r}")
+            forwarded.answered.clear()
+            self.lost(len(forwarded.requested), f"a reply has no stored form: {error!r}")
             logging.getLogger(__name__).exception("rollbook: a reply cannot be recorded")
-            self._append(passing, *_failed(passing, f"the reply cannot be recorded: {error!r}"))
+            self._append(forwarded, *_failed(forwarded, f"the reply cannot be recorded: {error!r}"))
             return
-        self._append(passing, *records)
+        self._append(forwarded, *records)
 
-    def _own(self, passing: Passing, reply: UpstreamReply) -> None:
+    def _own(self, forwarded: ForwardedCall, reply: UpstreamReply) -> None:
         """Remember whose a response and its items are, that its agent may ask for or name by their ids."""
-        if passing.call.endpoint == "/v1/responses":
-            owner = Owner(passing.live.opened.name, passing.requested[0].wire.get("key"))
-            outputs = [i.get("id") for choice in reply.choices for i in choice.told.get("output", ())]
+        if forwarded.call.endpoint == "/v1/responses":
+            owner = Owner(forwarded.live.opened.name, forwarded.requested[0].wire.get("key"))
+            outputs = [i.get("id") for choice in reply.choices for i in choice.extra.get("output", ())]
             self._owners.update({i: owner for i in (reply.rest.get("id"), *outputs) if isinstance(i, str)})
             while len(self._owners) > RESPONSES_KEPT:
                 self._owners.popitem(last=False)
 
-    def _outcome(self, passing: Passing, reply: UpstreamReply, *, ended: bool) -> list[Record]:
+    def _outcome(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> list[Record]:
         """The records of a reply; its completed turns may be extended from now on."""
         if not reply.choices:
             text = "the upstream's reply holds no completion, or ended before one"
-            return _failed(passing, f"the upstream says: {reply.error}" if reply.error else text)
-        if passing.redacted:
+            return _failed(forwarded, f"the upstream says: {reply.error}" if reply.error else text)
+        if forwarded.redacted:
             reply = reply.without_tokens()
-        took = {"engine_us": int((time.perf_counter() - passing.begun_s) * 1e6)}
-        unasked = [c.index for c in reply.choices if c.index >= len(passing.requested)]
-        siblings = [of_choice(passing, index) for index in unasked]
+        took = {"engine_us": int((time.perf_counter() - forwarded.begun_s) * 1e6)}
+        unasked = [c.index for c in reply.choices if c.index >= len(forwarded.requested)]
+        siblings = [of_choice(forwarded, index) for index in unasked]
         choices = {choice.index: choice for choice in reply.choices}
-        prompts = prompt_ids(passing.asked, reply)
-        records: list[Record] = [as_sibling(turn, passing.requested[0]) for turn in siblings]
+        prompts = prompt_ids(forwarded.asked, reply)
+        records: list[Record] = [as_sibling(turn, forwarded.requested[0]) for turn in siblings]
         made: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
-        for requested in (*passing.requested, *siblings):
+        for requested in (*forwarded.requested, *siblings):
             choice = choices.get(requested.wire.get("choice", 0))
             if choice is None:
                 text = "the upstream gave no such choice"
@@ -277,43 +277,43 @@ class PassageRecorder:
                 policy=self.policy,
                 timings=took,
                 ended=ended and not reply.error,
-                redacted=passing.redacted,
+                redacted=forwarded.redacted,
             )
             check_recordable([completed.reply, completed.upstream])
             records.append(completed)
-            made.append((requested, completed, grown_turn(passing, requested, completed)))
-        passing.requested += siblings
+            made.append((requested, completed, grown_turn(forwarded, requested, completed)))
+        forwarded.requested += siblings
         for requested, completed, turn in made:
-            passing.answered.append(AnsweredTurn(requested, completed))
-            self._take(passing, requested, completed, turn)
+            forwarded.answered.append(CompletedTurn(requested, completed))
+            self._take(forwarded, requested, completed, turn)
         return records
 
     def _take(
-        self, passing: Passing, requested: TurnRequested, completed: TurnCompleted, turn: TreeTurn
+        self, forwarded: ForwardedCall, requested: TurnRequested, completed: TurnCompleted, turn: TreeTurn
     ) -> None:
-        live = passing.live
+        live = forwarded.live
         if live.contents is None:
             return  # written off meanwhile: it is read back from the log
-        items, _ = known_items(live, requested.base_turn_id, passing.call)
+        items, _ = known_items(live, requested.base_turn_id, forwarded.call)
         self.recorder.trajectories.take(live, turn, requested.request, items, completed)
 
-    def failed(self, passing: Passing, error: str) -> None:
+    def failed(self, forwarded: ForwardedCall, error: str) -> None:
         """Record that nothing came back."""
-        passing.settled = True
-        self._append(passing, *_failed(passing, error))
+        forwarded.settled = True
+        self._append(forwarded, *_failed(forwarded, error))
 
-    async def durable(self, passing: Passing, *, delivered: bool) -> None:
+    async def durable(self, forwarded: ForwardedCall, *, delivered: bool) -> None:
         """Wait for the disk, and count what it did not take."""
         try:
-            await all_durable([*passing.rests_on, passing.written])
+            await all_durable([*forwarded.rests_on, forwarded.written])
         except (WriteFailedError, UnstorableError) as error:
-            self.lost(len(passing.requested), "" if isinstance(error, WriteFailedError) else str(error))
+            self.lost(len(forwarded.requested), "" if isinstance(error, WriteFailedError) else str(error))
             return
-        for turn in passing.answered:
+        for turn in forwarded.answered:
             if delivered:
-                self.recorder.mark_delivered(passing.live, turn.turn_id, "sent")
+                self.recorder.mark_delivered(forwarded.live, turn.turn_id, "sent")
             self.metrics.answered(turn, delivered=delivered)
 
 
-def _failed(passing: Passing, error: str) -> list[Record]:
-    return [TurnFailed(r.trajectory_id, r.turn_id, error) for r in passing.requested]
+def _failed(forwarded: ForwardedCall, error: str) -> list[Record]:
+    return [TurnFailed(r.trajectory_id, r.turn_id, error) for r in forwarded.requested]

@@ -15,9 +15,9 @@ from rollbook.ingest.recording.redact import Redactor, changes_conversation
 from rollbook.ingest.requests.json_bounds import check_weight
 from rollbook.ingest.requests.large_work import LARGE_BYTES, aside
 from rollbook.ingest.upstream.credentials import given_cookies
-from rollbook.ingest.upstream.passing import Passing
+from rollbook.ingest.upstream.forwarded_call import ForwardedCall
 from rollbook.ingest.upstream.prompts import MOST_CHOICES
-from rollbook.ingest.upstream.record import PassageRecorder
+from rollbook.ingest.upstream.recorder import UpstreamRecorder
 from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
 from rollbook.ingest.upstream.reply_copy import ReplyCopy
 from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
@@ -29,7 +29,7 @@ ERROR_LENGTH = 2000
 """Of an upstream's error, so many characters are recorded."""
 
 
-class Passage(Response):
+class ForwardedResponse(Response):
     """Sends what the upstream says, and has it recorded.
 
     Args:
@@ -43,16 +43,16 @@ class Passage(Response):
         self,
         reply: aiohttp.ClientResponse,
         path: str,
-        passages: PassageRecorder,
-        passing: Passing | None,
+        recording: UpstreamRecorder,
+        forwarded: ForwardedCall | None,
         watch: ClientWatch,
         told: dict[str, str],
         left: Callable[[], None],
         secrets: Callable[[], set[str]] = set,
     ) -> None:
-        self._reply, self._path, self._passages, self._passing = reply, path, passages, passing
+        self._reply, self._path, self._recording, self._forwarded = reply, path, recording, forwarded
         self._watch, self._told, self._left, self._secrets = watch, told, left, secrets
-        self._copy = ReplyCopy(passages.room)
+        self._copy = ReplyCopy(recording.room)
         self._ended = self._delivered = False
         self.background = None
 
@@ -66,31 +66,31 @@ class Passage(Response):
             self._watch.close()
             self._reply.close()
             self._left()
-            if self._passing is not None:
-                await self._close(self._passing)
+            if self._forwarded is not None:
+                await self._close(self._forwarded)
 
     async def _pass_on(self, send: Any) -> None:
-        reply, passing = self._reply, self._passing
+        reply, forwarded = self._reply, self._forwarded
         ours = {name.encode(): value.encode("latin-1") for name, value in self._told.items()}
         theirs = [(name, value) for name, value in end_to_end(reply.raw_headers) if name not in ours]
         await send(
             {"type": "http.response.start", "status": reply.status, "headers": [*theirs, *ours.items()]}
         )
         left = int(reply.headers.get("content-length", -1))
-        finder = EndFinder(self._path) if passing is not None and self._streams else None
+        finder = EndFinder(self._path) if forwarded is not None and self._streams else None
         async for data in reply.content.iter_any():
-            if passing is not None:
+            if forwarded is not None:
                 self._copy.add(data)
                 left -= len(data)
                 # The client may act on the end before we hear that there is no more.
                 if left == 0 or (finder is not None and finder.feed(data)):
-                    await self._settle(passing, ended=True)
-                    await self._passages.kept(passing)
+                    await self._settle(forwarded, ended=True)
+                    await self._recording.kept(forwarded)
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._delivered = self._ended and not self._watch.gone
-        if passing is not None:
-            await self._settle(passing, ended=True)
-            await self._passages.kept(passing)
+        if forwarded is not None:
+            await self._settle(forwarded, ended=True)
+            await self._recording.kept(forwarded)
         there = not self._watch.gone
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self._delivered = self._delivered or there
@@ -99,50 +99,50 @@ class Passage(Response):
     def _streams(self) -> bool:
         return "event-stream" in self._reply.headers.get("content-type", "")
 
-    async def _close(self, passing: Passing) -> None:
+    async def _close(self, forwarded: ForwardedCall) -> None:
         try:
-            await self._settle(passing, ended=self._ended)
-            await self._passages.durable(passing, delivered=self._delivered)
+            await self._settle(forwarded, ended=self._ended)
+            await self._recording.durable(forwarded, delivered=self._delivered)
         finally:
-            passing.left()
+            forwarded.left()
 
-    async def _settle(self, passing: Passing, *, ended: bool) -> None:
+    async def _settle(self, forwarded: ForwardedCall, *, ended: bool) -> None:
         """Record what came, once; whatever happens, the reply passes on.
 
         A client that leaves meanwhile cuts it short: then it is done again at the end.
         """
-        if passing.settled:
+        if forwarded.settled:
             return
         self._ended = ended
         try:
             if self._copy.given_up:
-                text = f"a reply of more than {self._passages.room.each} bytes, or the largest of too many"
+                text = f"a reply of more than {self._recording.room.each} bytes, or the largest of too many"
                 raise LimitError(413, "reply_too_large", f"{text}: it passed on, see --max-reply-mb")
-            found = await self._understood(passing)
+            found = await self._understood(forwarded)
             if isinstance(found, str):
-                self._passages.failed(passing, found)
+                self._recording.failed(forwarded, found)
             else:
-                self._passages.settle(passing, found, ended=ended)
+                self._recording.settle(forwarded, found, ended=ended)
         except Exception as error:
-            self._unreadable(passing, error)
+            self._unreadable(forwarded, error)
         self._copy.close()
 
-    def _unreadable(self, passing: Passing, error: Exception) -> None:
+    def _unreadable(self, forwarded: ForwardedCall, error: Exception) -> None:
         if isinstance(error, LimitError):
-            self._passages.metrics.refused(error.code)
+            self._recording.metrics.refused(error.code)
         elif not isinstance(error, RequestError):
             logging.getLogger(__name__).exception("rollbook: a reply cannot be read")
-        self._passages.lost(len(passing.requested), f"a reply cannot be read: {error!r}")
+        self._recording.lost(len(forwarded.requested), f"a reply cannot be read: {error!r}")
         why = error.message if isinstance(error, RequestError) else type(error).__name__
-        self._passages.failed(passing, f"the reply cannot be read: {why}")
+        self._recording.failed(forwarded, f"the reply cannot be read: {why}")
 
-    async def _understood(self, passing: Passing) -> UpstreamReply | str:
+    async def _understood(self, forwarded: ForwardedCall) -> UpstreamReply | str:
         """The reply, or the error that it is; found in a thread where that takes long."""
         data, encoding = self._copy.whole(), self._reply.headers.get("content-encoding", "")
         # An error is searched for the secrets of its request, which may be large.
         if len(data) > LARGE_BYTES or codings(encoding) or self._reply.status >= 400:
-            return await aside(self._read, passing, data, encoding)
-        return self._read(passing, data, encoding)
+            return await aside(self._read, forwarded, data, encoding)
+        return self._read(forwarded, data, encoding)
 
     def _error(self, data: bytes) -> str:
         text = self._redactor().text(data[: 4 * ERROR_LENGTH].decode(errors="replace"))
@@ -151,19 +151,19 @@ class Passage(Response):
     def _redactor(self) -> Redactor:
         """What takes out of an error also what this request and this reply had for secrets."""
         known = self._secrets() | given_cookies(self._reply.raw_headers)
-        return self._passages.redactor.knowing(known)
+        return self._recording.redactor.knowing(known)
 
-    def _read(self, passing: Passing, data: bytes, encoding: str) -> UpstreamReply | str:
-        data = decoded(data, encoding, self._passages.room.each, whole=False)
+    def _read(self, forwarded: ForwardedCall, data: bytes, encoding: str) -> UpstreamReply | str:
+        data = decoded(data, encoding, self._recording.room.each, whole=False)
         if self._reply.status >= 400:
             return self._error(data)
         check_weight(data)
         body: Any = gathered(self._path, events_of(data)) if self._streams else json_of(data)
         if not isinstance(body, dict):
             return read_reply(self._path, {})
-        redactor = self._redactor() if body.get("error") else self._passages.redactor
+        redactor = self._redactor() if body.get("error") else self._recording.redactor
         clean: Json = redactor.body(body)
-        passing.redacted = passing.redacted or changes_conversation(body, clean)
+        forwarded.redacted = forwarded.redacted or changes_conversation(body, clean)
         reply = read_reply(self._path, clean)
         if len(reply.choices) > MOST_CHOICES:
             raise LimitError(413, "reply_too_large", f"a reply of {len(reply.choices)} choices")

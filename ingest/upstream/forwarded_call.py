@@ -10,7 +10,7 @@ from rollbook.ingest.recording.turn_records import known_items
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.upstream.prompts import AskedPrompts
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
@@ -36,7 +36,7 @@ class Placed:
 
 
 @dataclass(slots=True, eq=False)
-class Passing:
+class ForwardedCall:
     """A request on its way: its turns, one for each completion that was asked for.
 
     Attributes:
@@ -57,7 +57,7 @@ class Passing:
     begun_s: float = field(default_factory=time.perf_counter)
     rests_on: list[Future[int] | None] = field(default_factory=list)
     written: Future[int] | None = None
-    answered: list[AnsweredTurn] = field(default_factory=list)
+    answered: list[CompletedTurn] = field(default_factory=list)
     settled: bool = False
 
     def begin(self) -> None:
@@ -85,10 +85,10 @@ def which_prompt(asked: AskedPrompts, prompt: int) -> Json:
     return {"prompt": prompt} if len(asked.prompts) > 1 else {}
 
 
-def of_choice(passing: Passing, choice: int) -> TurnRequested:
+def of_choice(forwarded: ForwardedCall, choice: int) -> TurnRequested:
     """The request for one completion. Its messages are those of the first one of its prompt, said once."""
-    prompt, each = passing.asked.of(choice), passing.asked.each
-    placed = passing.placed[prompt or 0]
+    prompt, each = forwarded.asked.of(choice), forwarded.asked.each
+    placed = forwarded.placed[prompt or 0]
     first = placed.requested
     if prompt is None:  # nobody asked for it, so nobody knows what it answers
         wire = {k: v for k, v in first.wire.items() if k != "prompt"} | {"choice": choice}
@@ -114,13 +114,13 @@ def sent_items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> 
     return {} if items is None else {"shared_items": shared, "items": items[shared:]}
 
 
-def grown_turn(passing: Passing, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:
+def grown_turn(forwarded: ForwardedCall, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:
     """The turn in the tree. One that could not be indexed now could not be after a restart either."""
     chain_all([completed.reply])
     parts = (completed.prompt_ids, completed.completion_ids)
-    prompt = passing.asked.of(requested.wire.get("choice", 0))
+    prompt = forwarded.asked.of(requested.wire.get("choice", 0))
     if prompt is None:
         return grown(requested.turn_id, CONTEXT, [], chain_all([]), completed.reply, None, parts)
-    placed = passing.placed[prompt]
+    placed = forwarded.placed[prompt]
     asked = (placed.messages, placed.hashes, completed.reply, placed.parent)
     return grown(requested.turn_id, CONTEXT, *asked, parts)
