@@ -129,7 +129,7 @@ class BodyRoom:
         self._take(upload, len(plain))
         return plain
 
-    # Reading ----------------------------------------------------------------------------------
+    # Reading -------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _upload(self, request: Request, most: int | None) -> AsyncIterator[tuple[_Upload, bytes]]:

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from rollbook.ingest.http.error_replies import error_form
+from rollbook.ingest.endpoints.openai_form import openai_error
 
 HEAD_BYTES = 64 << 10
 MOST_HEADERS = 128
@@ -273,7 +273,7 @@ class _Http(HttpToolsProtocol):
         self._refused = True
         self.places.refused(code)
         if self.cycle is None or self.cycle.response_complete:
-            body = orjson.dumps(error_form("")(status, code, text))
+            body = orjson.dumps(openai_error(status, code, text))
             head = [
                 b"content-type: application/json",
                 b"content-length: %d" % len(body),

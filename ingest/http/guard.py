@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from rollbook.ingest.http.access import Caller, Role, Rule, check_role, rule_of
-from rollbook.ingest.http.error_replies import error_form, error_reply
+from rollbook.ingest.http.error_replies import error_reply
 from rollbook.ingest.http.keys import Keys
 from rollbook.ingest.http.web_pages import Own, WebPages, is_loopback, shown_origins
 from rollbook.ingest.trajectories.identity import is_trajectory_key, key_name, sent_key, trajectory_key
@@ -124,7 +124,7 @@ class Guarded:
             scope[CALLER] = self._guard.admitted(scope["method"], path, Headers(scope=scope), peer)
         except RequestError as error:
             self._refused(error)
-            await error_reply(error_form, path, error)(scope, receive, send)
+            await error_reply(path, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

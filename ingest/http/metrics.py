@@ -16,6 +16,7 @@ from starlette.responses import Response
 from rollbook.ingest.http.error_replies import describe
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import InFlightCall
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
@@ -81,6 +82,13 @@ class Metrics:
         self.tokens.labels("completion").inc(len(done.completion_ids))
         if "engine_us" in done.timings:
             self.engine_s.observe(done.timings["engine_us"] / 1e6)
+
+    def answered_call(self, in_flight: InFlightCall, turns: list[CompletedTurn], *, delivered: bool) -> None:
+        """Count a request's turns, once however many clients wait for them."""
+        if not in_flight.counted:
+            in_flight.counted = True
+            for turn in turns:
+                self.answered(turn, delivered=delivered)
 
     def failed(self, error: BaseException) -> None:
         """Count a request that was refused, or that failed on the way."""

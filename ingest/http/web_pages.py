@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rollbook.ingest.http.error_replies import error_form, error_reply
+from rollbook.ingest.http.error_replies import error_reply
 from rollbook.store.errors import ConfigError, RequestError
 
 LOOPBACK_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
@@ -222,6 +222,6 @@ class WebPages:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
                 return
-            await error_reply(error_form, scope["path"], error)(scope, receive, send)
+            await error_reply(scope["path"], error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -18,12 +18,13 @@ from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
-from rollbook.ingest.http.error_replies import add_error_replies, error_form
+from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, add_guards, caller_of
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.lookup_routes import LookupRoutes
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.model_routes import ModelRoutes
 from rollbook.ingest.http.options import ProxyOptions
@@ -32,7 +33,6 @@ from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.serve.follow import Follower
-from rollbook.ingest.turns.images import ImageLinks
 from rollbook.store.events import (
     EngineControlled,
     Event,
@@ -88,15 +88,13 @@ def build_app(
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, error_form, metrics.refused)
+    add_error_replies(app, metrics.refused)
     app.state.refused = metrics.refused
-    routes = ModelRoutes(
-        recorder, turn_runner, door, room, metrics, ImageLinks(options.image_hosts), model_name
-    )
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
-    routes.add(app)
+    ModelRoutes(turn_runner, door, room, metrics).add(app)
+    LookupRoutes(turn_runner, door, room, model_name).add(app)
     _add_health(app, turn_runner, follow_error, options.keys)
     _add_metrics(app, turn_runner, metrics, gate)
     _add_control(app, recorder, engine, options)

@@ -137,23 +137,23 @@ class LiveTrajectory:
         opening = self.opening is not None and not self.opening.done()
         return not (self.running or self.sending or self.holds or self.finished or opening)
 
-    def begun(self, running: InFlightCall, digest: str) -> None:
+    def begun(self, in_flight: InFlightCall, digest: str) -> None:
         """A request is being answered."""
         self.running += 1
-        self.calls.append(running)
+        self.calls.append(in_flight)
         self.active_s = time.monotonic()
-        self.known.arrived(digest, running)
+        self.known.arrived(digest, in_flight)
 
-    def ended(self, running: InFlightCall) -> None:
+    def ended(self, in_flight: InFlightCall) -> None:
         """A request was answered, or failed."""
         self.running -= 1
-        self.calls.remove(running)
+        self.calls.remove(in_flight)
         self.active_s = time.monotonic()
         arrivals = self.known.arrivals
-        digest = next((d for d, what in arrivals.items() if what is running), None)
+        digest = next((d for d, what in arrivals.items() if what is in_flight), None)
         if digest is None:
             return
-        answered = [] if running.done.exception() else running.done.result()
+        answered = [] if in_flight.done.exception() else in_flight.done.result()
         if answered and all(turn.completed.finish_reason != "abort" for turn in answered):
             arrivals[digest] = tuple(turn.turn_id for turn in answered)
         else:

@@ -11,7 +11,7 @@ from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.replies.family import Parsed
 from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.turns.reply import NOTHING, GrowingReply, Reading
+from rollbook.ingest.turns.reply import NOTHING, GrowingReply, ReplyReader
 from rollbook.store.events import TurnRequested
 
 
@@ -19,7 +19,7 @@ class InFlightTurn:
     """One completion of the request. Its ids come in through `add`."""
 
     def __init__(
-        self, requested: TurnRequested, sampling: Sampling, reading: Reading, *, grows: bool
+        self, requested: TurnRequested, sampling: Sampling, reader: ReplyReader, *, grows: bool
     ) -> None:
         self.requested, self.sampling = requested, sampling
         self.ended = False
@@ -27,12 +27,12 @@ class InFlightTurn:
         self.ids: list[int]
         self.logprobs: list[float]
         self.grows = grows
-        self._reading = reading
+        self._reader = reader
         self._begin()
 
     def _begin(self) -> None:
         self.ids, self.logprobs = [], []
-        self._growing = GrowingReply(self._reading) if self.grows else None
+        self._growing = GrowingReply(self._reader) if self.grows else None
         self._certain = NOTHING
         self._read = 0
 
@@ -76,13 +76,13 @@ class InFlightCall:
         self,
         call: ModelCall,
         turns: Sequence[InFlightTurn],
-        reading: Reading,
+        reader: ReplyReader,
         items: list[Any] | None = None,
     ) -> None:
-        self.call, self.turns, self.reading, self.items = call, list(turns), reading, items
+        self.call, self.turns, self.reader, self.items = call, list(turns), reader, items
         self.first = turns[0].requested
         """The record that holds the request; of others the log has only what differs from it."""
-        self.rests_on: list[Future[int] | None] = []
+        self.depends_on: list[Future[int] | None] = []
         """Appends that must be durable before a reply may end; None is one that was long ago."""
         self.done: asyncio.Future[list[CompletedTurn]] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(self._finished)

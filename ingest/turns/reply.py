@@ -30,7 +30,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class ReplyReader:
     """How the completions of one request are read.
 
     Attributes:
@@ -92,39 +92,39 @@ class GrowingReply:
     `tokenizers`' own stream decoder holds back ids whose bytes are no whole characters yet.
     """
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+    def __init__(self, reader: ReplyReader) -> None:
+        self._reader = reader
         self._stream = DecodeStream(skip_special_tokens=False)
         self._text = ""
         self.stopped = False
 
     def feed(self, ids: Sequence[int]) -> None:
         """Take more ids of the completion."""
-        tokenizer = self._reading.tokenizer
+        tokenizer = self._reader.tokenizer
         stops = tokenizer.stop_ids
         readable = [i for i in ids if i not in stops]
         added = []
-        for token_id in tokenizer.readable(readable, self._reading.family.markers):
+        for token_id in tokenizer.readable(readable, self._reader.family.markers):
             piece = self._stream.step(tokenizer.tokenizer, token_id)
             if piece:
                 added.append(piece)
         if not added:
             return
-        longest = max(map(len, self._reading.stops), default=0)
+        longest = max(map(len, self._reader.stops), default=0)
         seen = max(len(self._text) - longest, 0)
         self._text += "".join(added)
         if longest and not self.stopped:
-            self.stopped = first_stop(self._text[seen:], self._reading.stops) is not None
+            self.stopped = first_stop(self._text[seen:], self._reader.stops) is not None
 
     def certain(self) -> Parsed:
         """Reasoning and content that the whole reply will begin with, whatever is still to come."""
-        reading, text = self._reading, self._text
+        reader, text = self._reader, self._text
         # `feed` looks at what is new; all of it is looked through once, where there is something to find.
-        cut = first_stop(text, reading.stops) if self.stopped else None
-        text = _without_open_stop(text, reading.stops) if cut is None else text[:cut]
-        if reading.raw:
+        cut = first_stop(text, reader.stops) if self.stopped else None
+        text = _without_open_stop(text, reader.stops) if cut is None else text[:cut]
+        if reader.raw:
             return Parsed(None, text, (), ())
-        return reading.family.parse(text, reading.tools, in_reasoning=reading.in_reasoning, final=False)
+        return reader.family.parse(text, reader.tools, in_reasoning=reader.in_reasoning, final=False)
 
 
 def _without_open_stop(text: str, stops: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.ingest.endpoints.upstream_reply import UpstreamChoice, UpstreamReply
 from rollbook.ingest.engines.weights.name import version_in
-from rollbook.ingest.upstream.reply import UpstreamChoice, UpstreamReply
 from rollbook.store.events import Json, TurnCompleted, TurnRequested, VersionSpan, token_ids
 from rollbook.store.fold.trajectory import prompt_sha256
 
@@ -61,19 +61,19 @@ def completed_turn(
         logprob_semantics=semantics,
         flags=[flag for flag, raised in flagged.items() if raised],
         timings=timings,
-        upstream=reply.rest | _told(choice, reply, exact=exact),
+        upstream=reply.rest | _upstream_fields(choice, reply, exact=exact),
     )
 
 
-def _told(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
-    told: Json = {"choice": choice.extra} if choice.extra else {}
+def _upstream_fields(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
+    fields: Json = {"choice": choice.extra} if choice.extra else {}
     if reply.error:
-        told["error"] = reply.error
+        fields["error"] = reply.error
     if not exact:
         prompt_ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
         kept = {"prompt_token_ids": prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
-        told |= {k: v for k, v in kept.items() if v is not None}
-    return told
+        fields |= {k: v for k, v in kept.items() if v is not None}
+    return fields
 
 
 def _float32(values: list[float]) -> Any:

@@ -6,13 +6,14 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from rollbook.ingest.endpoints.api import AgentApi
+from rollbook.ingest.endpoints.upstream_reply import AskedPrompts
 from rollbook.ingest.recording.turn_records import known_items
 from rollbook.ingest.tokens.normal_form import chain_all
 from rollbook.ingest.tokens.tree import TreeTurn, grown
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.upstream.prompts import AskedPrompts
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
 from rollbook.store.ids import new_id
 
@@ -42,12 +43,13 @@ class ForwardedCall:
     Attributes:
         asked: its prompts, which are `placed` one by one.
         redacted: something was taken out of it, so its tokens are not to be kept.
-        rests_on: the appends of its trajectory's opening and of the request itself.
+        depends_on: the appends of its trajectory's opening and of the request itself.
         written: the append of how it came out.
         answered: turns that came back.
         settled: whether it was recorded how the request came out.
     """
 
+    api: AgentApi
     live: LiveTrajectory
     call: ModelCall
     asked: AskedPrompts
@@ -55,7 +57,7 @@ class ForwardedCall:
     requested: list[TurnRequested]
     redacted: bool = False
     begun_s: float = field(default_factory=time.perf_counter)
-    rests_on: list[Future[int] | None] = field(default_factory=list)
+    depends_on: list[Future[int] | None] = field(default_factory=list)
     written: Future[int] | None = None
     answered: list[CompletedTurn] = field(default_factory=list)
     settled: bool = False

@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 from starlette.responses import Response
 
+from rollbook.ingest.endpoints.sse import events_of, json_of
+from rollbook.ingest.endpoints.upstream_reply import MOST_CHOICES, UpstreamReply
 from rollbook.ingest.http.content_encoding import codings, decoded
 from rollbook.ingest.http.disconnect import ClientGone, ClientWatch
 from rollbook.ingest.recording.redact import Redactor, changes_conversation
@@ -16,11 +18,10 @@ from rollbook.ingest.requests.json_bounds import check_weight
 from rollbook.ingest.requests.large_work import LARGE_BYTES, aside
 from rollbook.ingest.upstream.credentials import given_cookies
 from rollbook.ingest.upstream.forwarded_call import ForwardedCall
-from rollbook.ingest.upstream.prompts import MOST_CHOICES
 from rollbook.ingest.upstream.recorder import UpstreamRecorder
-from rollbook.ingest.upstream.reply import UpstreamReply, read_reply
+from rollbook.ingest.upstream.reply import gathered, read_reply
 from rollbook.ingest.upstream.reply_copy import ReplyCopy
-from rollbook.ingest.upstream.stream import EndFinder, events_of, gathered, json_of
+from rollbook.ingest.upstream.stream import EndFinder
 from rollbook.ingest.upstream.target import end_to_end
 from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
@@ -33,8 +34,8 @@ class ForwardedResponse(Response):
     """Sends what the upstream says, and has it recorded.
 
     Args:
-        path: the endpoint's.
-        told: headers of ours, beside the upstream's.
+        forwarded: the request as recorded; None: it is not recorded.
+        headers: headers of ours, beside the upstream's.
         left: called at the end, however it came.
         secrets: gives what an error must not repeat on disk, such as the keys that were sent.
     """
@@ -42,16 +43,15 @@ class ForwardedResponse(Response):
     def __init__(
         self,
         reply: aiohttp.ClientResponse,
-        path: str,
         recording: UpstreamRecorder,
         forwarded: ForwardedCall | None,
         watch: ClientWatch,
-        told: dict[str, str],
+        headers: dict[str, str],
         left: Callable[[], None],
         secrets: Callable[[], set[str]] = set,
     ) -> None:
-        self._reply, self._path, self._recording, self._forwarded = reply, path, recording, forwarded
-        self._watch, self._told, self._left, self._secrets = watch, told, left, secrets
+        self._reply, self._recording, self._forwarded = reply, recording, forwarded
+        self._watch, self._own_headers, self._left, self._secrets = watch, headers, left, secrets
         self._copy = ReplyCopy(recording.room)
         self._ended = self._delivered = False
         self.background = None
@@ -71,13 +71,15 @@ class ForwardedResponse(Response):
 
     async def _pass_on(self, send: Any) -> None:
         reply, forwarded = self._reply, self._forwarded
-        ours = {name.encode(): value.encode("latin-1") for name, value in self._told.items()}
+        ours = {name.encode(): value.encode("latin-1") for name, value in self._own_headers.items()}
         theirs = [(name, value) for name, value in end_to_end(reply.raw_headers) if name not in ours]
         await send(
             {"type": "http.response.start", "status": reply.status, "headers": [*theirs, *ours.items()]}
         )
         left = int(reply.headers.get("content-length", -1))
-        finder = EndFinder(self._path) if forwarded is not None and self._streams else None
+        finder = None
+        if forwarded is not None and self._streams:
+            finder = EndFinder(forwarded.api.upstream.last_event)
         async for data in reply.content.iter_any():
             if forwarded is not None:
                 self._copy.add(data)
@@ -158,13 +160,14 @@ class ForwardedResponse(Response):
         if self._reply.status >= 400:
             return self._error(data)
         check_weight(data)
-        body: Any = gathered(self._path, events_of(data)) if self._streams else json_of(data)
+        form = forwarded.api.upstream
+        body: Any = gathered(form, events_of(data)) if self._streams else json_of(data)
         if not isinstance(body, dict):
-            return read_reply(self._path, {})
+            return read_reply(form, {})
         redactor = self._redactor() if body.get("error") else self._recording.redactor
         clean: Json = redactor.body(body)
         forwarded.redacted = forwarded.redacted or changes_conversation(body, clean)
-        reply = read_reply(self._path, clean)
+        reply = read_reply(form, clean)
         if len(reply.choices) > MOST_CHOICES:
             raise LimitError(413, "reply_too_large", f"a reply of {len(reply.choices)} choices")
         return reply

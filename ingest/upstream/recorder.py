@@ -10,6 +10,8 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from rollbook.ingest.endpoints.api import AgentApi
+from rollbook.ingest.endpoints.upstream_reply import UpstreamReply
 from rollbook.ingest.http.access import Caller, Role
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.recording.recorder import Recorder
@@ -32,9 +34,7 @@ from rollbook.ingest.upstream.forwarded_call import (
     sent_items,
     which_prompt,
 )
-from rollbook.ingest.upstream.prompts import asked_prompts, prompt_ids
-from rollbook.ingest.upstream.references import named_ids
-from rollbook.ingest.upstream.reply import UpstreamReply
+from rollbook.ingest.upstream.prompt_ids import prompt_ids
 from rollbook.ingest.upstream.reply_copy import ReplyRoom
 from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
 from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
@@ -85,13 +85,13 @@ class UpstreamRecorder:
     _owners: OrderedDict[str, Owner] = field(default_factory=OrderedDict)
     _said: int = -1
 
-    def referred(self, body: Json, caller: Caller) -> LiveTrajectory | None:
+    def referred(self, api: AgentApi, body: Json, caller: Caller) -> LiveTrajectory | None:
         """The open trajectory that has a response which a request names, or an item of one.
 
         Args:
             caller: who asks, without naming a trajectory; another's is not for him to go on with.
         """
-        for named in named_ids(body):
+        for named in () if api.ids is None else api.ids.in_body(body):
             owner, live = self.owner(named), self.recorder.trajectories.of_response(named)
             if live is not None and owner and owner.lets(caller, None):
                 return live
@@ -134,7 +134,7 @@ class UpstreamRecorder:
         if not self.refuses:
             return
         try:
-            await all_durable([*forwarded.rests_on, forwarded.written])
+            await all_durable([*forwarded.depends_on, forwarded.written])
         except (WriteFailedError, UnstorableError) as error:
             text = f"{error}: what cannot be recorded is refused (--on-store-failure refuse)"
             raise RequestError(503, "store_failed", text) from error
@@ -152,10 +152,16 @@ class UpstreamRecorder:
         self.metrics.unrecorded.inc(turns)
 
     def asked(
-        self, live: LiveTrajectory, call: ModelCall, arrival: Arrival, *, redacted: bool = False
+        self,
+        api: AgentApi,
+        live: LiveTrajectory,
+        call: ModelCall,
+        arrival: Arrival,
+        *,
+        redacted: bool = False,
     ) -> ForwardedCall | None:
         """Record a request, before it is passed on. None: it could not be."""
-        asked = asked_prompts(call)
+        asked = api.upstream.prompts(call)
         if self.recorder.writer.failure:
             self.unrecordable(asked.choices)
             return None
@@ -168,14 +174,14 @@ class UpstreamRecorder:
             self._placed(live, call, messages, request_id, wire | which_prompt(asked, prompt))
             for prompt, messages in enumerate(asked.prompts)
         ]
-        forwarded = ForwardedCall(live, call, asked, placed, [], redacted)
+        forwarded = ForwardedCall(api, live, call, asked, placed, [], redacted)
         forwarded.requested = [of_choice(forwarded, choice) for choice in range(asked.choices)]
         first = forwarded.requested[0]
         check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
         siblings = (as_sibling(turn, first) for turn in forwarded.requested[1:])
-        forwarded.rests_on = [self.recorder.record_opening(live, first, *siblings)]
+        forwarded.depends_on = [self.recorder.record_opening(live, first, *siblings)]
         self.recorder.flush()  # at once: the log is to say so whatever comes of it
-        forwarded.rests_on.insert(0, live.opening)
+        forwarded.depends_on.insert(0, live.opening)
         for prompt in placed:
             if prompt.echoed is not None:
                 self.recorder.mark_delivered(live, prompt.echoed.turn_id, "echoed")
@@ -215,7 +221,7 @@ class UpstreamRecorder:
 
         Nothing is written of a request that the log does not have: `durable` counts it.
         """
-        if not any_lost(forwarded.rests_on):
+        if not any_lost(forwarded.depends_on):
             forwarded.written = self.recorder.append(*records)
 
     def settle(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> None:
@@ -228,7 +234,7 @@ class UpstreamRecorder:
         self._own(forwarded, reply)
         if ended and reply.rest.get("status") in ("queued", "in_progress"):
             self.lost(1, "a response in the background is asked for later, by requests that only pass")
-        if any_lost(forwarded.rests_on):
+        if any_lost(forwarded.depends_on):
             return  # of a request that the log does not have, nothing is known: `durable` counts it
         try:
             records = self._outcome(forwarded, reply, ended=ended)
@@ -242,10 +248,9 @@ class UpstreamRecorder:
 
     def _own(self, forwarded: ForwardedCall, reply: UpstreamReply) -> None:
         """Remember whose a response and its items are, that its agent may ask for or name by their ids."""
-        if forwarded.call.endpoint == "/v1/responses":
+        if forwarded.api.ids is not None:
             owner = Owner(forwarded.live.opened.name, forwarded.requested[0].wire.get("key"))
-            outputs = [i.get("id") for choice in reply.choices for i in choice.extra.get("output", ())]
-            self._owners.update({i: owner for i in (reply.rest.get("id"), *outputs) if isinstance(i, str)})
+            self._owners.update(dict.fromkeys(forwarded.api.ids.of_reply(reply), owner))
             while len(self._owners) > RESPONSES_KEPT:
                 self._owners.popitem(last=False)
 
@@ -305,7 +310,7 @@ class UpstreamRecorder:
     async def durable(self, forwarded: ForwardedCall, *, delivered: bool) -> None:
         """Wait for the disk, and count what it did not take."""
         try:
-            await all_durable([*forwarded.rests_on, forwarded.written])
+            await all_durable([*forwarded.depends_on, forwarded.written])
         except (WriteFailedError, UnstorableError) as error:
             self.lost(len(forwarded.requested), "" if isinstance(error, WriteFailedError) else str(error))
             return

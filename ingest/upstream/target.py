@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
+from rollbook.ingest.endpoints.registry import api_below
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.trajectories.identity import KEY_PREFIX
 from rollbook.store.events import Json
@@ -87,19 +88,25 @@ class Upstream:
                 passed.add(name.decode("latin-1"), _text(value))
         mine = own_keys or any(_names_trajectory(passed.get(key_header, "")) for key_header in _KEYS)
         if self.key is not None or mine:
-            anthropic = "x-api-key" in passed or (
-                "authorization" not in passed and path.startswith("/v1/messages")
+            bare = "x-api-key" in passed or (
+                "authorization" not in passed and _key_header(path) == "x-api-key"
             )
             for key_header in _KEYS:
                 passed.popall(key_header, None)
             if self.key is not None:
-                named = ("x-api-key", self.key) if anthropic else ("authorization", f"Bearer {self.key}")
+                named = ("x-api-key", self.key) if bare else ("authorization", f"Bearer {self.key}")
                 passed.add(*named)
         if self.address.login is not None:
             passed["authorization"] = self.address.login
         if plain:
             passed["accept-encoding"] = "identity"
         return passed
+
+
+def _key_header(path: str) -> str:
+    """The header in which an upstream expects its key, for agents that send none."""
+    api = api_below(path)
+    return "authorization" if api is None else api.upstream.key_header
 
 
 def _text(value: bytes) -> str:

@@ -24,7 +24,7 @@ from played_engine import PlayedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook import store
-from rollbook.ingest.endpoints.chat import ChatCompletions
+from rollbook.ingest.endpoints.chat import API as CHAT_API
 from rollbook.ingest.engines.engine import Generation
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
@@ -347,7 +347,7 @@ class Desk:
         """One request, begun."""
         live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
         raw = orjson.dumps({"messages": messages} | body)
-        call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
+        call = CHAT_API.read(orjson.loads(raw), lambda turn_id: None)
         return live, self.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0))
 
     def trajectory(self, name: str = "t") -> Trajectory:

@@ -270,9 +270,9 @@ def test_what_means_nothing_is_a_400_in_anthropics_form(
 )
 def test_kinds_of_errors(status: int, kind: str) -> None:
     """By their status, as Anthropic's documents have them."""
-    from rollbook.ingest.endpoints.messages import Messages
+    from rollbook.ingest.endpoints import messages
 
-    assert Messages().error(status, "c", "m")["error"]["type"] == kind
+    assert messages.API.error(status, "c", "m")["error"]["type"] == kind
 
 
 def test_tokens_are_counted_as_they_are_sent(proxy: Any, name: str) -> None:

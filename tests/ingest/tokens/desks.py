@@ -12,8 +12,7 @@ import numpy as np
 import orjson
 from tests.ingest.conftest import Desk, NoisyEngine
 
-from rollbook.ingest.endpoints.chat import ChatCompletions
-from rollbook.ingest.endpoints.completions import Completions
+from rollbook.ingest.endpoints import chat, completions
 from rollbook.ingest.engines.engine import Generation
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
@@ -116,7 +115,7 @@ class TokenDesk(Desk):
         """One request for a chat completion, or for the completion of a prompt, begun."""
         live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
         raw = orjson.dumps(body)
-        endpoint = Completions() if "prompt" in body else ChatCompletions()
+        endpoint = completions.API if "prompt" in body else chat.API
         call = endpoint.read(orjson.loads(raw), lambda turn_id: None)
         return live, self.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0))
 

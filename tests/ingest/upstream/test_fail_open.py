@@ -217,7 +217,7 @@ def test_a_fault_of_ours(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyP
     def fault(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a bug")
 
-    for place, name in ((recorder, "asked_prompts"), (recorder, "completed_turn")):
+    for place, name in ((recorder, "which_prompt"), (recorder, "completed_turn")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, fault)
             assert passed.chat(USER, name=name).json() == chat_reply()
@@ -246,7 +246,7 @@ def test_record_only_counts_what_is_not_recorded(
         nested = [nested]
     upstream.answers += [whole(chat_reply()), whole(chat_reply())]
     monkeypatch.setattr("rollbook.ingest.upstream.recorder.check_recordable", lambda *_: None)
-    monkeypatch.setattr("rollbook.ingest.upstream.proxy.check_depth", lambda *_: None)
+    monkeypatch.setattr("rollbook.ingest.upstream.routes.check_depth", lambda *_: None)
     assert passed.chat(USER, name="bad", metadata={"deep": nested}).status_code == 200
     assert passed.chat(USER, name="good").status_code == 200
     assert passed.turns("good")[0].completed is not None

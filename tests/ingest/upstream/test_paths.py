@@ -17,7 +17,7 @@ from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.serve.options import ServeOptions, upstream_of
 from rollbook.ingest.trajectories.identity import trajectory_key
-from rollbook.ingest.upstream.paths import ALLOWED, meant, paths_of, response_named
+from rollbook.ingest.upstream.paths import allowed, meant, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError
 from rollbook.store.secret import store_secret
 
@@ -70,7 +70,7 @@ def test_what_is_meant_is_plain(path: str) -> None:
     assert found == "/" or not set(parts) & {"", ".", ".."}
 
 
-PASSING = [rule.split() for rule in ALLOWED]
+PASSING = [rule.split() for rule in allowed()]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rollbook.ingest.endpoints.messages_wire import stop_reason, tool_block
+from rollbook.ingest.endpoints.messages.reply import PREFIX, stop_reason, tool_block
+from rollbook.ingest.endpoints.openai_form import MODEL
 from rollbook.ingest.endpoints.sse import event
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
@@ -14,16 +16,15 @@ class MessagesWriter:
 
     keep_alive = event({"type": "ping"}, "ping")
 
-    def __init__(self, call: ModelCall, message_id: str, model: str) -> None:
-        self._call, self._id, self._model = call, message_id, model
-        self._turn_id = message_id.partition("_")[2]
+    def __init__(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> None:
+        self._call, self._turn_id, self._model = call, turn_ids[0], call.fields.model or MODEL
         self._index = -1
         self._open = ""
 
     def begin(self) -> bytes:
         """The message without content. How long its prompt is, the last event says."""
         message: Json = {
-            "id": self._id,
+            "id": PREFIX + self._turn_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,

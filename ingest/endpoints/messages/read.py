@@ -1,4 +1,4 @@
-"""Anthropic's messages, in chat form and back. Pure.
+"""A request of Anthropic's messages in chat form. Pure.
 
 System text becomes a system message, `tool_use` a tool call, `tool_result` a tool message, and thinking is
 reasoning; call ids are the same ones that OpenAI's endpoints give. So a conversation makes the same turns
@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
-from rollbook.ingest.endpoints.history import History
-from rollbook.ingest.endpoints.messages_stream import MessagesWriter
-from rollbook.ingest.endpoints.messages_wire import ERROR_KINDS, reply_blocks, stop_reason
+from rollbook.ingest.endpoints.history import History, no_history
+from rollbook.ingest.endpoints.template_kwargs import template_kwargs
 from rollbook.ingest.requests.fields import SamplingFields, validated
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import (
     arguments_in_form,
     content_in_form,
@@ -24,77 +21,53 @@ from rollbook.ingest.tokens.message_form import (
     text_of,
     unread,
 )
-from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
-PREFIX = "msg_"
+PATH = "/v1/messages"
+OWN_FIELDS = frozenset(["messages", "system", "stop_sequences", "max_tokens"])
+MISSING_FIELDS = frozenset(["n", "stop"])
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Messages:
-    """POST /v1/messages."""
+def read(body: Json, history: History) -> ModelCall:
+    """A request for a message.
 
-    path = "/v1/messages"
+    Raises:
+        RequestError: 400, it is none.
+    """
+    choice = body.get("tool_choice")
+    kind = choice.get("type", "auto") if isinstance(choice, dict) else "auto"
+    chosen = _CHOICES.get(kind, choice) if isinstance(kind, str) else choice
+    mapped = body | {"stop": body.get("stop_sequences"), "tool_choice": chosen, "n": None}
+    fields = validated(SamplingFields, {k: v for k, v in mapped.items() if v is not None})
+    if fields.max_tokens is None:
+        raise RequestError(400, "bad_request", "max_tokens: Field required")
+    sent = body.get("messages")
+    if not isinstance(sent, list):
+        raise RequestError(400, "bad_request", "messages: send a list of messages")
+    messages = [*_system(body.get("system")), *(m for i, s in enumerate(sent) for m in _chat_form(i, s))]
+    check_answerable(messages)
+    tools, odd = _tools(body.get("tools"))
+    return ModelCall(
+        endpoint=PATH,
+        messages=messages,
+        tools=tools,
+        fields=fields,
+        rest={k: v for k, v in body.items() if k != "messages"},
+        items=sent,
+        tool_calls_wanted=fields.tool_choice != "none",
+        template_kwargs=template_kwargs(fields),
+        not_honoured=(*odd, *_unread(sent)),
+        own_fields=OWN_FIELDS,
+        missing_fields=MISSING_FIELDS,
+    )
 
-    def read(self, body: Json, history: History) -> ModelCall:
-        """A request for a message.
 
-        Raises:
-            RequestError: 400, it is none.
-        """
-        choice = body.get("tool_choice")
-        kind = choice.get("type", "auto") if isinstance(choice, dict) else "auto"
-        chosen = _CHOICES.get(kind, choice) if isinstance(kind, str) else choice
-        mapped = body | {"stop": body.get("stop_sequences"), "tool_choice": chosen, "n": None}
-        fields = validated(SamplingFields, {k: v for k, v in mapped.items() if v is not None})
-        if fields.max_tokens is None:
-            raise RequestError(400, "bad_request", "max_tokens: Field required")
-        sent = body.get("messages")
-        if not isinstance(sent, list):
-            raise RequestError(400, "bad_request", "messages: send a list of messages")
-        messages = [*_system(body.get("system")), *(m for i, s in enumerate(sent) for m in _chat_form(i, s))]
-        check_answerable(messages)
-        tools, odd = _tools(body.get("tools"))
-        return ModelCall(
-            endpoint=self.path,
-            messages=messages,
-            tools=tools,
-            fields=fields,
-            rest={k: v for k, v in body.items() if k != "messages"},
-            items=sent,
-            tool_calls_wanted=fields.tool_choice != "none",
-            template_kwargs=template_kwargs(fields, {}),
-            not_honoured=(*odd, *_unread(sent)),
-        )
-
-    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
-        """The message."""
-        turn = turns[0]
-        reason, stopped_by = stop_reason(turn, call)
-        return {
-            "id": PREFIX + turn.turn_id,
-            "type": "message",
-            "role": "assistant",
-            "model": call.fields.model or MODEL,
-            "content": reply_blocks(turn),
-            "stop_reason": reason,
-            "stop_sequence": stopped_by,
-            "usage": {
-                "input_tokens": turn.completed.prompt_length,
-                "output_tokens": len(turn.completed.completion_ids),
-            },
-        }
-
-    def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> MessagesWriter:
-        """What writes it as events."""
-        return MessagesWriter(call, PREFIX + turn_ids[0], call.fields.model or MODEL)
-
-    def error(self, status: int, code: str, message: str) -> Json:
-        """An error in Anthropic's form; `code` is our addition."""
-        kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message, "code": code}}
+def read_for_count(body: Json) -> ModelCall:
+    """A request whose prompt is only to be counted, so it need not say how much to sample."""
+    return read({"max_tokens": 1} | body, no_history)
 
 
 def _bad(where: str, why: str) -> RequestError:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollbook.ingest.endpoints.history import History
-from rollbook.ingest.endpoints.responses_wire import call_index, turn_of
+from rollbook.ingest.endpoints.responses.reply import call_index, turn_of
 from rollbook.ingest.tokens.message_form import (
     arguments_in_form,
     content_in_form,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import orjson
 
+from rollbook.ingest.endpoints.openai_form import MODEL
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.ingest.turns.reply import STOP_STRING
@@ -17,7 +19,7 @@ ERROR_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-
+PREFIX = "msg_"
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 
@@ -53,3 +55,28 @@ def reply_blocks(turn: CompletedTurn) -> list[Json]:
     if reply.get("content"):
         blocks.append({"type": "text", "text": reply["content"]})
     return [*blocks, *(tool_block(call) for call in turn.calls)]
+
+
+def reply(call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
+    """The message."""
+    turn = turns[0]
+    reason, stopped_by = stop_reason(turn, call)
+    return {
+        "id": PREFIX + turn.turn_id,
+        "type": "message",
+        "role": "assistant",
+        "model": call.fields.model or MODEL,
+        "content": reply_blocks(turn),
+        "stop_reason": reason,
+        "stop_sequence": stopped_by,
+        "usage": {
+            "input_tokens": turn.completed.prompt_length,
+            "output_tokens": len(turn.completed.completion_ids),
+        },
+    }
+
+
+def error(status: int, code: str, message: str) -> Json:
+    """An error in Anthropic's form; `code` is our addition."""
+    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message, "code": code}}

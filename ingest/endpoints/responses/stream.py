@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollbook.ingest.endpoints.responses_wire import (
+from rollbook.ingest.endpoints.openai_form import MODEL
+from rollbook.ingest.endpoints.responses.reply import (
     call_item,
     message_item,
     output_items,
@@ -14,7 +15,9 @@ from rollbook.ingest.endpoints.responses_wire import (
     text_part,
 )
 from rollbook.ingest.endpoints.sse import event
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
 
 
@@ -23,8 +26,8 @@ class ResponsesWriter:
 
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(self, request: Json, model: str, turn_id: str) -> None:
-        self._request, self._model, self._turn_id = request, model, turn_id
+    def __init__(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> None:
+        self._request, self._model, self._turn_id = call.rest, call.fields.model or MODEL, turn_ids[0]
         self._number = 0
         self._index = -1
         self._open = ""
@@ -62,8 +65,8 @@ class ResponsesWriter:
 
     def failed(self, error: Json) -> bytes:
         """An error event."""
-        told = error["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=None)
+        said = error["error"]
+        return self._event("error", code=said["code"], message=said["message"], param=None)
 
     def _call(self, turn: CompletedTurn, item: Json) -> bytes:
         self._index += 1

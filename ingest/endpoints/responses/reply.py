@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rollbook.ingest.endpoints.openai_form import MODEL
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.completed import CompletedTurn, created_s
+from rollbook.ingest.turns.model_call import ModelCall
 from rollbook.store.events import Json
 
 PREFIX = "resp_"
@@ -113,3 +116,8 @@ def response_body(request: Json, model: str, turn: CompletedTurn) -> Json:
             "total_tokens": asked + sampled,
         },
     }
+
+
+def reply(call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
+    """The whole response to a request."""
+    return response_body(call.rest, call.fields.model or MODEL, turns[0])

@@ -1,4 +1,4 @@
-"""Sends a running request's reply: whole or as server-sent events, to a client that may go away.
+"""Sends the reply to a request: whole or as server-sent events, to a client that may go away.
 
 What streams out before the turn is durable is tokens only; the finish, the usage and the terminator are
 withheld until it is. While nothing is ready, bytes without meaning keep the connection alive.
@@ -8,117 +8,50 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from starlette.responses import Response
 
+from rollbook.ingest.endpoints.api import StreamWriter
+from rollbook.ingest.http.exchange import Exchange
+from rollbook.ingest.http.options import KeepAlive
 from rollbook.ingest.replies.family import Parsed
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.in_flight import InFlightCall
-from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.store.events import Json
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """After how many seconds of silence something is sent: comments in streams, spaces before a JSON reply.
-
-    Once a byte is out, a failure can no longer be told by the status: so a reply that is sent whole waits
-    longer than requests are held.
-    """
-
-    stream_s: float = 10.0
-    whole_s: float = 120.0
-
-
-class Writer(Protocol):
-    """Writes one reply as an endpoint's stream. Each method gives the bytes to send."""
-
-    def begin(self) -> bytes:
-        """What comes before the first piece."""
-
-    def piece(self, choice: int, reasoning: str, content: str, tokens: list[tuple[int, float]]) -> bytes:
-        """More of a choice: text that was added, and ids with logprobs that were sampled."""
-
-    def end(self, turns: list[CompletedTurn]) -> bytes:
-        """The rest, once all is durable."""
-
-    def failed(self, error: Json) -> bytes:
-        """The end of a stream that fails on the way."""
-
-    keep_alive: bytes
-
-
-class Endpoint(Protocol):
-    """One of the APIs that clients speak."""
-
-    path: str
-
-    def read(self, body: Json, history: Any) -> ModelCall:
-        """A request in our form.
-
-        Raises:
-            RequestError: 400, it is none.
-        """
-
-    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
-        """The answer as one object."""
-
-    def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> Writer:
-        """What writes the answer as a stream."""
-
-    def error(self, status: int, code: str, message: str) -> Json:
-        """An error in the API's form."""
 
 
 class TurnResponse(Response):
-    """The reply to a running request.
+    """The reply to a request that is being answered.
 
     Args:
-        headers: headers of the reply, given its turns once they are known.
-        sent: told the turns, and whether a client that was still there got all of them.
-        abort: called where everybody who waited for the request has gone.
-        failure: an error in the endpoint's form.
-        left: called at the end, however it came.
+        exchange: the request and the client that waits.
+        keep_alive: when bytes without meaning are sent.
     """
 
-    def __init__(
-        self,
-        running: InFlightCall,
-        endpoint: Endpoint,
-        keep_alive: KeepAlive,
-        headers: Callable[[list[CompletedTurn] | None], dict[str, str]],
-        sent: Callable[[list[CompletedTurn], bool], None],
-        abort: Callable[[InFlightCall], Any],
-        failure: Callable[[Exception], Json],
-        left: Callable[[], None],
-    ) -> None:
-        self._running, self._endpoint, self._keep_alive = running, endpoint, keep_alive
-        self._make_headers, self._sent, self._abort = headers, sent, abort
-        self._failure, self._left = failure, left
+    def __init__(self, exchange: Exchange, keep_alive: KeepAlive) -> None:
+        self._exchange, self._keep_alive = exchange, keep_alive
+        self._in_flight, self._api = exchange.in_flight, exchange.api
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the reply. What fails before the first byte is raised, for a status of its own."""
-        client = _Client(receive, send, self._running)
-        woken = self._running.listen()
+        client = _Client(receive, send, self._in_flight)
+        woken = self._in_flight.listen()
         client.on_gone = woken.set
         try:
-            if self._running.call.stream:
+            if self._in_flight.call.stream:
                 await self._stream(client, woken)
             else:
                 await self._whole(client, woken)
         finally:
             client.close()
-            self._left()
-            if self._running.leave(woken):
-                await self._abort(self._running)
+            self._exchange.left()
+            if self._in_flight.leave(woken):
+                await self._exchange.abort()
 
     async def _whole(self, client: _Client, woken: asyncio.Event) -> None:
-        running, done = self._running, self._running.done
+        in_flight, done = self._in_flight, self._in_flight.done
         while not done.done() and not client.gone:
             woken.clear()
             if not await _wait(woken, self._keep_alive.whole_s):
@@ -126,19 +59,19 @@ class TurnResponse(Response):
         if not done.done():
             return
         turns = done.result()
-        reply = self._endpoint.reply(running.call, turns, running.reading.tokenizer)
+        reply = self._api.reply(in_flight.call, turns, in_flight.reader.tokenizer)
         await self._last(client, turns, orjson.dumps(reply), self._head(turns, "application/json"))
 
     async def _stream(self, client: _Client, woken: asyncio.Event) -> None:
-        running, done = self._running, self._running.done
+        in_flight, done = self._in_flight, self._in_flight.done
         turn_ids: list[str] = []
         silent = False
         while not client.gone:
             woken.clear()
-            if not client.begun and turn_ids != [turn.turn_id for turn in running.turns]:
+            if not client.begun and turn_ids != [turn.turn_id for turn in in_flight.turns]:
                 # At first, and where a turn was begun anew elsewhere before anybody saw anything of it.
-                turn_ids = [turn.turn_id for turn in running.turns]
-                writer = self._endpoint.writer(running.call, turn_ids, running.reading.tokenizer)
+                turn_ids = [turn.turn_id for turn in in_flight.turns]
+                writer = self._api.writer(in_flight.call, turn_ids, in_flight.reader.tokenizer)
                 head = self._head(None, "text/event-stream; charset=utf-8")
                 shown = [_Shown() for _ in turn_ids]
                 opening = writer.begin()  # before all else, as events are numbered; sent with the first
@@ -158,22 +91,22 @@ class TurnResponse(Response):
             if not client.begun:
                 raise error
             assert isinstance(error, Exception)
-            await client.body(writer.failed(self._failure(error)), head, more=False)
+            await client.body(writer.failed(self._exchange.error(error)), head, more=False)
             return
         turns = done.result()
         rest = b"".join(self._rest(writer, shown, turns)) + writer.end(turns)
         await self._last(client, turns, opening + rest, head)
 
-    def _pieces(self, writer: Writer, shown: list[_Shown]) -> list[bytes]:
+    def _pieces(self, writer: StreamWriter, shown: list[_Shown]) -> list[bytes]:
         """What was sampled since the last time and is certain."""
         found = []
-        for choice, turn in enumerate(self._running.turns):
+        for choice, turn in enumerate(self._in_flight.turns):
             piece = shown[choice].news(turn.certain(), turn.ids, turn.logprobs)
             if piece is not None:
                 found.append(writer.piece(choice, *piece))
         return found
 
-    def _rest(self, writer: Writer, shown: list[_Shown], turns: list[CompletedTurn]) -> list[bytes]:
+    def _rest(self, writer: StreamWriter, shown: list[_Shown], turns: list[CompletedTurn]) -> list[bytes]:
         found = []
         for choice, turn in enumerate(turns):
             whole = Parsed(turn.reply.get("reasoning_content"), turn.reply.get("content") or "", (), ())
@@ -192,10 +125,10 @@ class TurnResponse(Response):
             await client.body(data, head, more=False)
             delivered = there
         finally:
-            self._sent(turns, delivered)
+            self._exchange.sent(turns, delivered=delivered)
 
     def _head(self, turns: list[CompletedTurn] | None, kind: str) -> _Head:
-        headers = self._make_headers(turns) | {"content-type": kind}
+        headers = self._exchange.headers(turns) | {"content-type": kind}
         if kind.startswith("text/event-stream"):
             headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
@@ -227,8 +160,8 @@ class _Shown:
 class _Client:
     """The other end of the connection: knows when it has gone."""
 
-    def __init__(self, receive: Any, send: Any, running: InFlightCall) -> None:
-        self._receive, self._send, self._running = receive, send, running
+    def __init__(self, receive: Any, send: Any, in_flight: InFlightCall) -> None:
+        self._receive, self._send, self._in_flight = receive, send, in_flight
         self.begun = False
         self.gone = False
         self.on_gone: Callable[[], None] = lambda: None
@@ -245,7 +178,7 @@ class _Client:
         if not more:
             self.close()  # with the last byte out, "disconnect" no longer means that the client left
         if not self.begun:
-            self.begun = self._running.shown = True
+            self.begun = self._in_flight.shown = True
             if not more:
                 head = [*head, (b"content-length", str(len(data)).encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": head})

@@ -8,62 +8,10 @@ another prompt's would be a wrong sample that looks exact; so what cannot be tru
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.upstream.reply import UpstreamReply, are_ids
+from rollbook.ingest.endpoints.upstream_reply import AskedPrompts, UpstreamReply, are_ids
 from rollbook.store.events import Json
-
-MOST_CHOICES = 1024
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AskedPrompts:
-    """What a request asks completions of.
-
-    Attributes:
-        prompts: the messages of each prompt; one for a conversation.
-        each: completions of each prompt.
-        certain: whether it can be told which choice answers which prompt, and holds nothing else.
-    """
-
-    prompts: list[list[Json]]
-    each: int = 1
-    certain: bool = True
-
-    @property
-    def choices(self) -> int:
-        """How many completions the reply is to hold."""
-        return min(len(self.prompts) * self.each, MOST_CHOICES)
-
-    def of(self, choice: int) -> int | None:
-        """The prompt that a choice answers; None of a choice that was not asked for, and could be any's."""
-        if len(self.prompts) == 1:
-            return 0
-        return choice // self.each if choice < self.choices else None
-
-
-def asked_prompts(call: ModelCall) -> AskedPrompts:
-    """The prompts of a request, and how often each is to be completed."""
-    n = call.rest.get("n")
-    counted = n is None or (type(n) is int and n >= 1)
-    each = n if counted and n is not None else 1
-    # With echo a choice holds its prompt too, and nobody says where that ends.
-    certain = counted and not call.rest.get("echo")
-    raw = _several(call.messages)
-    if not raw:
-        return AskedPrompts([call.messages], each, certain)
-    if not counted or len(raw) * each > MOST_CHOICES or len({type(one) for one in raw}) > 1:
-        return AskedPrompts([call.messages], len(raw) * each, certain=False)
-    return AskedPrompts([[{"role": "prompt", "content": one}] for one in raw], each, certain)
-
-
-def _several(messages: Sequence[Json]) -> list[Any]:
-    """The prompts, where there are several; ids are numbers, and together one."""
-    prompt = messages[0].get("content") if messages and messages[0].get("role") == "prompt" else None
-    several = isinstance(prompt, list) and len(prompt) > 1 and any(isinstance(p, str | list) for p in prompt)
-    return prompt if several and isinstance(prompt, list) else []
 
 
 def prompt_ids(asked: AskedPrompts, reply: UpstreamReply) -> dict[int, list[int]]:

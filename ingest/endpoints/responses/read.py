@@ -1,4 +1,4 @@
-"""OpenAI's Responses, in chat form and back. Pure.
+"""A Responses request in chat form. Pure.
 
 What a request only names is looked up in its trajectory: an earlier response (`previous_response_id`) or one
 of its items (`item_reference`, which some clients send for everything the model said). Nothing that was said
@@ -9,71 +9,56 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollbook.ingest.endpoints.chat import MODEL, template_kwargs
 from rollbook.ingest.endpoints.history import EarlierTurn, History
-from rollbook.ingest.endpoints.openai_error import openai_error
-from rollbook.ingest.endpoints.responses_input import chat_messages, unread_in_items
-from rollbook.ingest.endpoints.responses_stream import ResponsesWriter
-from rollbook.ingest.endpoints.responses_wire import response_body, turn_of
+from rollbook.ingest.endpoints.responses.input_items import chat_messages, unread_in_items
+from rollbook.ingest.endpoints.responses.reply import turn_of
+from rollbook.ingest.endpoints.template_kwargs import template_kwargs
 from rollbook.ingest.requests.fields import SamplingFields, validated
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import refused, shown
-from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall, check_answerable, check_tools, function_tool
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
+PATH = "/v1/responses"
+OWN_FIELDS = frozenset(["input", "instructions", "previous_response_id", "text", "max_output_tokens"])
+MISSING_FIELDS = frozenset(["n", "stop", "logprobs"])
 
-class Responses:
-    """POST /v1/responses."""
 
-    path = "/v1/responses"
+def read(body: Json, history: History) -> ModelCall:
+    """A request for a response.
 
-    def read(self, body: Json, history: History) -> ModelCall:
-        """A request for a response.
-
-        Raises:
-            RequestError: 400, it is none; 404, it names what the trajectory does not have.
-        """
-        if body.get("background"):
-            text = "background: true: the reply is given to the request itself; send background: false"
-            raise RequestError(400, "background_not_served", text)
-        fields = validated(SamplingFields, _sampling(body))
-        sent = body.get("input", [])
-        items = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
-        if not isinstance(items, list):
-            raise RequestError(400, "bad_request", "input: send a text or a list of items")
-        messages = [
-            *_instructions(body),
-            *_previous(body.get("previous_response_id"), history),
-            *chat_messages(items, history),
-        ]
-        check_answerable(messages)
-        tools, odd = _tools(body.get("tools"))
-        return ModelCall(
-            endpoint=self.path,
-            messages=messages,
-            tools=tools,
-            fields=fields,
-            # A text stays with the body: the items are what was sent as a list.
-            rest={k: v for k, v in body.items() if k != "input" or isinstance(v, str)},
-            items=[] if isinstance(sent, str) else sent,
-            tool_calls_wanted=fields.tool_choice != "none",
-            template_kwargs=template_kwargs(fields, {"reasoning_effort": _effort(body)}),
-            not_honoured=(*odd, *unread_in_items(items)),
-        )
-
-    def reply(self, call: ModelCall, turns: list[CompletedTurn], tokenizer: ChatTokenizer) -> Json:
-        """The response."""
-        return response_body(call.rest, call.fields.model or MODEL, turns[0])
-
-    def writer(self, call: ModelCall, turn_ids: list[str], tokenizer: ChatTokenizer) -> ResponsesWriter:
-        """What writes it as events."""
-        return ResponsesWriter(call.rest, call.fields.model or MODEL, turn_ids[0])
-
-    def error(self, status: int, code: str, message: str) -> Json:
-        """An error in OpenAI's form."""
-        return openai_error(status, code, message)
+    Raises:
+        RequestError: 400, it is none; 404, it names what the trajectory does not have.
+    """
+    if body.get("background"):
+        text = "background: true: the reply is given to the request itself; send background: false"
+        raise RequestError(400, "background_not_served", text)
+    fields = validated(SamplingFields, _sampling(body))
+    sent = body.get("input", [])
+    items = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
+    if not isinstance(items, list):
+        raise RequestError(400, "bad_request", "input: send a text or a list of items")
+    messages = [
+        *_instructions(body),
+        *_previous(body.get("previous_response_id"), history),
+        *chat_messages(items, history),
+    ]
+    check_answerable(messages)
+    tools, odd = _tools(body.get("tools"))
+    return ModelCall(
+        endpoint=PATH,
+        messages=messages,
+        tools=tools,
+        fields=fields,
+        # A text stays with the body: the items are what was sent as a list.
+        rest={k: v for k, v in body.items() if k != "input" or isinstance(v, str)},
+        items=[] if isinstance(sent, str) else sent,
+        tool_calls_wanted=fields.tool_choice != "none",
+        template_kwargs=template_kwargs(fields, _effort(body)),
+        not_honoured=(*odd, *unread_in_items(items)),
+        own_fields=OWN_FIELDS,
+        missing_fields=MISSING_FIELDS,
+    )
 
 
 def _sampling(body: Json) -> Json:
