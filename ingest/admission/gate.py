@@ -13,15 +13,15 @@ from rollbook.store.errors import RequestError
 from rollbook.store.events import Event, TrajectoryOpened
 
 STALLED_S = 10.0
-"""For so long nothing may have been able to come by itself before one more is let in than fits. Members of a
-group that run one after the other leave gaps, shorter ones."""
+"""After so long without any progress possible, one more trajectory is admitted than fits. The gaps between
+members of a group that run one after the other are shorter."""
 LOOKS = 5
-"""How often in that time it is looked whether that is still so."""
+"""How often progress is checked in that time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A trajectory that wants to begin."""
+    """A trajectory that waits to begin."""
 
     name: str
     group: str | None
@@ -62,11 +62,11 @@ class AdmissionGate:
     _waiting: deque[_Waiting] = field(default_factory=deque)
     _reserved: dict[str, _Reservation] = field(default_factory=dict)
     _seen: tuple[object, ...] = ()
-    """What the last look at those who wait went by."""
+    """The state at the last check of the waiting trajectories."""
     _stalled: tuple[tuple[object, ...], float] | None = None
-    """The state in which nothing comes by itself, and since when."""
+    """The state in which no progress is possible, and since when it holds."""
     _timer: asyncio.TimerHandle | None = None
-    """The next look at that, while somebody waits."""
+    """The next check for progress, while trajectories wait."""
 
     async def enter(
         self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
@@ -99,7 +99,7 @@ class AdmissionGate:
             raise RequestError(503, "trajectory_held", self._why())
         except asyncio.CancelledError:
             if one.admitted.done():
-                self.leave(name)  # it was let in, and is not there any more
+                self.leave(name)  # it was admitted, and its request is gone
             raise
         finally:
             left.cancel()
@@ -113,13 +113,13 @@ class AdmissionGate:
         if not self._waiting:
             self._seen = ()
         self._waiting.append(one)
-        self.changed()  # engines may serve something else by now
+        self.changed()  # engines may serve another version by now
         if self._timer is None:
             self._look()
         return one
 
     def _rest(self) -> None:
-        """Nobody need look while nobody waits."""
+        """Stop checking while nothing waits."""
         if not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -133,7 +133,7 @@ class AdmissionGate:
             self._let_in()
 
     def take(self, events: list[Event]) -> None:
-        """Fold what happened, and let in whom that makes room for."""
+        """Fold events, and admit the trajectories for which they make room."""
         self.outstanding.add_all(events)
         if self._reserved:
             for event in events:
@@ -152,7 +152,7 @@ class AdmissionGate:
         return len(self._waiting)
 
     def changed(self) -> None:
-        """Let in whoever fits, if the log or the engines make that another than the last time."""
+        """Admit what fits, if the log or the engines changed since the last check."""
         if self._waiting:
             now = (*self.outstanding.state, self.served())
             if now != self._seen:
@@ -160,11 +160,11 @@ class AdmissionGate:
                 self._let_in()
 
     def _let_in(self) -> None:
-        """The rest of admitted groups, then whoever came first."""
+        """Admit the rest of admitted groups, then others in the order in which they came."""
         room = True
         for one in list(self._waiting):
             joins = one.name in self._reserved or self._joins(one.group)
-            room = room and (joins or self._has_room())  # who finds none keeps its turn
+            room = room and (joins or self._has_room())  # without room it keeps its turn
             if joins or room:
                 self._admit(one)
 
@@ -174,7 +174,7 @@ class AdmissionGate:
         one.admitted.set_result(None)
 
     def _look(self) -> None:
-        """Let one more in than fits, where nothing has been able to come by itself for long."""
+        """Admit one more than fits, if no progress has been possible for long."""
         loop = asyncio.get_running_loop()
         now, state = loop.time(), self.outstanding.state
         begins = any(not kept.begun for kept in self._reserved.values())

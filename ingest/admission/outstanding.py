@@ -38,19 +38,19 @@ KINDS = frozenset(
 TRAINABLE = frozenset({"train", "teacher"})
 """Splits that a training may name."""
 LOOSE_KEPT = 32_768
-"""Finished trajectories that no training counts yet, the latest: more than one admits ahead of itself. With
-so many waiting there is no room whatever came before them, and that is used up before they are."""
+"""How many finished trajectories are kept that no training counts yet, the latest: more than any training
+admits ahead. With so many waiting there is no room whatever came earlier."""
 
 
 @dataclass(slots=True)
 class _Trajectory:
-    """What counts of a trajectory that is not used yet."""
+    """What the fold keeps of a trajectory that is not used yet."""
 
     opened: TrajectoryOpened | None = None
     """None: it was adopted, and the lane that holds its beginning is read later."""
     running: bool = True
     given_up: bool = False
-    """Whether it was aborted: whoever ran it begins no more of its group."""
+    """Whether it was aborted: then no more of its group will begin."""
     sampled: set[str] | None = None
     """Turns that may be trained once they are delivered."""
     productive: bool = False
@@ -82,7 +82,7 @@ class Outstanding:
     """Policy -> its trainer's version."""
     _trajectories: dict[str, _Trajectory] = field(default_factory=dict)
     _groups: dict[str, _PromptGroup] = field(default_factory=dict)
-    """Only while there is a training, which says what belongs together."""
+    """Only while there is a training, which decides how trajectories are grouped."""
     _group_of: dict[str, str] = field(default_factory=dict)
     _latest: dict[str, str] = field(default_factory=dict)
     """Group -> its prompt group that was admitted last: a name may be used again once a group is whole."""
@@ -224,12 +224,12 @@ class Outstanding:
         training = training_of(record)
         other = self.training is not None and record.config.get("policy") != self.training.name
         if training is None and other:
-            return  # of another policy, and of no concern
+            return  # a training of another policy
         self.training = training
         self._regroup()
 
     def _regroup(self) -> None:
-        """Another training groups what is there in its own way."""
+        """Regroup what is there, as another training counts it."""
         self._groups, self._group_of, self._latest, self._spent = {}, {}, {}, 0
         self._loose = OrderedDict()
         for known in self._trajectories.values():

@@ -68,7 +68,7 @@ class LenientReader:
     def _softened(self, body: Json) -> tuple[Json, bool]:
         """(what makes the body's messages, in a form that is served; whether a message was added to it).
 
-        An assistant's message may be the last: then the reply goes on from it.
+        If the last message is the assistant's, the reply continues it.
         """
         soft = {k: body[k] for k in _SHAPING if k in body} | {"max_tokens": 1}
         sent = body.get(self.name)

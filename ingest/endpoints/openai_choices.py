@@ -36,13 +36,13 @@ def _openai_choice(place: int, choice: Json) -> UpstreamChoice:
     said = choice.get("logprobs")
     logprobs = _logprobs(said)
     fits = ids is not None and logprobs is not None and len(ids) == len(logprobs)
-    told = without_nulls(choice, *_CHAT_PARTS, "prompt_token_ids", *(_IDS if ids is not None else ()))
+    given = without_nulls(choice, *_CHAT_PARTS, "prompt_token_ids", *(_IDS if ids is not None else ()))
     if said and (not fits or _says_more(said)):
-        told["logprobs"] = without_nulls(said) if isinstance(said, dict) else said
+        given["logprobs"] = without_nulls(said) if isinstance(said, dict) else said
     message = _message(choice)
     calls = (choice.get("message") or {}).get("tool_calls") or []
     if message.get("tool_calls", []) != calls:
-        told["tool_calls"] = calls
+        given["tool_calls"] = calls
     index = choice.get("index")
     return UpstreamChoice(
         message,
@@ -50,13 +50,13 @@ def _openai_choice(place: int, choice: Json) -> UpstreamChoice:
         place if index is None else int(index),
         ids,
         logprobs if fits else None,
-        told,
+        given,
         choice.get("prompt_token_ids"),
     )
 
 
 def _message(choice: Json) -> Json:
-    """The message; what is null or an empty list in it says nothing, whole or streamed."""
+    """The message without nulls and empty lists, so that whole and streamed replies are equal."""
     message = choice.get("message")
     if message is None:
         return {"role": "assistant", "content": choice.get("text") or ""}
@@ -68,26 +68,26 @@ def _message(choice: Json) -> Json:
     return {"role": "assistant"} | said | {"content": content}
 
 
-def _logprobs(told: Any) -> list[float] | None:
+def _logprobs(given: Any) -> list[float] | None:
     """Logprobs in either of OpenAI's forms, if there is a number for every token."""
-    if not isinstance(told, dict):
+    if not isinstance(given, dict):
         return None
-    entries = told.get("content")
+    entries = given.get("content")
     numbers = (
         [entry.get("logprob") for entry in entries]
         if isinstance(entries, list)
-        else told.get("token_logprobs")
+        else given.get("token_logprobs")
     )
     sound = isinstance(numbers, list) and all(type(n) in (int, float) for n in numbers)
     return [float(n) for n in numbers] if sound and numbers is not None else None
 
 
-def _says_more(told: Json) -> bool:
+def _says_more(given: Json) -> bool:
     """Whether there is more than a number for each token: what else it could have been."""
-    entries = told.get("content")
+    entries = given.get("content")
     if isinstance(entries, list):
         return any(entry.get("top_logprobs") for entry in entries)
-    return any(told.get("top_logprobs") or ())
+    return any(given.get("top_logprobs") or ())
 
 
 def function_calls(calls: Sequence[Json]) -> list[Json]:
@@ -110,12 +110,12 @@ def gather(events: Sequence[Json]) -> Json | None:
     for event in events:
         if not isinstance(event.get("choices"), list):
             continue
-        told = event.get("prompt_token_ids") if event["choices"] else None
-        here = ("choices", "prompt_token_ids") if told else ("choices",)
+        given = event.get("prompt_token_ids") if event["choices"] else None
+        here = ("choices", "prompt_token_ids") if given else ("choices",)
         whole |= {k: v for k, v in event.items() if k not in here and v is not None}
         for chunk in event["choices"]:
             # What an event says of a prompt is of the choices that it holds.
-            said = chunk if told is None else {"prompt_token_ids": told} | chunk
+            said = chunk if given is None else {"prompt_token_ids": given} | chunk
             _add_chunk(choices.setdefault(int(chunk.get("index") or 0), {}), said)
     if not choices:
         return None
@@ -165,7 +165,7 @@ def _add_delta(message: Json, delta: Json) -> None:
 
 
 def _add_call(calls: dict[int, Json], part: Json) -> None:
-    """A piece of a call. Who tells no index gives calls whole, each with an id, or goes on with the last."""
+    """Add a piece of a call. Without an index it is a whole call with an id, or continues the last one."""
     last = max(calls, default=-1)
     index = part.get("index")
     if index is None:

@@ -54,7 +54,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._script = script
         self._aborted: dict[str, bool] = {}
-        """Requests that are answered piece by piece now, and whether each is to end."""
+        """Requests that are being answered piece by piece -> whether each was aborted."""
 
     async def start(self, activated: Activated) -> None:
         """Nothing to get ready."""
@@ -63,7 +63,7 @@ class ScriptedEngine:
         """Nothing to stop."""
 
     async def ready(self) -> None:
-        """It always is."""
+        """Return at once: a script has no weights to wait for."""
 
     async def abort(self, request_id: str) -> None:
         """End an answer that is given piece by piece; any other runs to its end."""

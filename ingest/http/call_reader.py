@@ -1,4 +1,5 @@
-"""From a request's body to a call that can be begun: read, bounded, admitted, placed and planned."""
+"""From a request's body to a call that can begin: parse it, check limits, wait for admission, find its
+trajectory, plan its prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class ReadCall:
     """A request that can be begun. Nothing is recorded of it yet, and a new trajectory is only drafted.
 
     Attributes:
-        plan: how its prompt is made; None: it is made as the call begins, since that takes no time.
+        plan: its prompt's plan, made in a thread for a large request; None: `TurnRunner.begin` makes it.
         identity: which trajectory it named.
     """
 
@@ -58,7 +59,7 @@ class CallReader:
         raw: bytes,
         reservation: contextlib.ExitStack,
     ) -> ReadCall:
-        """A request as a call in its trajectory; until the caller waits for something it can be begun.
+        """A request as a call in its trajectory. It can be begun until the caller awaits something else.
 
         Args:
             reservation: keeps room for a new trajectory until it is recorded.

@@ -23,9 +23,9 @@ from rollbook.store.redaction import shown
 from rollbook.store.wal.flusher import SHORT
 
 FINAL = (400, 401, 403, 404, 405, 409, 413, 414, 415, 421, 422, 431)
-"""What will not change by itself must not be tried again."""
+"""Statuses that a retry would not change."""
 RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
-"""Some clients give up where they are told to wait for a minute or more."""
+"""Seconds; some clients give up if asked to wait for a minute or more."""
 
 
 def describe(error: Exception) -> tuple[int, str, str]:
@@ -54,7 +54,7 @@ def describe(error: Exception) -> tuple[int, str, str]:
 
 
 def _is_short(error: OSError) -> bool:
-    """Whether it is for want of descriptors or memory, which come back."""
+    """Whether the error is a lack of descriptors or memory, which passes."""
     return isinstance(error, ShortageError) or error.errno in SHORT
 
 
@@ -71,7 +71,7 @@ def error_reply(path: str, error: Exception) -> Response:
 
 
 def add_error_replies(app: FastAPI, refused: Callable[[str], None]) -> None:
-    """Answer every error with `error_reply`. What nobody foresaw the server logs, too.
+    """Answer every error with `error_reply`. The server logs unexpected errors besides.
 
     Args:
         refused: called with the code of whatever a limit refuses.

@@ -16,7 +16,7 @@ from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import QUARANTINE, Json
 
 FIELD_NAMES_LENGTH = 4096
-"""Characters of a header that names fields: a client's own names must not make it unreadable."""
+"""Longest header of field names: clients choose the names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

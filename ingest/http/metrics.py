@@ -1,4 +1,4 @@
-"""What the proxy tells Prometheus, at /metrics."""
+"""The proxy's metrics for Prometheus, at /metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Spells:
         self._counted = 0
 
     def count(self, spells: int) -> None:
-        """Take their number so far."""
+        """Update the counter to the number of spells so far."""
         self._counter.inc(spells - self._counted)
         self._counted = spells
 

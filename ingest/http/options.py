@@ -31,7 +31,7 @@ class ProxyOptions:
     """Limits, keys and times.
 
     Attributes:
-        keys: they open the proxy, each for what it is for; none: everybody may do everything.
+        keys: the proxy's keys, each with a role; without any, everybody may do everything.
         own: hosts and origins of our own; web pages of others are refused.
         on_store_failure: record only: `pass` on what cannot be recorded, or `refuse` it.
         max_body_bytes: largest body; a larger one is a 413.

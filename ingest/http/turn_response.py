@@ -35,7 +35,7 @@ class TurnResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the reply. What fails before the first byte is raised, for a status of its own."""
+        """Send the reply. An error before the first byte is raised, so that the reply has its status."""
         client = _Client(receive, send, self._in_flight)
         woken = self._in_flight.listen()
         client.on_gone = woken.set
@@ -69,7 +69,7 @@ class TurnResponse(Response):
         while not client.gone:
             woken.clear()
             if not client.begun and turn_ids != [turn.turn_id for turn in in_flight.turns]:
-                # At first, and where a turn was begun anew elsewhere before anybody saw anything of it.
+                # At first, and after a turn was started over on another engine before any of it was shown.
                 turn_ids = [turn.turn_id for turn in in_flight.turns]
                 writer = self._api.writer(in_flight.call, turn_ids, in_flight.reader.tokenizer)
                 head = self._head(None, "text/event-stream; charset=utf-8")
@@ -98,7 +98,7 @@ class TurnResponse(Response):
         await self._last(client, turns, opening + rest, head)
 
     def _pieces(self, writer: StreamWriter, shown: list[_Shown]) -> list[bytes]:
-        """What was sampled since the last time and is certain."""
+        """The final part of what was sampled since the last time."""
         found = []
         for choice, turn in enumerate(self._in_flight.turns):
             piece = shown[choice].news(turn.certain(), turn.ids, turn.logprobs)
@@ -118,7 +118,7 @@ class TurnResponse(Response):
         return found
 
     async def _last(self, client: _Client, turns: list[CompletedTurn], data: bytes, head: _Head) -> None:
-        """Send the end; whether it arrived is known only as far as the client had not gone before."""
+        """Send the end. It counts as delivered if the client had not gone before."""
         there = not client.gone
         delivered = False
         try:
@@ -158,7 +158,7 @@ class _Shown:
 
 
 class _Client:
-    """The other end of the connection: knows when it has gone."""
+    """The client's end of the connection, watched for a disconnect."""
 
     def __init__(self, receive: Any, send: Any, in_flight: InFlightCall) -> None:
         self._receive, self._send, self._in_flight = receive, send, in_flight
@@ -185,7 +185,7 @@ class _Client:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._watch.cancel()
 
 

@@ -32,7 +32,7 @@ from rollbook.store.fold.siblings import as_sibling
 from rollbook.store.ids import new_id
 
 ATTEMPTS = 4
-"""How often a request is asked of engines, each of which went away, before its client hears of it."""
+"""How many engines are tried, each lost on the way, before the client gets the error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +51,9 @@ class TurnRunner:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def planned(self, tree: TurnTree, call: ModelCall, size: int) -> PromptPlan | None:
-        """The plan of a request of so many bytes, if it is so large that making it would hold others up.
+        """The plan of a request that is so large that planning it would delay others; None for a small one.
 
-        A thread makes it then; the tokenizer needs no interpreter.
+        It is made in a thread: the tokenizer releases the interpreter lock.
 
         Raises:
             RequestError: 400, the chat template refuses the messages.
@@ -80,7 +80,7 @@ class TurnRunner:
         records, items = requested_records(live, call, plan, key, honoured, arrival, samplings)
         grows = call.stream or bool(call.stops)
         turns = [InFlightTurn(r, s, reader, grows=grows) for r, s in zip(records, samplings, strict=True)]
-        # Nothing can refuse the request any more. It is stored once, whole or not at all.
+        # From here on nothing can refuse the request. It is stored whole or not at all.
         first = records[0]
         asked = self.recorder.record_opening(live, first, *(as_sibling(r, first) for r in records[1:]))
         if plan.echoed is not None:
@@ -94,7 +94,7 @@ class TurnRunner:
         return in_flight
 
     def stored(self, call: ModelCall, turns: Sequence[CompletedTurn]) -> InFlightCall:
-        """A request that was answered before, as if it had just ended."""
+        """A request that was answered before, as a call that has just ended."""
         reader = ReplyReader(self.bridges.tokenizer, self.family)
         nothing = Sampling(0, 0.0, 0)
         ended = [InFlightTurn(t.requested, nothing, reader, grows=False) for t in turns]
@@ -103,7 +103,7 @@ class TurnRunner:
         return in_flight
 
     async def drained(self) -> None:
-        """Wait until nothing runs any more."""
+        """Wait until no request runs."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
@@ -113,11 +113,11 @@ class TurnRunner:
             await self.engine.abort(turn.turn_id)
 
     async def _answer(self, live: LiveTrajectory, in_flight: InFlightCall, plan: Plan) -> None:
-        """Answer a request; whatever happens, its future is resolved and the trajectory knows."""
+        """Answer a request. Its future is resolved and its trajectory updated whatever happens."""
         try:
             await self._let_in()
             _check_wanted(in_flight)
-            # All siblings come to an end, also where one fails: each is a turn of its own.
+            # Every sibling runs to its end even if one fails: each is a turn of its own.
             ends = [self._turn(live, in_flight, turn, plan) for turn in in_flight.turns]
             answers = await asyncio.gather(*ends, return_exceptions=True)
             failure = next((a for a in answers if isinstance(a, BaseException)), None)
@@ -145,7 +145,7 @@ class TurnRunner:
         error: BaseException,
     ) -> None:
         turn.ended = True
-        if not any_lost(in_flight.depends_on):  # else the log knows of no such turn
+        if not any_lost(in_flight.depends_on):  # else the log has no such turn
             self.recorder.note(failed_record(live, in_flight, turn, plan, error))
 
     async def _let_in(self) -> None:
@@ -159,14 +159,14 @@ class TurnRunner:
     async def _turn(
         self, live: LiveTrajectory, in_flight: InFlightCall, turn: InFlightTurn, plan: Plan
     ) -> CompletedTurn:
-        """Sample one completion and record it; elsewhere, as a turn of its own, where an engine goes away."""
+        """Sample one completion and record it. If its engine is lost, try another one, as a new turn."""
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._attempt(live, in_flight, turn, plan)
             except EngineLostError:
                 if in_flight.shown or in_flight.abandoned:
                     raise
-            # At once: from here on nothing of the turn that failed may reach the client.
+            # Immediately: from here on nothing of the failed turn may reach the client.
             wire = turn.requested.wire | {"instead_of": turn.turn_id}
             again = replace(turn.requested, turn_id=new_id(), wire=wire)
             in_flight.depends_on.append(self.recorder.note(as_sibling(again, in_flight.first)))
@@ -224,7 +224,7 @@ class TurnRunner:
     async def _generated(
         self, in_flight: InFlightCall, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens
     ) -> Generation:
-        """What an engine makes of a prompt. A sync may begin after it was let in: then it waits once more."""
+        """The engine's completion. If a sync began after the request was let in, it waits once more."""
         while True:
             try:
                 return await self.engine.generate(prompt, sampling, on_tokens)

@@ -1,4 +1,4 @@
-"""What the log says of a turn: the record of its request, and of its completion. Pure."""
+"""The records of a turn: of its request, and of its completion or failure. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Arrival:
 
     @classmethod
     def kept(cls, endpoint: str, raw: bytes, sent: Json, body: Json, retry: int, key: str | None) -> Arrival:
-        """The arrival of a body as it is kept: a digest of a weak secret would give it away.
+        """The arrival of a body as it is recorded: the digest of a body with a weak secret would give it
+        away.
 
         Args:
             sent: what the raw body says.
@@ -167,7 +168,7 @@ def _texts(messages: Sequence[Json]) -> list[str]:
 
 
 def seeds(call: ModelCall) -> list[int]:
-    """A seed for each choice: siblings of one seed would be one and the same."""
+    """A seed for each choice: siblings with the same seed would be identical."""
     asked = call.fields
     if asked.seed is None:
         return [secrets.randbits(63) for _ in range(asked.n or 1)]

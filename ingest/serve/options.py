@@ -162,11 +162,11 @@ def _proxy_options(
 
 
 MakeEngine = Callable[[Identity], Engine]
-"""Makes the engine, given what knows which weights are which version."""
+"""Makes the engine, given the object that identifies weights."""
 
 
 def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> MakeEngine:
-    """What makes the engine the options name; what takes long or may fail is done before it returns.
+    """The factory of the engine that the options name; slow or failing work is done before it returns.
 
     Raises:
         EngineError, ModelError, ConfigError: it cannot be made; the message says why.
@@ -279,7 +279,7 @@ def upstream_of(options: ServeOptions) -> Upstream:
     if len(options.engine_urls) != 1:
         raise ConfigError("--engine upstream needs one --engine-url, such as https://api.openai.com/v1")
     [address] = options.engine_urls
-    address.headers(options.engine_key)  # refuses two that would let requests in
+    address.headers(options.engine_key)  # refuses a login together with a key
     paths_of(options.pass_paths)
     upstream = Upstream(address, options.engine_key, options.engine_ask, options.pass_paths)
     if options.pass_paths and not upstream.secrets:

@@ -45,7 +45,7 @@ from rollbook.store.log.tail import Filter
 
 
 def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> Identity:
-    """What binds the weights that engines hold to versions, in the recorder's log.
+    """The object that binds engines' weights to versions, in the recorder's log.
 
     Args:
         model: the directory that the run starts from, or a checkpoint, to compare engines with.
@@ -103,7 +103,7 @@ def build_app(
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
-    """What writes down who did what to the engine in this process."""
+    """The callback that records who controlled the engine in this process, and how."""
 
     async def controlled(request: Request, action: str, asked: Json, error: str | None) -> None:
         by = caller_of(request).name

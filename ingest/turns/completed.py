@@ -1,6 +1,6 @@
-"""A turn that is durable, and what every endpoint says of it. Pure.
+"""A completed, durable turn, and what every API's reply takes from it. Pure.
 
-A reply is made of the turn's two events alone, so a retry after a crash gets the reply it missed.
+A reply is made from the turn's two events alone, so a retry after a crash gets the same reply.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
 
 LOWEST = -9999.0
-"""What OpenAI's clients read for a token without probability."""
+"""The logprob that OpenAI's API gives for a token of probability zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class CompletedTurn:
 
     @property
     def created(self) -> int:
-        """When it was asked, in seconds: its id says so."""
+        """When it was requested, in seconds, from its id."""
         return created_s(self.turn_id)
 
     @property

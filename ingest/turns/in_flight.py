@@ -23,7 +23,7 @@ class InFlightTurn:
     ) -> None:
         self.requested, self.sampling = requested, sampling
         self.ended = False
-        """Whether the log says, or will say, how it came out."""
+        """Whether its outcome is recorded, or is being recorded."""
         self.ids: list[int]
         self.logprobs: list[float]
         self.grows = grows
@@ -37,7 +37,7 @@ class InFlightTurn:
         self._read = 0
 
     def again(self, requested: TurnRequested) -> None:
-        """Begin anew, as another turn: the one before failed, and nobody has seen anything of it."""
+        """Start over as another turn: the earlier one failed before a client saw any of it."""
         self.requested, self.ended = requested, False
         self._begin()
 
@@ -59,7 +59,7 @@ class InFlightTurn:
         return self._growing is not None and self._growing.stopped
 
     def certain(self) -> Parsed:
-        """What the reply begins with, whatever is still to come."""
+        """The beginning of the reply that no later token can change."""
         if self._growing is not None and self._read != len(self.ids):
             self._read = len(self.ids)
             self._certain = self._growing.certain()
@@ -67,9 +67,9 @@ class InFlightTurn:
 
 
 class InFlightCall:
-    """A request while it is answered. `done` is its turns, durable, or why there are none.
+    """A request while it is answered. `done` resolves to its durable turns, or to the error.
 
-    Several clients' connections may wait for it: a retry joins the request it repeats.
+    Several connections may wait for it: a retry joins the request that it repeats.
     """
 
     def __init__(
@@ -81,37 +81,37 @@ class InFlightCall:
     ) -> None:
         self.call, self.turns, self.reader, self.items = call, list(turns), reader, items
         self.first = turns[0].requested
-        """The record that holds the request; of others the log has only what differs from it."""
+        """The record with the whole request; those of its siblings hold only what differs."""
         self.depends_on: list[Future[int] | None] = []
-        """Appends that must be durable before a reply may end; None is one that was long ago."""
+        """Appends that must be durable before a reply may end; None: one that is durable already."""
         self.done: asyncio.Future[list[CompletedTurn]] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(self._finished)
         self._listeners: set[asyncio.Event] = set()
         self.abandoned = False
-        """Whether everybody who waited has gone."""
+        """Whether all clients that waited have gone."""
         self.shown = False
-        """Whether a client was sent a byte of the reply."""
+        """Whether any client was sent a byte of the reply."""
         self.counted = False
-        """Whether the metrics know how it came out."""
+        """Whether the metrics have counted it."""
 
     def listen(self) -> asyncio.Event:
-        """An event that is set whenever there is more to send. Give it back to `leave`."""
+        """An event that is set whenever there is more to send. Pass it to `leave` at the end."""
         event = asyncio.Event()
         self._listeners.add(event)
         return event
 
     def leave(self, event: asyncio.Event) -> bool:
-        """Listen no more. Whether nobody listens now to a request that still runs."""
+        """Stop listening. Returns whether the request still runs and nobody listens any more."""
         self._listeners.discard(event)
         self.abandoned = not self._listeners and not self.done.done()
         return self.abandoned
 
     def changed(self) -> None:
-        """Tell everybody that there is more."""
+        """Wake all listeners: there is more to send."""
         for event in self._listeners:
             event.set()
 
     def _finished(self, done: asyncio.Future[list[CompletedTurn]]) -> None:
         if not done.cancelled():
-            done.exception()  # taken note of, also where nobody waits any more
+            done.exception()  # marks the exception as retrieved, where nobody waits any more
         self.changed()

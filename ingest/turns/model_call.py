@@ -92,11 +92,11 @@ _DEFAULTS: Json = {
     "logprobs": (False,),
     "thinking": ({"type": "disabled"},),
 }
-"""Fields whose named values ask for nothing beyond what is done anyhow."""
+"""Field values that ask for nothing beyond the default behaviour."""
 
 
 def unhonoured(call: ModelCall, honoured: frozenset[str]) -> Json:
-    """The fields that will not be acted on, each false: what `turn.requested` records of them."""
+    """The fields that will not be acted on, each false, as `turn.requested` records them."""
     asked = {k for k, v in call.rest.items() if v is not None and v not in _DEFAULTS.get(k, ())}
     acted_on = (honoured - call.missing_fields) | call.own_fields
     left = (asked - PLAIN_FIELDS - acted_on) | set(call.not_honoured)
@@ -104,7 +104,7 @@ def unhonoured(call: ModelCall, honoured: frozenset[str]) -> Json:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Refuse what no chat template can mean.
+    """Refuse messages that no chat template can render.
 
     Raises:
         RequestError: 400, naming the message.
@@ -122,7 +122,7 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 
 def check_answerable(messages: Sequence[Json]) -> None:
-    """Refuse a conversation that leaves nothing to say.
+    """Refuse a conversation that is empty, or ends with the assistant.
 
     Raises:
         RequestError: 400.

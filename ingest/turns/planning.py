@@ -33,7 +33,7 @@ def plan_call(bridges: Bridges, tree: TurnTree, call: ModelCall) -> PromptPlan:
 
 
 def reader_of(bridges: Bridges, family: Family, call: ModelCall, plan: Plan) -> ReplyReader:
-    """What reads the completions of a planned request."""
+    """The reader for the completions of a planned request."""
     tokenizer = bridges.tokenizer
     raw = call.prompt is not None
     # The end of a prompt says whether the model answers inside a reasoning block; 16 ids hold its marker.

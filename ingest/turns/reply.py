@@ -48,7 +48,7 @@ class ReplyReader:
     raw: bool = False
 
     def reply(self, ids: TokenIds, finish: str, turn_id: str) -> Reply:
-        """The reply that a whole completion says.
+        """Parse a whole completion into the reply.
 
         Args:
             ids: the completion, its end-of-turn token included if there is one.
@@ -87,7 +87,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 class GrowingReply:
-    """A completion as it is sampled: its text so far, and what of the reply is certain.
+    """A completion as it is sampled: its text so far, and the part of the reply that is final.
 
     `tokenizers`' own stream decoder holds back ids whose bytes are no whole characters yet.
     """
@@ -117,9 +117,9 @@ class GrowingReply:
             self.stopped = first_stop(self._text[seen:], self._reader.stops) is not None
 
     def certain(self) -> Parsed:
-        """Reasoning and content that the whole reply will begin with, whatever is still to come."""
+        """Reasoning and content that the whole reply begins with, whatever tokens follow."""
         reader, text = self._reader, self._text
-        # `feed` looks at what is new; all of it is looked through once, where there is something to find.
+        # `feed` searches only new text; the whole text is searched once, after a stop string was seen.
         cut = first_stop(text, reader.stops) if self.stopped else None
         text = _without_open_stop(text, reader.stops) if cut is None else text[:cut]
         if reader.raw:
@@ -128,7 +128,7 @@ class GrowingReply:
 
 
 def _without_open_stop(text: str, stops: Sequence[str]) -> str:
-    """The text without an end that may turn out to be the beginning of a stop string."""
+    """The text without a suffix that may be the beginning of a stop string."""
     held = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), held, -1):

@@ -1,4 +1,4 @@
-"""How much one call may ask for: counts and sizes that are generous for every agent, and bounded. Pure."""
+"""Limits of one request: counts and sizes, generous for every agent. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_BIASES = 4_096
 SCHEMA_BYTES = 256 << 10
 TEMPLATE_KEYS, TEMPLATE_BYTES = 64, 64 << 10
 OUTSIDE_BYTES = 2 << 20
-"""Of what is no conversation: each character of it is searched for secrets, up to two seconds a megabyte."""
+"""Most bytes outside the conversation: they are searched for secrets, at up to two seconds a megabyte."""
 
 
 def check_call(call: ModelCall, size: int, most: int) -> None:

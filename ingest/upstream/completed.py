@@ -1,4 +1,4 @@
-"""The record of what an upstream said: exact where it tells all ids, else text only. Pure."""
+"""The record of an upstream's reply: exact where it holds all token ids, else text only. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollbook.store.fold.trajectory import prompt_sha256
 TEXT_ONLY = "text_only"
 REDACTED = "redacted"
 INCOMPLETE = "incomplete_request"
-"""Flag: the request names what did not pass here, so its recorded messages lack that."""
+"""Flag: the request names content that never passed here, so its recorded messages lack it."""
 
 
 def completed_turn(
@@ -28,7 +28,7 @@ def completed_turn(
     ended: bool,
     redacted: bool,
 ) -> TurnCompleted:
-    """The record of a choice. Its ids count only with the prompt's: without, they have no context.
+    """The record of a choice. Its ids are used only if the prompt's ids are known too.
 
     Args:
         prompt_ids: those of the prompt that it answers, where that is certain.

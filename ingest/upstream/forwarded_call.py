@@ -1,4 +1,4 @@
-"""A request on its way to an upstream: its prompts, its turns, and what the log says of each. Pure."""
+"""A request that is forwarded to an upstream: its prompts, its turns, and their records. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class ForwardedCall:
-    """A request on its way: its turns, one for each completion that was asked for.
+    """A forwarded request, with a turn for each completion that it asks for.
 
     Attributes:
         asked: its prompts, which are `placed` one by one.
@@ -63,36 +63,36 @@ class ForwardedCall:
     settled: bool = False
 
     def begin(self) -> None:
-        """It is passed on."""
+        """Note that the request is forwarded."""
         self.live.running += 1
         self.live.active_s = time.monotonic()
 
     def refused(self) -> None:
-        """It is not passed on after all."""
+        """Note that the request is not forwarded after all."""
         self.live.running -= 1
 
     def replying(self) -> None:
-        """The reply begins. From here on a finish waits for its end: a client may be quicker than we are."""
+        """Note that the reply begins. From here on a finish waits for its end: a client may be faster."""
         self.live.running -= 1
         self.live.sending += 1
 
     def left(self) -> None:
-        """Nothing more will come of a reply that began."""
+        """Note the end of a reply that began."""
         self.live.active_s = time.monotonic()
         self.live.sent()
 
 
 def which_prompt(asked: AskedPrompts, prompt: int) -> Json:
-    """Of several prompts of a request, which one a turn answers."""
+    """Which of a request's several prompts a turn answers."""
     return {"prompt": prompt} if len(asked.prompts) > 1 else {}
 
 
 def of_choice(forwarded: ForwardedCall, choice: int) -> TurnRequested:
-    """The request for one completion. Its messages are those of the first one of its prompt, said once."""
+    """The request for one completion. Completions of one prompt share the messages of the first."""
     prompt, each = forwarded.asked.of(choice), forwarded.asked.each
     placed = forwarded.placed[prompt or 0]
     first = placed.requested
-    if prompt is None:  # nobody asked for it, so nobody knows what it answers
+    if prompt is None:  # it was not asked for, so its prompt is unknown
         wire = {k: v for k, v in first.wire.items() if k != "prompt"} | {"choice": choice}
         return replace(first, turn_id=new_id(), base_turn_id=None, shared_messages=0, messages=[], wire=wire)
     if choice == prompt * each:
@@ -111,13 +111,14 @@ def of_choice(forwarded: ForwardedCall, choice: int) -> TurnRequested:
 
 
 def sent_items(live: LiveTrajectory, base: TreeTurn | None, call: ModelCall) -> Json:
-    """The messages as sent, where that is another form than chat's: those that the base has not."""
+    """The messages as sent, where their form is not chat's, without those of the base turn."""
     items, shared = known_items(live, base.turn_id if base else None, call)
     return {} if items is None else {"shared_items": shared, "items": items[shared:]}
 
 
 def grown_turn(forwarded: ForwardedCall, requested: TurnRequested, completed: TurnCompleted) -> TreeTurn:
-    """The turn in the tree. One that could not be indexed now could not be after a restart either."""
+    """The completed turn for the tree. A turn that cannot be indexed now could not be after a restart
+    either."""
     chain_all([completed.reply])
     parts = (completed.prompt_ids, completed.completion_ids)
     prompt = forwarded.asked.of(requested.wire.get("choice", 0))

@@ -1,4 +1,4 @@
-"""A reply on its way from an upstream to a client: every byte as it comes, and a copy for the log."""
+"""The reply of an upstream: passes every byte to the client as it comes, and keeps a copy for the log."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rollbook.store.errors import LimitError, RequestError
 from rollbook.store.events import Json
 
 ERROR_LENGTH = 2000
-"""Of an upstream's error, so many characters are recorded."""
+"""Characters of an upstream's error that are recorded."""
 
 
 class ForwardedResponse(Response):
-    """Sends what the upstream says, and has it recorded.
+    """Sends the upstream's reply, and has it recorded.
 
     Args:
         forwarded: the request as recorded; None: it is not recorded.
@@ -57,11 +57,11 @@ class ForwardedResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass the reply on; a client that goes away ends the upstream's work too."""
+        """Forward the reply; a client that disconnects ends the upstream's request too."""
         try:
             await self._watch.race(self._pass_on(send))
         except (ClientGone, aiohttp.ClientError, OSError, RequestError):
-            pass  # a reply that does not end cuts the client's connection, as the upstream's was
+            pass  # an incomplete reply closes the client's connection, as the upstream's was
         finally:
             self._watch.close()
             self._reply.close()
@@ -84,7 +84,7 @@ class ForwardedResponse(Response):
             if forwarded is not None:
                 self._copy.add(data)
                 left -= len(data)
-                # The client may act on the end before we hear that there is no more.
+                # The client may act on the end before the upstream closes the stream.
                 if left == 0 or (finder is not None and finder.feed(data)):
                     await self._settle(forwarded, ended=True)
                     await self._recording.kept(forwarded)
@@ -109,9 +109,9 @@ class ForwardedResponse(Response):
             forwarded.left()
 
     async def _settle(self, forwarded: ForwardedCall, *, ended: bool) -> None:
-        """Record what came, once; whatever happens, the reply passes on.
+        """Record what came, once. The reply is forwarded whatever happens here.
 
-        A client that leaves meanwhile cuts it short: then it is done again at the end.
+        A client's disconnect cancels it; then `_close` records it at the end.
         """
         if forwarded.settled:
             return
@@ -139,7 +139,7 @@ class ForwardedResponse(Response):
         self._recording.failed(forwarded, f"the reply cannot be read: {why}")
 
     async def _understood(self, forwarded: ForwardedCall) -> UpstreamReply | str:
-        """The reply, or the error that it is; found in a thread where that takes long."""
+        """The reply, or the text of the error that it is; a large one is read in a thread."""
         data, encoding = self._copy.whole(), self._reply.headers.get("content-encoding", "")
         # An error is searched for the secrets of its request, which may be large.
         if len(data) > LARGE_BYTES or codings(encoding) or self._reply.status >= 400:
@@ -151,7 +151,7 @@ class ForwardedResponse(Response):
         return f"the upstream answers {self._reply.status}: {text[:ERROR_LENGTH]}"
 
     def _redactor(self) -> Redactor:
-        """What takes out of an error also what this request and this reply had for secrets."""
+        """A redactor that also knows the secrets of this request and its reply."""
         known = self._secrets() | given_cookies(self._reply.raw_headers)
         return self._recording.redactor.knowing(known)
 

@@ -29,7 +29,7 @@ class Paths:
     patterns: tuple[re.Pattern[str], ...]
 
     def check(self, method: str, raw: str) -> None:
-        """Refuse what is not among them.
+        """Refuse a path that is not allowed.
 
         Args:
             raw: the endpoint's path, with its percent signs.
@@ -75,7 +75,7 @@ def _pattern(rule: str) -> re.Pattern[str]:
 
 
 def meant(raw: str) -> str:
-    """The path that some server may take a raw one for: decoded, with `.`, `..`, `//` and `;...` resolved.
+    """The path that a server may take a raw one for: decoded, with `.`, `..`, `//` and `;...` resolved.
 
     What is asked is recorded by this: a spelling that only the upstream understands is no way around the log.
     """

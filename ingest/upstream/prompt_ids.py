@@ -15,27 +15,27 @@ from rollbook.store.events import Json
 
 
 def prompt_ids(asked: AskedPrompts, reply: UpstreamReply) -> dict[int, list[int]]:
-    """Choice -> the ids of its prompt. A choice is not in it where they are not told, or cannot be true."""
+    """Choice -> the ids of its prompt. Choices whose ids are missing or implausible are left out."""
     several = len(asked.prompts) > 1
     if not asked.certain or (several and not reply.placed):
         return {}
-    told: dict[int, list[Any]] = {}
+    given: dict[int, list[Any]] = {}
     for choice in reply.choices:
         prompt = asked.of(choice.index)
         if choice.prompt_ids is not None and prompt is not None:
-            told.setdefault(prompt, []).append(choice.prompt_ids)
+            given.setdefault(prompt, []).append(choice.prompt_ids)
     if reply.prompt_ids is not None and not several:
-        told.setdefault(0, []).append(reply.prompt_ids)
-    agreed = {prompt: ids[0] for prompt, ids in told.items() if _agree(ids)}
+        given.setdefault(0, []).append(reply.prompt_ids)
+    agreed = {prompt: ids[0] for prompt, ids in given.items() if _agree(ids)}
     agreed = {p: ids for p, ids in agreed.items() if _can_be(asked.prompts[p], ids)}
-    agreed = {p: agreed[p] for p in agreed if _alone(p, agreed, told, asked.prompts)}
+    agreed = {p: agreed[p] for p in agreed if _alone(p, agreed, given, asked.prompts)}
     of_choices = [(choice.index, asked.of(choice.index)) for choice in reply.choices]
     return {choice: agreed[prompt] for choice, prompt in of_choices if prompt in agreed}
 
 
-def _agree(told: Sequence[Any]) -> bool:
-    """Whether all that is told of one prompt is the same, and ids."""
-    return bool(told[0]) and are_ids(told[0]) and all(ids == told[0] for ids in told)
+def _agree(given: Sequence[Any]) -> bool:
+    """Whether all ids given for one prompt are equal, and valid."""
+    return bool(given[0]) and are_ids(given[0]) and all(ids == given[0] for ids in given)
 
 
 def _can_be(messages: Sequence[Json], ids: list[int]) -> bool:
@@ -51,12 +51,12 @@ def _can_be(messages: Sequence[Json], ids: list[int]) -> bool:
 def _alone(
     prompt: int,
     agreed: Mapping[int, list[int]],
-    told: Mapping[int, list[Any]],
+    given: Mapping[int, list[Any]],
     prompts: Sequence[list[Json]],
 ) -> bool:
     """Whether no other prompt contradicts its ids: other prompts have other ids, and equal ones the same."""
     content = prompts[prompt][0].get("content") if len(prompts) > 1 else None
-    for other, ids in told.items():
+    for other, ids in given.items():
         if other != prompt and (prompts[other][0].get("content") == content) != (ids[0] == agreed[prompt]):
             return False
     return True

@@ -35,10 +35,10 @@ from rollbook.store.events import Json
 
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 4.0
-"""An idle connection is given up before the common servers give it up: a request may not be sent twice."""
+"""Idle connections are closed before common servers close them: a request must not be sent twice."""
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
 SERVER_OPTIONS = {"server_header": False, "date_header": False}
-"""For uvicorn: a reply has the headers that the upstream gave it."""
+"""For uvicorn: replies keep the upstream's own headers."""
 
 
 def build_upstream_app(
@@ -79,7 +79,7 @@ def build_upstream_app(
 
 
 def _session() -> aiohttp.ClientSession:
-    """Connections that add nothing of their own: no headers, no cookies of somebody else's, no decoding."""
+    """A client session that adds nothing: no headers, no shared cookies, no decoding."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),

@@ -1,6 +1,6 @@
-"""Records turns that pass: what was asked, what came back, and whether it is exact or text only.
+"""Records forwarded turns: request, reply, and whether the reply is exact or text only.
 
-Recording must not get in the way: what cannot be recorded is passed on and counted.
+Recording does not block traffic: what cannot be recorded is forwarded and counted.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 MOST_REPLY_BYTES = 64 * 2**20
 RESPONSES_KEPT = 16_384
-"""Responses whose owner is remembered; of those in open trajectories it is always known."""
+"""How many responses' owners are remembered; owners in open trajectories are always known."""
 UNRESOLVED = "unresolved_reference"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a response is: the trajectory it was asked in, and the name of the key that asked.
+    """The owner of a response: the trajectory of its request, and the name of the key.
 
     Attributes:
         key: None: keys are not checked, or it is not known any more.
@@ -65,14 +65,14 @@ class Owner:
         """Whether a caller may see it, who names a trajectory or None."""
         if named == self.trajectory:
             return True
-        if caller.name is None:  # without keys what is named is all that tells agents apart
+        if caller.name is None:  # without keys agents are told apart only by the trajectories that they name
             return named is None
         return caller.role is Role.operator or (caller.role is Role.writer and caller.name == self.key)
 
 
 @dataclass(slots=True, eq=False)
 class UpstreamRecorder:
-    """Writes what passes into a recorder's log; where the log fails it raises only if it is told to."""
+    """Records forwarded traffic. If the log fails, it raises only with `refuses`."""
 
     recorder: Recorder
     metrics: Metrics
@@ -80,7 +80,7 @@ class UpstreamRecorder:
     policy: str = "actor"
     unrecorded: int = 0
     refuses: bool = False
-    """What cannot be recorded is refused; else it passes and is counted."""
+    """Whether requests that cannot be recorded are refused; else they pass and are counted."""
     room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
     _owners: OrderedDict[str, Owner] = field(default_factory=OrderedDict)
     _said: int = -1
@@ -126,7 +126,7 @@ class UpstreamRecorder:
         return writer.failure or writer.waiting or "it does not become durable in time"
 
     async def kept(self, forwarded: ForwardedCall) -> None:
-        """Where nothing may pass unrecorded, wait until what is known of a request so far is durable.
+        """With `refuses`, wait until the records of a request so far are durable.
 
         Raises:
             RequestError: 503, it is not.
@@ -140,7 +140,8 @@ class UpstreamRecorder:
             raise RequestError(503, "store_failed", text) from error
 
     def lost(self, turns: int, why: str = "") -> None:
-        """Count what passes unrecorded; say so once in each spell, and where it is no fault of the store."""
+        """Count what passes unrecorded, and warn: once in each spell of a failing store, and for every other
+        cause."""
         spells = self.recorder.writer.spells
         if self._said != spells or why:
             self._said = spells
@@ -180,7 +181,7 @@ class UpstreamRecorder:
         check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
         siblings = (as_sibling(turn, first) for turn in forwarded.requested[1:])
         forwarded.depends_on = [self.recorder.record_opening(live, first, *siblings)]
-        self.recorder.flush()  # at once: the log is to say so whatever comes of it
+        self.recorder.flush()  # at once, so that the log holds the request whatever becomes of it
         forwarded.depends_on.insert(0, live.opening)
         for prompt in placed:
             if prompt.echoed is not None:
@@ -192,9 +193,9 @@ class UpstreamRecorder:
     ) -> Placed:
         """A prompt and the request for the first of its completions."""
         messages, hashes = live.tree.known_part(sent) if sent else ([], chain_all([]))
-        # What lacks messages only seems to go on from a turn that it matches.
+        # A request that lacks messages only appears to continue a turn that it matches.
         candidates = [] if call.unresolved else live.tree.parents(messages, hashes, CONTEXT)
-        # Whether this turn's ids go on from its parent's nobody knows yet: so it may only hang on text.
+        # Whether its ids continue its parent's is not known yet, so the parent may only be a turn of text.
         parent = next((c.turn for c in candidates if c.turn.length == 0), None)
         base, shared = live.tree.base(messages, parent)
         reason = "upstream_renders" if candidates else "no_matching_turn" if live.tree.turns else "first_turn"
@@ -225,7 +226,7 @@ class UpstreamRecorder:
             forwarded.written = self.recorder.append(*records)
 
     def settle(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> None:
-        """Record what came back, at once: the client's next request may be here before the disk is.
+        """Record what came back, at once: the client's next request may arrive before the write is durable.
 
         Args:
             ended: the reply came to its end by itself.
@@ -247,7 +248,7 @@ class UpstreamRecorder:
         self._append(forwarded, *records)
 
     def _own(self, forwarded: ForwardedCall, reply: UpstreamReply) -> None:
-        """Remember whose a response and its items are, that its agent may ask for or name by their ids."""
+        """Remember the owner of a response and its items: later requests may name their ids."""
         if forwarded.api.ids is not None:
             owner = Owner(forwarded.live.opened.name, forwarded.requested[0].wire.get("key"))
             self._owners.update(dict.fromkeys(forwarded.api.ids.of_reply(reply), owner))
@@ -298,7 +299,7 @@ class UpstreamRecorder:
     ) -> None:
         live = forwarded.live
         if live.contents is None:
-            return  # written off meanwhile: it is read back from the log
+            return  # dropped from memory meanwhile: it is read back from the log
         items, _ = known_items(live, requested.base_turn_id, forwarded.call)
         self.recorder.trajectories.take(live, turn, requested.request, items, completed)
 

@@ -68,7 +68,7 @@ class UpstreamRoutes:
         self.slots = RequestSlots(self.door.options.max_running)
 
     async def answer(self, request: Request) -> Response:
-        """Whatever the upstream says."""
+        """Forward a request; the reply is the upstream's."""
         address = self.door.address(request)
         if self.paths is not None:
             self.paths.check(request.method, address.path)
@@ -116,7 +116,7 @@ class UpstreamRoutes:
                 await self._broken_off(forwarded, why)
             if isinstance(error, ClientGone):
                 self.slots.release()
-                return Response(status_code=499)  # to nobody
+                return Response(status_code=499)  # the client has gone
             if isinstance(error, aiohttp.ClientError | TimeoutError | OSError | ValueError):
                 raise EngineError(f"{self.upstream.url} cannot be reached: {why}") from error
             raise
@@ -128,7 +128,7 @@ class UpstreamRoutes:
         )
 
     def _secrets(self, request: Request, raw: bytes) -> set[str]:
-        """What an error must not repeat on disk."""
+        """The secrets of the request, for the redaction of a recorded error."""
         query = request.scope.get("query_string", b"").decode("latin-1")
         found = sent_credentials(request.headers.raw, query, self.upstream.secrets)
         with contextlib.suppress(RequestError):
@@ -158,7 +158,7 @@ class UpstreamRoutes:
     # Into the log -----------------------------------------------------------------------------
 
     async def _begin(self, forwarded: ForwardedCall) -> None:
-        """Let a request pass, or refuse it where it may not pass unrecorded."""
+        """Begin to forward a recorded request, or refuse it where it must be durable first and is not."""
         forwarded.begin()
         try:
             await self.recording.kept(forwarded)

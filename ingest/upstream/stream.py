@@ -9,7 +9,7 @@ _BLANK = re.compile(rb"\r?\n\r?\n|\r\r")
 
 
 class EndFinder:
-    """Tells of a stream's bytes, in whatever packets they come, when its last event is there."""
+    """Finds a stream's last event in its bytes, however they are cut into packets."""
 
     def __init__(self, last_event: re.Pattern[bytes]) -> None:
         self._end, self._tail = last_event, bytearray()
@@ -17,7 +17,7 @@ class EndFinder:
         self._named = False
 
     def feed(self, data: bytes) -> bool:
-        """Whether the stream has said everything, with these bytes."""
+        """Whether the stream is complete with these bytes."""
         self._tail += data
         behind = 0
         for blank in _BLANK.finditer(self._tail, max(self._seen - 3, 0)):
@@ -33,7 +33,7 @@ class EndFinder:
         return ended
 
     def _shorten(self) -> None:
-        """Of an event that does not end, remember whether it is the last one, and how it goes on."""
+        """Of a long unfinished event keep only whether it is the last one, and its end."""
         if len(self._tail) > _LONG_EVENT:
             self._named = self._named or self._end.search(self._tail) is not None
-            self._tail[:-_LONG_PATTERN] = b"."  # so that what follows is not taken for a line's beginning
+            self._tail[:-_LONG_PATTERN] = b"."  # lest what follows look like a line's beginning

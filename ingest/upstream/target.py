@@ -1,4 +1,4 @@
-"""Where requests are passed on to, and with which headers. Pure."""
+"""Where requests are forwarded to, and with which headers. Pure."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-"""Headers between two neighbours, which are not passed on; nor are those that `connection` names."""
+"""Hop-by-hop headers (RFC 9110), which are not forwarded; nor are those that `connection` names."""
 
 _MADE_ANEW = frozenset({b"host", b"content-length", b"expect"})
-"""Headers of a request that follow from where it goes and how it is sent."""
+"""Headers that are made anew for the forwarded request."""
 
 _KEYS = ("authorization", "x-api-key")
 
@@ -36,7 +36,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Headers, by lower-case name, without those that are between two neighbours."""
+    """Headers, by lower-case name, without hop-by-hop headers."""
     lower = [(name.lower(), value) for name, value in headers]
     named = {
         word.strip() for name, value in lower if name == b"connection" for word in value.lower().split(b",")
@@ -72,7 +72,7 @@ class Upstream:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What lets requests in there, besides what agents send."""
+        """The secrets that open the upstream, besides those that agents send."""
         return (*self.address.secrets, *([self.key] if self.key else []))
 
     def headers(self, sent: Headers, path: str, *, own_keys: bool, plain: bool) -> CIMultiDict[str]:

@@ -140,10 +140,10 @@ def _part(where: str, block: Json) -> Json:
 
 
 def _image_url(where: str, source: Any) -> str:
-    told = source if isinstance(source, dict) else {}
-    kind = told.get("type")
+    given = source if isinstance(source, dict) else {}
+    kind = given.get("type")
     names = ("media_type", "data") if kind == "base64" else ("url",)
-    texts = [told.get(name) for name in names]
+    texts = [given.get(name) for name in names]
     if kind not in ("base64", "url") or not all(isinstance(text, str) and text for text in texts):
         raise _bad(f"{where}.source", "send type base64 with media_type and data, or type url")
     return f"data:{texts[0]};base64,{texts[1]}" if kind == "base64" else str(texts[0])
@@ -213,7 +213,7 @@ _READ = {
 
 
 def _unread(messages: list[Json]) -> tuple[str, ...]:
-    """What is in no chat form: fields that nobody reads, and what only its provider can."""
+    """What chat form has no place for: fields that are not read, and content only its provider can read."""
     found: set[str] = set()
     for message in messages:
         found |= unread(message, ("role", "content"))

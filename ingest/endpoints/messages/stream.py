@@ -22,7 +22,7 @@ class MessagesWriter:
         self._open = ""
 
     def begin(self) -> bytes:
-        """The message without content. How long its prompt is, the last event says."""
+        """The message without content. The length of its prompt is in the last event."""
         message: Json = {
             "id": PREFIX + self._turn_id,
             "type": "message",

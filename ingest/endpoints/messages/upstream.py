@@ -66,7 +66,7 @@ _KNOWN_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
 
 
 def read_reply(body: Json) -> UpstreamReply:
-    """The blocks as one message; they are kept beside it where it does not say all that they do."""
+    """The blocks as one message; the blocks are kept beside it where the message loses something."""
     blocks = body["content"]
     message = assistant_message("content", [sound_block(b) for b in blocks if b.get("type") in _KNOWN_BLOCKS])
     if message["content"] is None and len(message) == 2:
@@ -104,8 +104,8 @@ def gather(events: Sequence[Json]) -> Json | None:
                 _add_block_delta(blocks[event["index"]], inputs, event)
             case "message_delta" if whole is not None:
                 whole |= {k: v for k, v in event["delta"].items() if v is not None}
-                told = {k: v for k, v in (event.get("usage") or {}).items() if v is not None}
-                whole["usage"] = (whole.get("usage") or {}) | told
+                usage = {k: v for k, v in (event.get("usage") or {}).items() if v is not None}
+                whole["usage"] = (whole.get("usage") or {}) | usage
     if whole is None:
         return None
     for index, text in inputs.items():

@@ -76,7 +76,7 @@ _READ = {
 
 
 def unread_in_items(items: Sequence[Json]) -> tuple[str, ...]:
-    """What is in no chat message: fields that nobody reads, such as reasoning that only its provider can."""
+    """What chat messages have no place for: fields that are not read, such as encrypted reasoning."""
     found: set[str] = set()
     for item in items:
         kind = item.get("type", "message")

@@ -52,7 +52,7 @@ class LiveRequest:
             self.held_s += time.perf_counter() - begun
 
     async def run(self) -> None:
-        """Go into the manager, and return when it has ended, failed or been sent outside.
+        """Enter the manager, and return when the request has ended, failed or been taken out.
 
         Raises:
             EngineError: the manager takes nobody any more.

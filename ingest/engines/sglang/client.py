@@ -128,14 +128,14 @@ class SglangEngine:
             raise
 
     async def look(self) -> list[tuple[str, Json]]:
-        """Connect once, before anything is recorded, and let go; what each server says of its model.
+        """Connect once and disconnect, before anything is recorded; returns each server's model info.
 
         Raises:
             EngineError, VersionError: it cannot be used, as `start` would find out.
         """
 
         async def activated(*_: Any) -> None:
-            """Never told: a server has the weights."""
+            """None: a server holds the weights."""
 
         try:
             await self.start(activated)
@@ -184,7 +184,7 @@ class SglangEngine:
         return None if strange is None else f"it calls its weights {strange}, and they are not compared yet"
 
     def doubtful(self) -> bool:
-        """Whether `verify` is due: it answered with weights of a name that nobody has bound to a version."""
+        """Whether `verify` is due: the last answer named weights that are bound to no version."""
         if self._strange is None:
             return False
         return not self.servers.refutes(self._strange) or time.monotonic() > self._looked + LOOK_AGAIN_S
@@ -213,7 +213,7 @@ class SglangEngine:
     async def generate(
         self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
     ) -> Generation:
-        """Sample a completion; one that the server ends before it is done, though nobody here asked, goes on.
+        """Sample a completion. One that the server aborts by itself is continued.
 
         Raises:
             EngineError: the server cannot be reached, or says why it cannot answer.
@@ -279,7 +279,7 @@ class SglangEngine:
             raise lost(f"{self.url}/generate failed: {error!r}") from error
 
     async def abort(self, request_id: str) -> None:
-        """Have a request ended; its own reply says what there is, and when."""
+        """Abort a request; its own reply then returns what was sampled."""
         if request_id in self._asked:
             self._ended.add(request_id)
             task = asyncio.create_task(self._abort(request_id))
@@ -299,7 +299,7 @@ class SglangEngine:
                     ) as reply:
                         await read_answer(reply, TOLD_BYTES)
             except (TimeoutError, OSError, aiohttp.ClientError, EngineError):
-                return  # the request itself will fail likewise, and say so; or it runs to its end
+                return  # the request itself will fail in the same way, or runs to its end
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def policy_version(self) -> int | None:

@@ -1,4 +1,4 @@
-"""SGLang's `/generate` as JSON: what it is asked, and what its answers say. Pure."""
+"""SGLang's `/generate` as JSON: request bodies, and what its answers mean. Pure."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ class Part:
         return self.finish["type"] == "abort" and self.finish.get("status_code") is None
 
 
-def check_version(told: Any, url: str) -> str | None:
+def check_version(info: Any, url: str) -> str | None:
     """A note where a server's version is unknown, such as behind a router; None where it is new enough.
 
     Args:
-        told: what /server_info answers.
+        info: what /server_info answers.
 
     Raises:
         EngineError: it is older than `OLDEST_SERVER`.
     """
-    version = told.get("version") if isinstance(told, dict) else None
+    version = info.get("version") if isinstance(info, dict) else None
     found = release_of(version)
     if found is None:
         return f"{url} does not say which SGLang it is: nothing older than {OLDEST_SERVER} is supported"
@@ -92,7 +92,7 @@ def check_version(told: Any, url: str) -> str | None:
 
 
 def check_preferred(info: Any, url: str) -> None:
-    """See that a server samples with nothing that it is not asked for.
+    """Check that a server adds no sampling parameters of its own.
 
     Args:
         info: what /model_info answers.
