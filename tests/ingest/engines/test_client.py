@@ -594,7 +594,7 @@ def test_an_abort_of_nothing_is_nothing(runner: Any, proxied: Make, ids_of: Any)
     assert proxy.ask(f"/t/t{CHAT}", asked("chat")).status == 200
 
 
-def test_the_served_command(serve: Any, text_model: Any, ids_of: Any) -> None:
+def test_rollbook_serve_answers_from_a_server(serve: Any, text_model: Any, ids_of: Any) -> None:
     """A process of its own between a client and the server: an answer, and a client that hangs up."""
     ids = ids_of("one two three four five six seven eight")
     app = ScriptedSGLang(

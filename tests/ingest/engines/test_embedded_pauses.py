@@ -219,7 +219,7 @@ def test_flushing(renewed: Any, pace: Any) -> None:
     renewed.run(scenario())
 
 
-def test_an_unknown_mode(renewed: Any) -> None:
+def test_an_unknown_mode_of_pausing_is_a_400(renewed: Any) -> None:
     """A 400 that names the modes, and nothing is paused."""
     answer = renewed.post("/engine/pause_generation", json={"mode": "gently"})
     assert answer.status_code == 400

@@ -594,7 +594,7 @@ def test_a_router_in_front_of_a_synced_server() -> None:
     run(scenario, Server())
 
 
-def test_a_refusal_is_nobodys_end() -> None:
+def test_an_engine_that_refuses_a_request_stays_in_use() -> None:
     """An engine that cannot serve this request can serve others."""
 
     async def scenario(it: Any) -> None:

@@ -195,7 +195,7 @@ def test_parts_without_a_token_are_given_up() -> None:
     assert may_go_on([_part([]), _part([]), _part([1]), _part([]), _part([])], SAMPLING)
 
 
-def test_what_does_not_go_on() -> None:
+def test_a_request_that_ended_by_itself_does_not_go_on() -> None:
     """What has ended by itself, and what has all the tokens that were asked for."""
     assert not may_go_on([_part([1], "stop")], SAMPLING)
     assert not may_go_on([_part([1], "length")], SAMPLING)
@@ -216,7 +216,7 @@ def test_the_rest_that_is_asked_for() -> None:
     assert the_rest(PROMPT, sampling, [_part([5, 6, 7, 8, 9])])[1].min_new_tokens == 0
 
 
-def test_joined_parts() -> None:
+def test_parts_are_joined_with_spans_and_counts() -> None:
     """Spans move on, and join where the version is the same; numbers are added; penalties are told."""
     spans = (VersionSpan("actor", 1, 0, 1), VersionSpan("actor", 2, 1, 2))
     parts = [

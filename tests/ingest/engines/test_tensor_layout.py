@@ -91,7 +91,7 @@ def test_as_sglang_pads_vocabularies(key: str, name: str) -> None:
     assert [len(held), used[0], used[-1]] == LOADED[key]
 
 
-def test_places() -> None:
+def test_tensors_are_found_in_merged_and_expert_tensors() -> None:
     """Merged, of experts, of shared experts, alone, nowhere."""
     experts = "model.layers.1.mlp.experts"
     shared = "model.layers.1.mlp.shared_expert"
@@ -140,7 +140,7 @@ def _expected(size: int = 1) -> Expected:
 
 @settings(deadline=None)
 @given(st.permutations(sorted(DENSE)), st.sampled_from([1, 2, 4]))
-def test_in_any_order(names: list[str], size: int) -> None:
+def test_parts_may_come_in_any_order(names: list[str], size: int) -> None:
     """Parts of a merged tensor may come in any order, in memory that is used again after each."""
     expected, new = _expected(size), _tensors(1)
     for name in names:

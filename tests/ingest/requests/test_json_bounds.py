@@ -47,7 +47,7 @@ def _weight(value: Any) -> int:
 
 
 @given(VALUES)
-def test_depth(value: Any) -> None:
+def test_a_hundred_levels_of_nesting_pass(value: Any) -> None:
     """What is a hundred deep passes, whatever else it holds; what is one deeper does not."""
     deep = _nested(MOST_DEPTH - _depth(value), value)
     check_depth(deep)
@@ -57,7 +57,7 @@ def test_depth(value: Any) -> None:
 
 
 @given(VALUES, st.integers(1, 64))
-def test_weight(value: Any, chunk: int) -> None:
+def test_weight_is_counted_outside_strings(value: Any, chunk: int) -> None:
     """It is counted outside strings alone, whatever they hold, and wherever the text is cut into chunks."""
     raw = orjson.dumps(value)
     with pytest.MonkeyPatch.context() as patched:

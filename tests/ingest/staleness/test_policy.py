@@ -172,7 +172,7 @@ def test_age_uses_the_oldest() -> None:
     assert _names(policy.select(units, 5)) == ["unknown", "a"]
 
 
-def test_what_is_evicted() -> None:
+def test_complete_groups_that_are_too_old_are_evicted() -> None:
     """Complete units that are too old; a running one may lose its oldest member yet."""
     policy = StalenessPolicy(1, 1)
     units = _units(("old", 3, True), ("runs", 3, False), ("just", 4, True), ("unknown", None, True))

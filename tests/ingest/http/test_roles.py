@@ -126,7 +126,7 @@ def _remark(proxy: Any, who: str, name: str, what: str, **body: Any) -> tuple[in
 
 @pytest.mark.parametrize("what", ["rewards", "labels"])
 @pytest.mark.parametrize("who", [*ROLES, "trajectory"])
-def test_remarks(proxy: Any, who: str, what: str) -> None:
+def test_who_may_reward_and_label(proxy: Any, who: str, what: str) -> None:
     """An agent speaks for itself, until the end; a judge never as the agent; a reader not at all."""
     name = f"remarks-{who}-{what}"
     proxy.ask("/v1/trajectories", {"id": name}, headers=_sent(proxy, "writer"))
