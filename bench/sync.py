@@ -141,9 +141,9 @@ class _Trainer:
 
 
 def _manner() -> Any:
-    from rollbook.train.sync.session import Manner
+    from rollbook.train.sync.session import SyncOptions
 
-    return Manner("retract")
+    return SyncOptions("retract")
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.http import SglangServer
 from rollbook.store.errors import EngineError
@@ -29,7 +29,7 @@ from rollbook.testing.scripted_answers import Answer
 from rollbook.testing.scripted_job import Job, Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.sync.control import EngineControl
-from rollbook.train.sync.session import Manner, Release, Syncer
+from rollbook.train.sync.session import Release, Syncer, SyncOptions
 from rollbook.train.sync.transports import FromTensors
 
 PAUSES = ("in_place", "retract", "abort")
@@ -107,7 +107,9 @@ def _synced(url: str, updates: int, stack: ExitStack, names: Names) -> Iterator[
     """Sync versions from 1 on; each once it is verified and served."""
     syncers = []
     for pause in PAUSES:
-        syncers.append(Syncer([EngineControl(url, 30.0)], FromTensors(BUCKET), names.write, Manner(pause)))
+        syncers.append(
+            Syncer([EngineControl(url, 30.0)], FromTensors(BUCKET), names.write, SyncOptions(pause))
+        )
         stack.callback(syncers[-1].close)
     for version in range(1, updates + 1):
         release = Release("actor", version, str(version), "", 8, RUN)
@@ -137,7 +139,7 @@ class Names:
         """No: nothing is named here."""
         return False
 
-    async def hear(self) -> None:
+    async def refresh(self) -> None:
         """Nothing comes later."""
 
     async def identify(self, server: SglangServer) -> int:
@@ -155,7 +157,7 @@ async def _ask(url: str, clients: int, done: threading.Event, names: Names) -> l
         number = client
         while not done.is_set():
             prompt = Prompt(token_ids([number * 10 * LENGTH]), (), None, f"{client}-{number}")
-            made.append(await engine.generate(prompt, Sampling(LENGTH, 1.0, number), unheard))
+            made.append(await engine.generate(prompt, Sampling(LENGTH, 1.0, number), ignore_tokens))
             number += clients
 
     await engine.start(activated)

@@ -1,1 +1,1 @@
-"""Which trajectories may begin, so that those in training are never too old and none need be thrown away."""
+"""Admission: which trajectories may begin, so that none becomes too old to be trained on."""

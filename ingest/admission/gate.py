@@ -13,15 +13,15 @@ from rollbook.store.errors import RequestError
 from rollbook.store.events import Event, TrajectoryOpened
 
 STALLED_S = 10.0
-"""For so long nothing may have been able to come by itself before one more is let in than fits. Members of a
-group that run one after the other leave gaps, shorter ones."""
+"""After so long without any progress possible, one more trajectory is admitted than fits. The gaps between
+members of a group that run one after the other are shorter."""
 LOOKS = 5
-"""How often in that time it is looked whether that is still so."""
+"""How often progress is checked in that time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A trajectory that wants to begin."""
+    """A trajectory that waits to begin."""
 
     name: str
     group: str | None
@@ -29,12 +29,12 @@ class _Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    """A place kept for a trajectory that is to begin.
+class _Reservation:
+    """Room kept for a trajectory that was admitted and is not in the log yet.
 
     Attributes:
-        asked: by how many requests.
-        begun: it is in the log, and counts there.
+        asked: how many requests share it.
+        begun: the trajectory is in the log, and counts there.
     """
 
     group: str | None
@@ -60,18 +60,18 @@ class AdmissionGate:
     held: int = 0
     """Trajectories that were not admitted at once."""
     _waiting: deque[_Waiting] = field(default_factory=deque)
-    _reserved: dict[str, _Place] = field(default_factory=dict)
+    _reserved: dict[str, _Reservation] = field(default_factory=dict)
     _seen: tuple[object, ...] = ()
-    """What the last look at those who wait went by."""
+    """The state at the last check of the waiting trajectories."""
     _stalled: tuple[tuple[object, ...], float] | None = None
-    """The state in which nothing comes by itself, and since when."""
+    """The state in which no progress is possible, and since when it holds."""
     _timer: asyncio.TimerHandle | None = None
-    """The next look at that, while somebody waits."""
+    """The next check for progress, while trajectories wait."""
 
     async def enter(
         self, name: str, group: str | None, split: str, gone: Callable[[], Awaitable[Any]]
     ) -> bool:
-        """Wait until the trajectory may begin. Whether a place is kept for it: if so, `leave` once it began.
+        """Wait until the trajectory may begin. Whether room is reserved for it: if so, `leave` once it began.
 
         Args:
             gone: returns when nobody waits for it any more.
@@ -99,7 +99,7 @@ class AdmissionGate:
             raise RequestError(503, "trajectory_held", self._why())
         except asyncio.CancelledError:
             if one.admitted.done():
-                self.leave(name)  # it was let in, and is not there any more
+                self.leave(name)  # it was admitted, and its request is gone
             raise
         finally:
             left.cancel()
@@ -113,27 +113,27 @@ class AdmissionGate:
         if not self._waiting:
             self._seen = ()
         self._waiting.append(one)
-        self.changed()  # engines may serve something else by now
+        self.changed()  # engines may serve another version by now
         if self._timer is None:
             self._look()
         return one
 
     def _rest(self) -> None:
-        """Nobody need look while nobody waits."""
+        """Stop checking while nothing waits."""
         if not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def leave(self, name: str) -> None:
-        """The trajectory is in the log now, or will not be: its place is kept no more."""
-        place = self._reserved[name]
-        place.asked -= 1
-        if not place.asked:
+        """Release a reservation: the trajectory is in the log now, or never will be."""
+        reservation = self._reserved[name]
+        reservation.asked -= 1
+        if not reservation.asked:
             del self._reserved[name]
             self._let_in()
 
     def take(self, events: list[Event]) -> None:
-        """Fold what happened, and let in whom that makes room for."""
+        """Fold events, and admit the trajectories for which they make room."""
         self.outstanding.add_all(events)
         if self._reserved:
             for event in events:
@@ -142,7 +142,7 @@ class AdmissionGate:
         self.changed()
 
     def unopened(self, trajectory_id: str) -> None:
-        """A trajectory that was taken for begun is not in the log: its place is free again."""
+        """Withdraw a trajectory that was taken for begun: its opening is not in the log."""
         self.outstanding.withdraw(trajectory_id)
         self.changed()
 
@@ -152,7 +152,7 @@ class AdmissionGate:
         return len(self._waiting)
 
     def changed(self) -> None:
-        """Let in whoever fits, if the log or the engines make that another than the last time."""
+        """Admit what fits, if the log or the engines changed since the last check."""
         if self._waiting:
             now = (*self.outstanding.state, self.served())
             if now != self._seen:
@@ -160,11 +160,11 @@ class AdmissionGate:
                 self._let_in()
 
     def _let_in(self) -> None:
-        """The rest of admitted groups, then whoever came first."""
+        """Admit the rest of admitted groups, then others in the order in which they came."""
         room = True
         for one in list(self._waiting):
             joins = one.name in self._reserved or self._joins(one.group)
-            room = room and (joins or self._has_room())  # who finds none keeps its turn
+            room = room and (joins or self._has_room())  # without room it keeps its turn
             if joins or room:
                 self._admit(one)
 
@@ -174,10 +174,10 @@ class AdmissionGate:
         one.admitted.set_result(None)
 
     def _look(self) -> None:
-        """Let one more in than fits, where nothing has been able to come by itself for long."""
+        """Admit one more than fits, if no progress has been possible for long."""
         loop = asyncio.get_running_loop()
         now, state = loop.time(), self.outstanding.state
-        begins = any(not place.begun for place in self._reserved.values())
+        begins = any(not kept.begun for kept in self._reserved.values())
         if begins or not self.outstanding.stalled:
             self._stalled = None
         elif self._stalled is None or self._stalled[0] != state:
@@ -189,35 +189,35 @@ class AdmissionGate:
         self._timer = loop.call_later(STALLED_S / LOOKS, self._look) if self._waiting else None
 
     def _keep(self, name: str, group: str | None) -> None:
-        """Keep a place; several requests of one new trajectory share it."""
+        """Reserve room for a trajectory; several requests of one new trajectory share it."""
         if name in self._reserved:
             self._reserved[name].asked += 1
         else:
-            self._reserved[name] = _Place(group)
+            self._reserved[name] = _Reservation(group)
 
     def _joins(self, group: str | None) -> bool:
-        """Whether a trajectory of this group belongs to a unit that was admitted."""
+        """Whether a trajectory of this group belongs to a prompt group that was admitted."""
         training = self.outstanding.training
         if training is None:
             return True
         if group is None or training.group_size == 1:
             return False
-        kept = sum(place.group == group and not place.begun for place in self._reserved.values())
+        kept = sum(one.group == group and not one.begun for one in self._reserved.values())
         return (self.outstanding.room(group) - kept) % training.group_size > 0
 
     def _has_room(self) -> bool:
-        """Whether one more unit fits."""
+        """Whether one more prompt group fits."""
         training, version = self.outstanding.training, self.outstanding.version
         if training is None:
             return True
         served = self.served()
-        count = self.outstanding.count + self._reserved_units(training.group_size)
+        count = self.outstanding.count + self._reserved_groups(training.group_size)
         room = training.policy.capacity(count, version, version if served is None else served)
         return room is None or room > 0
 
-    def _reserved_units(self, size: int) -> int:
-        """How many units will be made by those for which places are kept."""
-        kept = Counter(place.group for place in self._reserved.values() if not place.begun)
+    def _reserved_groups(self, size: int) -> int:
+        """How many prompt groups the reservations will make."""
+        kept = Counter(one.group for one in self._reserved.values() if not one.begun)
         if size == 1:
             return kept.total()
         beyond = [max(number - self.outstanding.room(group), 0) for group, number in kept.items()]

@@ -1,4 +1,4 @@
-"""A run's units of training that were admitted and are neither used nor dropped: a fold. Pure."""
+"""A run's prompt groups that were admitted and are neither used nor dropped: a fold. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from rollbook.ingest.staleness.units import Training, training_of
+from rollbook.ingest.staleness.online_training import OnlineTraining, training_of
 from rollbook.store.events import (
     Event,
     RunOpened,
@@ -38,19 +38,19 @@ KINDS = frozenset(
 TRAINABLE = frozenset({"train", "teacher"})
 """Splits that a training may name."""
 LOOSE_KEPT = 32_768
-"""Finished trajectories that no training counts yet, the latest: more than one admits ahead of itself. With
-so many waiting there is no room whatever came before them, and that is used up before they are."""
+"""How many finished trajectories are kept that no training counts yet, the latest: more than any training
+admits ahead. With so many waiting there is no room whatever came earlier."""
 
 
 @dataclass(slots=True)
 class _Trajectory:
-    """What counts of a trajectory that is not used yet."""
+    """What the fold keeps of a trajectory that is not used yet."""
 
     opened: TrajectoryOpened | None = None
     """None: it was adopted, and the lane that holds its beginning is read later."""
     running: bool = True
     given_up: bool = False
-    """Whether it was aborted: whoever ran it begins no more of its group."""
+    """Whether it was aborted: then no more of its group will begin."""
     sampled: set[str] | None = None
     """Turns that may be trained once they are delivered."""
     productive: bool = False
@@ -59,15 +59,15 @@ class _Trajectory:
 
 
 @dataclass(slots=True)
-class _Unit:
+class _PromptGroup:
     """Trajectories that count together.
 
     Attributes:
-        group: None: one trajectory, in no group.
+        name: the group's; None: one trajectory, in no group.
         spent: it was used, and is kept only for the members that are still to be read.
     """
 
-    group: str | None
+    name: str | None
     members: set[str] = field(default_factory=set)
     spent: bool = False
 
@@ -77,19 +77,19 @@ class Outstanding:
     """The fold, of one run. Events of one trajectory come in order, lanes one after the other in any."""
 
     run: str
-    training: Training | None = None
+    training: OnlineTraining | None = None
     _versions: dict[str, int] = field(default_factory=dict)
     """Policy -> its trainer's version."""
     _trajectories: dict[str, _Trajectory] = field(default_factory=dict)
-    _units: dict[str, _Unit] = field(default_factory=dict)
-    """Only while there is a training, which says what belongs together."""
-    _unit_of: dict[str, str] = field(default_factory=dict)
+    _groups: dict[str, _PromptGroup] = field(default_factory=dict)
+    """Only while there is a training, which decides how trajectories are grouped."""
+    _group_of: dict[str, str] = field(default_factory=dict)
     _latest: dict[str, str] = field(default_factory=dict)
-    """Group -> its unit that was admitted last: a name may be used for another group once one is whole."""
+    """Group -> its prompt group that was admitted last: a name may be used again once a group is whole."""
     _loose: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Finished trajectories in no unit, those that finished first at the front."""
+    """Finished trajectories in no prompt group, those that finished first at the front."""
     _made: int = 0
-    """How many trajectories were counted into units."""
+    """How many trajectories were counted into prompt groups."""
     _spent: int = 0
     _planned: dict[str, tuple[int, int, list[str]]] = field(default_factory=dict)
     """Policy -> step, attempt and trajectories of the step that runs."""
@@ -98,21 +98,21 @@ class Outstanding:
 
     @property
     def count(self) -> int:
-        """How many units are outstanding."""
-        return len(self._units) - self._spent
+        """How many prompt groups are outstanding."""
+        return len(self._groups) - self._spent
 
     @property
     def stalled(self) -> bool:
-        """Whether no more will come by itself: no unit runs, no step does, and too few are whole for one."""
+        """Whether no more will come by itself: no group and no step runs, and too few are whole."""
         training, whole = self.training, 0
         if training is None or training.name in self._planned:
             return False
-        for unit in self._units.values():
-            if unit.spent:
+        for prompt_group in self._groups.values():
+            if prompt_group.spent:
                 continue
-            if any(self._trajectories[member].running for member in unit.members):
+            if any(self._trajectories[member].running for member in prompt_group.members):
                 return False
-            whole += len(unit.members) >= self._size
+            whole += len(prompt_group.members) >= self._size
         return whole < training.policy.batch
 
     @property
@@ -126,9 +126,9 @@ class Outstanding:
         return self._made, self.count, self.version, self.training
 
     def room(self, group: str | None) -> int:
-        """How many more trajectories of this group belong to the unit of it that was admitted last."""
-        unit = None if group is None else self._units.get(self._latest.get(group, ""))
-        return 0 if unit is None else max(self._size - len(unit.members), 0)
+        """How many more trajectories of this name belong to its prompt group that was admitted last."""
+        prompt_group = None if group is None else self._groups.get(self._latest.get(group, ""))
+        return 0 if prompt_group is None else max(self._size - len(prompt_group.members), 0)
 
     def add_all(self, events: Iterable[Event]) -> None:
         """Fold events up to a closed cut: nothing that they name is still to come."""
@@ -162,8 +162,8 @@ class Outstanding:
     def _open(self, opened: TrajectoryOpened) -> None:
         known = self._trajectories.setdefault(opened.trajectory_id, _Trajectory())
         known.opened = replace(opened, name="", task=None, labels={})
-        self._place(opened)
-        self._remove_if_over(self._unit_of.get(opened.trajectory_id))
+        self._assign(opened)
+        self._remove_if_over(self._group_of.get(opened.trajectory_id))
 
     def _turn(self, record: TurnCompleted | TurnDelivered) -> None:
         known = self._trajectories.get(record.trajectory_id)
@@ -184,14 +184,14 @@ class Outstanding:
         known.running = False
         known.sampled = None
         known.given_up = record.status == "aborted"
-        self._remove_if_over(self._unit_of.get(record.trajectory_id))
+        self._remove_if_over(self._group_of.get(record.trajectory_id))
         self._loosen([record.trajectory_id])
 
     def _loosen(self, trajectories: Iterable[str]) -> None:
-        """Keep some of those that are finished and that no unit has."""
+        """Keep the latest finished trajectories that are in no prompt group."""
         for trajectory_id in trajectories:
             known = self._trajectories.get(trajectory_id)
-            if known is not None and not known.running and trajectory_id not in self._unit_of:
+            if known is not None and not known.running and trajectory_id not in self._group_of:
                 self._loose[trajectory_id] = None
         while len(self._loose) > LOOSE_KEPT:
             oldest, _ = self._loose.popitem(last=False)
@@ -200,42 +200,42 @@ class Outstanding:
     def withdraw(self, trajectory_id: str) -> None:
         """A trajectory did not begin after all: its opening is not in the log."""
         self._trajectories.pop(trajectory_id, None)
-        name = self._unit_of.pop(trajectory_id, None)
+        name = self._group_of.pop(trajectory_id, None)
         if name is not None:
-            unit = self._units[name]
-            unit.members.discard(trajectory_id)
-            if unit.members:
+            prompt_group = self._groups[name]
+            prompt_group.members.discard(trajectory_id)
+            if prompt_group.members:
                 self._remove_if_over(name)
             else:
                 self._remove(name)
 
     def _use(self, trajectories: Iterable[str]) -> None:
         for trajectory_id in trajectories:
-            name = self._unit_of.get(trajectory_id)
+            name = self._group_of.get(trajectory_id)
             if name is not None:
                 self._remove(name)
             elif self._trajectories.pop(trajectory_id, None) is None:
                 self._closed.add(trajectory_id)
             self._loose.pop(trajectory_id, None)
 
-    # Training ---------------------------------------------------------------------------------
+    # The training -----------------------------------------------------------------------------
 
     def _run_opened(self, record: RunOpened) -> None:
         training = training_of(record)
         other = self.training is not None and record.config.get("policy") != self.training.name
         if training is None and other:
-            return  # of another policy, and of no concern
+            return  # a training of another policy
         self.training = training
         self._regroup()
 
     def _regroup(self) -> None:
-        """Another training groups what is there in its own way."""
-        self._units, self._unit_of, self._latest, self._spent = {}, {}, {}, 0
+        """Regroup what is there, as another training counts it."""
+        self._groups, self._group_of, self._latest, self._spent = {}, {}, {}, 0
         self._loose = OrderedDict()
         for known in self._trajectories.values():
             if known.opened is not None:
-                self._place(known.opened)
-        for name in list(self._units):
+                self._assign(known.opened)
+        for name in list(self._groups):
             self._remove_if_over(name)
         self._loosen(list(self._trajectories))
 
@@ -255,21 +255,21 @@ class Outstanding:
             return
         if training.steps_left > 1:
             self.training = replace(training, steps_left=training.steps_left - 1)
-            for name, unit in list(self._units.items()):
-                if len(unit.members) < self._size:  # no age makes a whole one over
+            for name, prompt_group in list(self._groups.items()):
+                if len(prompt_group.members) < self._size:  # no age makes a whole one over
                     self._remove_if_over(name)
         else:
             self.training = None
             self._regroup()
 
-    # Units ------------------------------------------------------------------------------------
+    # Prompt groups ----------------------------------------------------------------------------
 
     @property
     def _size(self) -> int:
         return 1 if self.training is None else self.training.group_size
 
-    def _place(self, opened: TrajectoryOpened) -> None:
-        """Count a trajectory into its unit."""
+    def _assign(self, opened: TrajectoryOpened) -> None:
+        """Count a trajectory into its prompt group."""
         if self.training is None or not self.training.uses(opened.split, opened.group):
             return
         group = opened.group if self._size > 1 else None
@@ -278,29 +278,29 @@ class Outstanding:
             name = self._latest[group or ""]
         else:
             name = f"{self._made}"
-            self._units[name] = _Unit(group)
+            self._groups[name] = _PromptGroup(group)
             if group is not None:
                 self._latest[group] = name
-        unit = self._units[name]
-        unit.members.add(opened.trajectory_id)
-        self._unit_of[opened.trajectory_id] = name
-        if opened.trajectory_id in self._closed and not unit.spent:
-            unit.spent = True
+        prompt_group = self._groups[name]
+        prompt_group.members.add(opened.trajectory_id)
+        self._group_of[opened.trajectory_id] = name
+        if opened.trajectory_id in self._closed and not prompt_group.spent:
+            prompt_group.spent = True
             self._spent += 1
 
     def _remove_if_over(self, name: str | None) -> None:
-        """Give back the place of a unit that will never be used: it ended, and nothing in it can be trained.
+        """Drop a prompt group that will never be used: it ended, and nothing in it can be trained.
 
         One that lacks trajectories may still get them; not so, where none of it runs, one that was given up,
         or of which nothing is young enough by now.
         """
-        unit = None if name is None else self._units.get(name)
-        if name is None or unit is None:
+        prompt_group = None if name is None else self._groups.get(name)
+        if name is None or prompt_group is None:
             return
-        members = [self._trajectories[member] for member in unit.members]
+        members = [self._trajectories[member] for member in prompt_group.members]
         whole = len(members) >= self._size
-        if unit.spent or any(member.running for member in members):
-            over = unit.spent and whole
+        if prompt_group.spent or any(member.running for member in members):
+            over = prompt_group.spent and whole
         elif whole:
             over = not any(member.productive for member in members)
         else:
@@ -314,11 +314,11 @@ class Outstanding:
         return limit is not None and known.oldest is not None and self.version - known.oldest > limit
 
     def _remove(self, name: str) -> None:
-        unit = self._units.pop(name)
-        self._spent -= unit.spent
-        if unit.group is not None and self._latest.get(unit.group) == name:
-            del self._latest[unit.group]
-        for trajectory_id in unit.members:
+        prompt_group = self._groups.pop(name)
+        self._spent -= prompt_group.spent
+        if prompt_group.name is not None and self._latest.get(prompt_group.name) == name:
+            del self._latest[prompt_group.name]
+        for trajectory_id in prompt_group.members:
             self._trajectories.pop(trajectory_id, None)
-            self._unit_of.pop(trajectory_id, None)
+            self._group_of.pop(trajectory_id, None)
             self._closed.discard(trajectory_id)

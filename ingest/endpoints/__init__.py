@@ -1,1 +1,1 @@
-"""Front doors: each API that clients speak, read into one form and answered in its own."""
+"""The APIs that agents speak: each request is read into one form, and answered in its own."""

@@ -1,4 +1,4 @@
-"""An engine's address, and what in it opens the engine: taken apart where it enters. Pure."""
+"""An engine's address, parsed once: the URL to show, and the secrets in it. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineAddress:
 
     @classmethod
     def of(cls, text: str | EngineAddress) -> EngineAddress:
-        """The address that a person wrote; one that was taken apart already is itself.
+        """Parse an address as a person writes it; a parsed address is returned as it is.
 
         Raises:
             ConfigError: it is no address of an HTTP server. The message does not repeat it.
@@ -59,12 +59,12 @@ class EngineAddress:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What in it opens the engine."""
+        """The secrets in the address."""
         values = tuple(value for name, value in parse_qsl(self.query) if opens(name))
         return (*values, self.login.partition(" ")[2]) if self.login else values
 
     def headers(self, key: str | None) -> dict[str, str]:
-        """The header that lets requests in: of the login, or a key as a bearer token.
+        """The authorization header: the address's login, or the key as a bearer token.
 
         Raises:
             ConfigError: there are both, and one header.

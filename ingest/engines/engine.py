@@ -80,14 +80,14 @@ class Generation:
 
 
 Activated = Callable[[int, str, Path], Awaitable[None]]
-"""Told (policy version, weights digest, path) once the weights in memory are verified."""
+"""Called with (policy version, weights digest, path) once the weights in memory are verified."""
 
-Heard = Callable[[Sequence[int], Sequence[float] | None], None]
-"""Told the ids that were sampled since it was last told, and their logprobs where there are any."""
+OnTokens = Callable[[Sequence[int], Sequence[float] | None], None]
+"""Called with the ids sampled since the last call, and their logprobs where there are any."""
 
 
-def unheard(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-    """A `Heard` for whoever waits for the whole."""
+def ignore_tokens(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    """An `OnTokens` for callers that need only the whole completion."""
 
 
 class Engine(Protocol):
@@ -105,10 +105,10 @@ class Engine(Protocol):
         """Stop; running requests fail."""
 
     async def ready(self) -> None:
-        """Return once it takes requests: it does not while its weights are being replaced."""
+        """Return once the engine takes requests; it takes none while its weights are being replaced."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard) -> Generation:
-        """Sample a completion. What it tells `heard` on the way is a prefix of what it returns.
+    async def generate(self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens) -> Generation:
+        """Sample a completion. The tokens passed to `on_tokens` are a prefix of those returned.
 
         Raises:
             EngineError: the engine failed; nothing was sampled that counts.
@@ -124,7 +124,7 @@ class Engine(Protocol):
         """The version being served, or None for an engine without weights."""
 
     def failure(self) -> str | None:
-        """Why it can answer nothing any more, or None."""
+        """Why the engine cannot answer any more, or None."""
 
     def control(self) -> APIRouter | None:
         """Routes that control it, served under `/engine`."""

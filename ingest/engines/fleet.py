@@ -1,4 +1,4 @@
-"""Several engines behind one proxy: which of them gets a request, and which of them may get any.
+"""Several engines behind one proxy: which engine gets a request, and which engines may get requests at all.
 
 A trajectory stays with its engine, which has its prefixes cached; a new one goes where the fewest run. An
 engine that is being synced takes no new requests; one whose sync failed, or that cannot be reached, is out,
@@ -14,16 +14,16 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.member import Member, VersionedEngine
 from rollbook.ingest.engines.weights.log import OWN, same_address
 from rollbook.store.errors import EngineHeldError, EngineLostError, RollbookError
 from rollbook.store.events import Json, SyncFailed, SyncFinished, SyncStarted
 
 PROBE_S = 1.0
-"""How often an engine that went away is asked whether it is back."""
+"""Seconds between two tries to reach an engine that is out."""
 STICKY_KEPT = 65536
-"""Trajectories whose engine is remembered."""
+"""How many trajectories stay assigned to their engine; the least recently used are forgotten first."""
 
 
 class Fleet:
@@ -80,16 +80,16 @@ class Fleet:
         Raises:
             EngineError, VersionError: none can be reached, or one is not what it should be.
         """
-        told: list[tuple[str, Json]] = []
+        answers: list[tuple[str, Json]] = []
         problems: list[EngineLostError] = []
         for member in self.members:
             try:
-                told += await member.engine.look()
+                answers += await member.engine.look()
             except EngineLostError as error:
                 problems.append(error)
         if len(problems) == len(self.members):
             raise problems[0]
-        return told
+        return answers
 
     async def close(self) -> None:
         """Stop all."""
@@ -106,7 +106,9 @@ class Fleet:
         if len(usable) == 1:
             await usable[0].engine.ready()
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
+    ) -> Generation:
         """Sample a completion.
 
         Raises:
@@ -120,7 +122,7 @@ class Fleet:
         lost = member.lost
         member.running += 1
         member.requests.add(prompt.request_id)
-        answer = asyncio.ensure_future(member.engine.generate(prompt, sampling, heard))
+        answer = asyncio.ensure_future(member.engine.generate(prompt, sampling, on_tokens))
         try:
             both: set[asyncio.Future[Any]] = {answer, lost}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +133,8 @@ class Fleet:
                 self._look(member)
             return made
         except EngineLostError:
-            if not lost.done():  # else all know that it was out, and it may be back by now
-                self._look(member)  # the others that run there may come to a good end
+            if not lost.done():  # else the engine was taken out already, and may be back by now
+                self._look(member)  # other requests that run there may still succeed
             raise
         finally:
             answer.cancel()
@@ -140,7 +142,7 @@ class Fleet:
             member.requests.discard(prompt.request_id)
 
     def _chosen(self, trajectory_id: str) -> Member:
-        """The trajectory's engine, or that which answers the fewest."""
+        """The trajectory's engine, or the one that answers the fewest requests."""
         held = self._of.get(trajectory_id)
         if held is not None and held.usable:
             self._of.move_to_end(trajectory_id)
@@ -156,7 +158,7 @@ class Fleet:
         return member
 
     def forget(self, trajectory_id: str) -> None:
-        """The trajectory is finished: its engine need not be remembered."""
+        """Forget the engine of a trajectory that is finished."""
         self._of.pop(trajectory_id, None)
 
     async def abort(self, request_id: str) -> None:
@@ -166,12 +168,12 @@ class Fleet:
                 await member.engine.abort(request_id)
 
     def policy_version(self) -> int | None:
-        """The oldest version that is served: what is sampled now is at least as new."""
+        """The oldest version that is served; tokens sampled from now on are at least as new."""
         asked = [m for m in self.members if m.out is None] or self.members
         return min((m.serves for m in asked if m.serves is not None), default=None)
 
     def failure(self) -> str | None:
-        """Why none can answer, or None."""
+        """Why no engine can answer, or None."""
         reasons = [m.engine.failure() or m.out for m in self.members]
         return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
@@ -195,7 +197,10 @@ class Fleet:
     # What becomes of engines ------------------------------------------------------------------
 
     def remember(self, records: Sequence[SyncStarted | SyncFinished | SyncFailed]) -> None:
-        """Take what the log said before this proxy began. An engine in this process began with it."""
+        """Apply the syncs that the log holds from before this proxy began.
+
+        An engine in this process began with the proxy, so earlier syncs do not concern it.
+        """
         for record in records:
             if self.members[0].url != OWN:
                 self._take(record, earlier=True)
@@ -204,7 +209,7 @@ class Fleet:
                 self._waits_for_sync(member)
         self._tell()
 
-    def heard(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
+    def on_sync(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
         """Take what the log says of a sync."""
         self._take(record, earlier=False)
         self._tell()
@@ -213,7 +218,7 @@ class Fleet:
         """Take what the log says of a sync.
 
         Args:
-            earlier: it was before this proxy began: the engine itself has told more since.
+            earlier: the sync was before this proxy began, and the engine has reported its weights since.
         """
         for member in self.members:
             if same_address(member.url, record.engine):
@@ -240,7 +245,7 @@ class Fleet:
             member.goes_out(f"waits for a whole sync, which makes it usable again: {text}")
 
     def _look(self, member: Member) -> None:
-        """Find out whether it is there and which weights it has; meanwhile it gets no new requests."""
+        """Find out whether an engine answers and which weights it has; until then it gets no new requests."""
         if member.looking or member.out is not None:
             return
         member.looking = True
@@ -261,7 +266,7 @@ class Fleet:
             self._tell()
 
     def _away(self, member: Member, why: str) -> None:
-        """It cannot be reached, or not be used."""
+        """Mark an engine that cannot be reached or used."""
         member.connected = False
         self._goes(member, f"waits for it to answer: {why}")
 
@@ -272,7 +277,7 @@ class Fleet:
         self._goes(member, text)
 
     def _goes(self, member: Member, why: str) -> None:
-        """Take it out, and ask it until it can be used."""
+        """Take an engine out, and probe it until it can be used."""
         probed = member.out is not None
         member.goes_out(why)
         if not probed:
@@ -281,7 +286,7 @@ class Fleet:
             task.add_done_callback(self._probing.discard)
 
     async def _probe(self, member: Member) -> None:
-        """Ask until it answers, and has the weights that a trainer gave it: a sync may be under way."""
+        """Probe until the engine answers with its trainer's weights; a sync may be under way."""
         loop = asyncio.get_running_loop()
         since: float | None = None
         while True:
@@ -297,7 +302,7 @@ class Fleet:
             waited = loop.time() - since >= self._patience_s
             if member.has_its_weights or waited:
                 if waited:
-                    # Its trainer is gone: what it serves is recorded as what it is.
+                    # Its trainer is gone: tokens are recorded with the version that the engine really has.
                     member.kept, member.version = False, None
                 member.comes_back()
                 self._tell()
@@ -306,7 +311,7 @@ class Fleet:
                 self._waits_for_sync(member)
 
     async def _reached(self, member: Member) -> bool:
-        """Whether it answers and can be used; which weights it has is known then."""
+        """Whether the engine answers and can be used; its weights are identified on the way."""
         try:
             if member.connected:
                 await member.engine.verify()
@@ -322,7 +327,7 @@ class Fleet:
         return True
 
     def _tell(self) -> None:
-        """Wake whoever waits for an engine."""
+        """Wake all requests that wait for an engine."""
 
         async def wake() -> None:
             async with self._changed:

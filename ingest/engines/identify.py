@@ -33,11 +33,11 @@ Write = Callable[..., Awaitable[Any]]
 
 
 class BusyError(EngineError):
-    """The weights move just now: ask again."""
+    """A sync is moving the weights at this moment: try again later."""
 
 
 class Server(Protocol):
-    """An engine's server, as far as it is needed to identify its weights."""
+    """What identification needs of an engine's server."""
 
     url: str
 
@@ -61,19 +61,19 @@ class Identity:
 
     @property
     def changes(self) -> int:
-        """Rises with each thing that weights could be compared with, and were not before."""
+        """A counter that rises whenever there is something new to compare weights with."""
         return self.log.changes
 
     def version_of(self, name: str) -> int | None:
-        """The version that a name of weights is bound to."""
+        """The version that a weights' name is bound to, or None."""
         return self.log.version_of(name)
 
     def gave(self, name: str) -> bool:
-        """Whether a server got the name from here."""
+        """Whether this process gave a server that name."""
         return name in self._gave
 
-    async def hear(self) -> None:
-        """Take what the log says by now: a trainer binds names too.
+    async def refresh(self) -> None:
+        """Read the log up to now: a trainer binds names too.
 
         Raises:
             EngineError: the log cannot be read now.
@@ -90,7 +90,7 @@ class Identity:
             EngineError: it holds no version that is known here, or not one alone; the reason and the remedy.
             VersionError: it holds what the files of a version hold, and the log says that version is another.
         """
-        await self.hear()
+        await self.refresh()
         if self.log.under_way(server.url):
             raise BusyError(f"a sync of {server.url} is under way")
         begun = self.log.begun
@@ -111,7 +111,7 @@ class Identity:
         return held.version
 
     async def activated(self, engine: str, version: int, digest: str, path: Path) -> None:
-        """An engine in this process holds a version: say so.
+        """Record which version an engine in this process holds.
 
         Raises:
             VersionError: the log has bound the version to other weights.
@@ -120,22 +120,22 @@ class Identity:
             await self.bind(PolicyActivated(self.log.policy, version, engine, digest, str(path)))
 
     async def bind(self, record: PolicyActivated) -> None:
-        """Write what binds a version, if nothing says otherwise.
+        """Write the record that binds a version, unless the log contradicts it.
 
         Raises:
             VersionError: the log has bound the version to other weights.
         """
         self.log.check(record.policy_version, record.weights_digest, f"engine {record.engine}")
         await self._write(record)
-        await self.hear()
+        await self.refresh()
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Be the only process that binds a version of the run, having read all that was bound before."""
+        """Hold the claim to bind versions of the run, with everything read that was bound before."""
         claim = binding(self.log)
         await asyncio.to_thread(claim.__enter__)
         try:
-            await self.hear()
+            await self.refresh()
             yield
         finally:
             claim.__exit__(None, None, None)
@@ -169,13 +169,13 @@ REMEDY = "give the proxy a --model with the weights that it serves, or let the t
 
 
 def binding(log: WeightLog) -> contextlib.AbstractContextManager[None]:
-    """To be the only process that binds versions of the log's run and policy."""
+    """The claim to be the only process that binds versions of the log's run and policy."""
     what = f"binding versions of policy {log.policy} of run {log.run}"
     return log.store.claim(what, "wait until it has", patience_s=CLAIM_S)
 
 
 async def compare_elsewhere(asked: Json) -> Json:
-    """What `compare_weights.answer` says, from a process of its own, which ends with the wait for it.
+    """The answer of `compare_weights.answer` in a child process, which is killed if the wait is cancelled.
 
     Raises:
         EngineError: it fails.

@@ -1,4 +1,4 @@
-"""One engine of a fleet: what it knows of its weights, and whether it may be asked."""
+"""One engine of a fleet: what is known of its weights, and whether it takes requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class VersionedEngine(Engine, Protocol):
     """An engine that knows, or can find out, which version its weights are."""
 
     async def verify(self) -> None:
-        """Find it out; `unverified` says why where that cannot be done.
+        """Identify the version of its weights; where that fails, `unverified` says why.
 
         Raises:
             EngineLostError: it cannot be reached.
         """
 
     async def look(self) -> list[tuple[str, Json]]:
-        """Connect once, before anything is recorded, and let go.
+        """Connect once and disconnect, before anything is recorded.
 
         Returns:
             (address, what /model_info says) of each server.
@@ -37,15 +37,15 @@ class VersionedEngine(Engine, Protocol):
         """Why its tokens have no version now, or None."""
 
     def doubtful(self) -> bool:
-        """Whether `verify` is due: what it answered last was made by weights that nobody knows."""
+        """Whether `verify` is due, since its last answer came from weights of unknown version."""
 
     def synced(self, version: int) -> None:
-        """A sync has given it a version, verified."""
+        """Note the version that a sync gave it, verified."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One engine, and whether it may be asked.
+    """One engine, and whether it takes requests.
 
     Attributes:
         url: its address, by which the log names it.
@@ -74,7 +74,7 @@ class Member:
 
     @property
     def has_its_weights(self) -> bool:
-        """Whether it has those that a trainer gave it, if one did: one that began anew has others."""
+        """Whether it has the weights that a trainer gave it, if one did; after a restart it has others."""
         return not self.kept or self.version in (None, self.engine.policy_version())
 
     @property
@@ -84,14 +84,14 @@ class Member:
 
     @property
     def serves(self) -> int | None:
-        """The version that its tokens have now, None where they have none."""
+        """The version of its tokens now, or None where they have none."""
         if self.engine.unverified() is not None:
             return None
         return self.engine.policy_version() if self.version is None else self.version
 
     @property
     def state(self) -> str:
-        """What is waited for before it takes requests, or that it takes them."""
+        """What it waits for before it takes requests, or that it takes them."""
         if self.out is not None:
             return self.out
         if self.syncing:
@@ -99,12 +99,12 @@ class Member:
         return "finding out which weights it has" if self.looking else "usable"
 
     def goes_out(self, why: str) -> None:
-        """It may not be asked any more; whoever waits for it hears so."""
+        """Take it out of use; requests that wait for it fail."""
         self.out = why
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(why)
 
     def comes_back(self) -> None:
-        """It may be asked again. Who waited for it when it went out has been told; others still wait."""
+        """Put it back into use. Requests that waited when it went out have failed; later ones still wait."""
         if self.out is not None:
             self.out, self.lost = None, None

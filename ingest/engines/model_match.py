@@ -1,4 +1,4 @@
-"""Whether an engine's model is the one whose tokenizer makes its ids, as far as it tells."""
+"""Whether an engine's model is the one whose tokenizer makes its ids, as far as the engine reports it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ KEYS = (
 FILES = ("tokenizer.json",)
 
 
-def differences(model: Path, told: Json) -> list[str]:
-    """What says that an engine serves another model than `model`, a half sentence each; empty: nothing does.
+def differences(model: Path, reported: Json) -> list[str]:
+    """The signs that an engine serves another model than `model`, each half a sentence.
 
     Args:
-        told: what the engine's /model_info answers. Where its `model_path` can be read here, its files are
-            compared too; a server elsewhere tells no more than its architecture.
+        reported: the engine's answer to /model_info. Where its `model_path` can be read here, its files are
+            compared too; of a server elsewhere only the architecture is known.
     """
     own = _config(model)
     found = []
     for key in ("model_type", "architectures"):
-        if key in own and told.get(key) and told[key] != own[key]:
-            found.append(f"serves a {_shown(told[key])}, and {model} is a {_shown(own[key])}")
+        if key in own and reported.get(key) and reported[key] != own[key]:
+            found.append(f"serves a {_shown(reported[key])}, and {model} is a {_shown(own[key])}")
             break
-    path = Path(str(told.get("model_path") or ""))
+    path = Path(str(reported.get("model_path") or ""))
     if not path.is_absolute() or not path.is_dir() or path.resolve() == model.resolve():
         return found
     other = _config(path)

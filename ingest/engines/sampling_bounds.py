@@ -1,4 +1,4 @@
-"""Numbers of sampling that no engine can compute with are refused, or read as what they mean."""
+"""Bounds of sampling parameters: values that no engine can compute with are refused or clamped."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import orjson
 from fastapi import APIRouter
 
-from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.events import Json, TokenIds, token_ids
 
@@ -54,7 +54,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._script = script
         self._aborted: dict[str, bool] = {}
-        """Requests that are answered piece by piece now, and whether each is to end."""
+        """Requests that are being answered piece by piece -> whether each was aborted."""
 
     async def start(self, activated: Activated) -> None:
         """Nothing to get ready."""
@@ -63,14 +63,16 @@ class ScriptedEngine:
         """Nothing to stop."""
 
     async def ready(self) -> None:
-        """It always is."""
+        """Return at once: a script has no weights to wait for."""
 
     async def abort(self, request_id: str) -> None:
         """End an answer that is given piece by piece; any other runs to its end."""
         if request_id in self._aborted:
             self._aborted[request_id] = True
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
+    ) -> Generation:
         """The script's answer as ids, its end-of-turn token included.
 
         Raises:
@@ -79,7 +81,7 @@ class ScriptedEngine:
         try:
             answer = self._script(prompt.messages, prompt.tools)
             if inspect.isasyncgen(answer):
-                return await self._piecewise(answer, prompt.request_id, heard)
+                return await self._piecewise(answer, prompt.request_id, on_tokens)
             if inspect.isawaitable(answer):
                 answer = await answer
             reply = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
@@ -89,10 +91,12 @@ class ScriptedEngine:
             ids = self._tokenizer.encode(self._completion_text(prompt, reply))
         except RequestError as error:
             raise EngineError(f"the script's answer {reply!r} cannot be rendered: {error}") from error
-        heard(ids.tolist(), None)
+        on_tokens(ids.tolist(), None)
         return _generation(ids.tolist(), "stop")
 
-    async def _piecewise(self, pieces: AsyncGenerator[Any, Any], request_id: str, heard: Heard) -> Generation:
+    async def _piecewise(
+        self, pieces: AsyncGenerator[Any, Any], request_id: str, on_tokens: OnTokens
+    ) -> Generation:
         self._aborted[request_id] = False
         made: list[int] = []
         try:
@@ -100,13 +104,13 @@ class ScriptedEngine:
                 async for piece in pieces:
                     ids = self._tokenizer.encode(piece).tolist()
                     made += ids
-                    heard(ids, None)
+                    on_tokens(ids, None)
                     if self._aborted[request_id]:
                         return _generation(made, "abort")
         finally:
             del self._aborted[request_id]
         stop = self._tokenizer.stop_ids[0]
-        heard([stop], None)
+        on_tokens([stop], None)
         return _generation([*made, stop], "stop")
 
     def _completion_text(self, prompt: Prompt, reply: Json) -> str:

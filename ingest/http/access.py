@@ -1,4 +1,4 @@
-"""Who may do what: the one table from routes to roles, and what a role may say of a trajectory. Pure.
+"""Who may do what: the table from routes to roles, and what a role may say of a trajectory. Pure.
 
 Where no keys are configured everybody is an operator, and `/engine` is for this host alone.
 """
@@ -41,7 +41,7 @@ class Caller:
 
     @property
     def trajectory(self) -> str | None:
-        """The trajectory that its key names."""
+        """The trajectory that the caller's key names."""
         return key_name(self.key)
 
 
@@ -88,7 +88,7 @@ RULES = (
     Rule(ANY, "/t/{said:path}", AGENTS),
 )
 OTHERWISE = Rule(ANY, "", OPERATORS)
-"""For what no rule names, such as a route that is not there."""
+"""The rule for paths that no other rule fits, such as routes that do not exist."""
 
 JUDGES_KINDS = frozenset({"trajectory.opened", "trajectory.finished", "reward.assigned", "label.added"})
 """What a judge may read of the log: which trajectories there are, and what was said of them."""
@@ -120,7 +120,7 @@ def rule_of(method: str, path: str) -> Rule:
 
 
 def check_role(caller: Caller, rule: Rule, method: str, path: str) -> None:
-    """Refuse what the caller's key is not for.
+    """Refuse a request that the caller's role does not allow.
 
     Raises:
         RequestError: 403, it names who may.
@@ -166,7 +166,7 @@ def check_source(caller: Caller, source: str) -> None:
 
 
 def check_unfinished(caller: Caller, name: str, *, finished: bool) -> None:
-    """Refuse an agent's reward or label after the end: what it is trained on is said by then.
+    """Refuse an agent's reward or label after its trajectory's end: training may have begun.
 
     Raises:
         RequestError: 403.
@@ -184,5 +184,5 @@ def may_read_kinds(caller: Caller, kinds: frozenset[str] | None) -> bool:
 
 
 def sees_details(caller: Caller) -> bool:
-    """Whether `/healthz` tells a caller more than whether all is well."""
+    """Whether `/healthz` shows a caller the details."""
     return caller.role in READERS

@@ -26,17 +26,17 @@ from rollbook.ingest.requests.large_work import LARGE_BYTES, aside, started
 from rollbook.store.errors import LimitError
 
 FREE_BYTES = 32 << 10
-"""Of each body: the connection has read so much before anybody asks for it."""
+"""Bytes of each body that take no room: the connection buffers as much anyway."""
 PART_BYTES = 32 << 10
-"""What a turn to read is expected to bring: as much as the connection reads at once."""
+"""Bytes reserved for one read: as much as the connection reads at once."""
 PACE = 8 << 10
 """Bytes a second that a body must come at on average, beyond the time that a sender may be silent."""
 PRESSED_S, PRESSED_PACE = 2.0, 256 << 10
-"""The same where others wait for room."""
+"""The same limits while others wait for room."""
 WAIT_S = 120.0
 """Longest wait for room."""
 SHARE = 0.75
-"""Of the room, what one address may take."""
+"""The share of the room that one address may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Upload:
     turn: asyncio.Future[None] | None = None
 
     def slow(self, now: float) -> bool:
-        """Whether it holds room that others wait for, and its sender does not make haste."""
+        """Whether it holds room that others wait for while its sender is slow."""
         if self.since is None or not self.held:
             return False
         spent = self.spent_s + now - self.since
@@ -69,7 +69,7 @@ class _Upload:
 
 
 class BodyRoom:
-    """Room for bodies in memory: who finds none waits, so that a burst of large ones is taken in turn.
+    """Room for bodies in memory: a body that finds none waits, so a burst of large ones is read in turn.
 
     Args:
         free: bytes of each body that need no room.
@@ -129,7 +129,7 @@ class BodyRoom:
         self._take(upload, len(plain))
         return plain
 
-    # Reading ----------------------------------------------------------------------------------
+    # Reading -------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _upload(self, request: Request, most: int | None) -> AsyncIterator[tuple[_Upload, bytes]]:
@@ -236,7 +236,7 @@ class BodyRoom:
             self._memory.soon()
 
     def _wake(self) -> None:
-        """Let those go on for whom there is room, in the order in which they began to wait."""
+        """Wake the uploads for which there is room, in the order in which they began to wait."""
         taken = self._taken
         for upload in [*self._waiting]:
             if self._beyond is not None and taken + PART_BYTES > self._room:
@@ -256,7 +256,7 @@ class BodyRoom:
             self._press = asyncio.get_running_loop().call_later(PRESSED_S / 4, self._press_now)
 
     def _press_now(self) -> None:
-        """Turn out those who are slow with room that others wait for."""
+        """End the slow uploads whose room others wait for."""
         self._press = None
         if self._waiting:
             now = time.monotonic()
@@ -267,7 +267,7 @@ class BodyRoom:
 
 
 class PacedBodies:
-    """ASGI middleware: bodies that routes read by themselves come at a pace, too.
+    """ASGI middleware: the same pace for bodies that routes read by themselves.
 
     Args:
         prefix: of the routes.

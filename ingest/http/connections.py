@@ -1,4 +1,4 @@
-"""Connections within bounds: how many, how large and slow a request's head may be, how long they are idle.
+"""Bounds of connections: their number, the size and pace of a request's head, how long they may be idle.
 
 uvicorn's protocol does the rest. httptools bounds nothing by itself, and uvicorn's `limit_concurrency` counts
 connections that do nothing, refuses whoever comes last, and not in an API's form.
@@ -20,27 +20,27 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from rollbook.ingest.http.error_replies import error_form
+from rollbook.ingest.endpoints.openai_form import openai_error
 
 HEAD_BYTES = 64 << 10
 MOST_HEADERS = 128
 URL_BYTES = 16 << 10
 HEAD_S = 20.0
-"""A request's head must be whole so long after its first byte, or after the connection was made."""
+"""Longest time for a request's head, from its first byte or from the connection."""
 LINGER_S = 10.0
-"""So long the rest of a body is thrown away whose request was answered: then its client can read why."""
+"""How long the rest of a body is discarded after an early answer, so that the client can read the answer."""
 TAKE_S = 60.0
-"""A client that takes no byte of its reply for so long counts as gone."""
+"""A client that takes no byte of its reply for this long counts as gone."""
 READ_BYTES = 32 << 10
 MOST_PIPELINED = 8
 SHARE = 0.75
-"""Of all connections, what one address may have."""
+"""The share of all connections that one address may have."""
 RESERVED, MOST_CONNECTIONS = 256, 8192
-"""Descriptors that are kept for files; and as many connections as are of any use."""
+"""Descriptors that are kept for files, and the most connections that are of use."""
 
 
 def raise_descriptors() -> int:
-    """Take as many descriptors as the system gives; how many that is."""
+    """Raise the limit of descriptors as far as the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -59,10 +59,10 @@ def connections_for(descriptors: int, each: int, wanted: int | None) -> int:
 
 
 class Idle(OrderedDict[Any, None]):
-    """Connections that nobody waits for, the longest idle first."""
+    """Idle connections, the longest idle first."""
 
     def put(self, connection: Any) -> None:
-        """It is idle from now on."""
+        """Note a connection that is idle from now on."""
         self[connection] = None
         self.move_to_end(connection)
 
@@ -96,7 +96,7 @@ class Connections:
         self._addresses: dict[str, _Address] = {}
 
     def made(self, connection: Any, address: str) -> str | None:
-        """A connection comes; the code of why it is refused, or None."""
+        """Admit a connection; returns the code of a refusal, or None."""
         known = self._addresses.setdefault(address, _Address())
         refused = None
         if known.count >= self._share and not self._close_one(known.fresh, known.kept):
@@ -120,18 +120,18 @@ class Connections:
         return True
 
     def busy(self, connection: Any, address: str) -> None:
-        """A connection's request has come."""
+        """Note that a connection's request has arrived."""
         known = self._addresses[address]
         for idle in (self._fresh, self._kept, known.fresh, known.kept):
             idle.pop(connection, None)
 
     def kept(self, connection: Any, address: str) -> None:
-        """A connection's request was answered, and another may come."""
+        """Note that a connection's request was answered; another may come."""
         self._kept.put(connection)
         self._addresses[address].kept.put(connection)
 
     def lost(self, connection: Any, address: str) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         known = self._addresses[address]
         self.busy(connection, address)
         known.count -= 1
@@ -186,7 +186,7 @@ class _Http(HttpToolsProtocol):
             self._wait(HEAD_S, self._head_is_late)
 
     def _check_framing(self, size: int) -> None:
-        """Bytes came in the middle of a body that are none of it: the sizes of chunks, and trailers."""
+        """Count bytes within a body that are not part of it: chunk sizes and trailers."""
         self._framing += size
         if self._framing > HEAD_BYTES + self._body:
             self._too_large("head_too_large", 431, "the body's chunks are tiny, or its trailers large")
@@ -202,7 +202,7 @@ class _Http(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._whole:
-            return  # a trailer, which nobody reads
+            return  # a trailer, which is ignored
         super().on_header(name, value)
         if len(self.headers) > MOST_HEADERS:
             self._too_large("too_many_headers", 431, f"the request has more than {MOST_HEADERS} headers")
@@ -236,7 +236,7 @@ class _Http(HttpToolsProtocol):
         self._stop_waiting()
         super().on_message_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            # It was answered before it was whole.
+            # The request was answered before its body was complete.
             self.places.kept(self, self.address)
             self._wait(self.timeout_keep_alive, self.transport.close)
 
@@ -260,7 +260,7 @@ class _Http(HttpToolsProtocol):
     # Refusals ---------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused in the API's form."""
+        """Refuse bytes that are not HTTP, in the API's form."""
         if not self._refused:
             self._refuse(400, "bad_http", f"{msg} Send HTTP/1.1.")
 
@@ -273,7 +273,7 @@ class _Http(HttpToolsProtocol):
         self._refused = True
         self.places.refused(code)
         if self.cycle is None or self.cycle.response_complete:
-            body = orjson.dumps(error_form("")(status, code, text))
+            body = orjson.dumps(openai_error(status, code, text))
             head = [
                 b"content-type: application/json",
                 b"content-length: %d" % len(body),
@@ -285,7 +285,7 @@ class _Http(HttpToolsProtocol):
         self.transport.close()
 
     def give_up(self) -> None:
-        """Make place for another connection."""
+        """Close this connection to make room for another."""
         self._refused = True
         self.transport.close()
 
@@ -332,23 +332,23 @@ class BoundedHttp(asyncio.BufferedProtocol):
         self._buffer = memoryview(_BUFFER)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client came."""
+        """A connection was made."""
         self._http.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It left, or was let go."""
+        """The connection was lost or closed."""
         self._http.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """It takes bytes more slowly than they are sent."""
+        """Stop writing: the client takes bytes more slowly than they are sent."""
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """It took them."""
+        """Write again: the client has caught up."""
         self._http.resume_writing()
 
     def eof_received(self) -> None:
-        """It sends nothing more."""
+        """The client sends nothing more."""
         self._http.eof_received()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -356,7 +356,7 @@ class BoundedHttp(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes came."""
+        """This many bytes were read."""
         self._http.data_received(bytes(self._buffer[:nbytes]))
 
 
@@ -364,7 +364,7 @@ _BUFFER = bytearray(READ_BYTES)
 
 
 def bounded_http(places: Connections) -> Callable[..., asyncio.BufferedProtocol]:
-    """For uvicorn's option `http`: what makes a protocol for each connection."""
+    """The factory of protocols, for uvicorn's option `http`."""
 
     def make(**options: Any) -> asyncio.BufferedProtocol:
         http = _Http(**options)

@@ -1,4 +1,5 @@
-"""Bodies without their content encoding, within bounds: requests' and an upstream's replies' alike. Pure."""
+"""Decodes bodies by their content encoding, within bounds: those of requests and of an upstream's replies.
+Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def decoded(body: bytes, encoding: str, limit: int, *, whole: bool = True) -> by
 
 
 def _has_zlib_header(body: bytes) -> bool:
-    """Whether it begins as HTTP says that deflate does; some senders leave the header out."""
+    """Whether it begins with the zlib header that HTTP asks for; some senders leave it out."""
     return len(body) < 2 or (body[0] & 15 == 8 and (body[0] << 8 | body[1]) % 31 == 0)
 
 

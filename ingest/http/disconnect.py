@@ -14,7 +14,7 @@ class ClientGone(Exception):
 
 
 class ClientWatch:
-    """Knows when the client of a request, whose body was read, has gone.
+    """Notices when the client of a request has gone. The request's body must have been read.
 
     Args:
         receive: ASGI's.
@@ -26,11 +26,11 @@ class ClientWatch:
 
     @property
     def gone(self) -> bool:
-        """Whether it has."""
+        """Whether the client has gone."""
         return self._task.done()
 
     async def race(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What comes of the work, which ends at once where the client goes.
+        """The result of the work, which is cancelled when the client goes.
 
         Raises:
             ClientGone: it has.
@@ -47,7 +47,7 @@ class ClientWatch:
                 await asyncio.gather(task, return_exceptions=True)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._task.cancel()
 
     async def _until_gone(self) -> None:

@@ -10,8 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rollbook.ingest.endpoints.messages import Messages
-from rollbook.ingest.endpoints.openai_error import openai_error
+from rollbook.ingest.endpoints.registry import error_body
 from rollbook.store.errors import (
     EngineError,
     LimitError,
@@ -20,26 +19,16 @@ from rollbook.store.errors import (
     UnstorableError,
     WriteFailedError,
 )
-from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.wal.flusher import SHORT
 
-Form = Callable[[str], Callable[[int, str, str], Json]]
-"""Path -> what makes an error's body of (status, code, message)."""
-
-
-def error_form(path: str) -> Callable[[int, str, str], Json]:
-    """Anthropic's clients read errors in a form of their own."""
-    return Messages().error if "/v1/messages" in path else openai_error
-
-
 FINAL = (400, 401, 403, 404, 405, 409, 413, 414, 415, 421, 422, 431)
-"""What will not change by itself must not be tried again."""
+"""Statuses that a retry would not change."""
 RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
-"""Some clients give up where they are told to wait for a minute or more."""
+"""Seconds; some clients give up if asked to wait for a minute or more."""
 
 
-def told(error: Exception) -> tuple[int, str, str]:
+def describe(error: Exception) -> tuple[int, str, str]:
     """(status, code, message) of an error."""
     match error:
         case RequestError():
@@ -65,33 +54,33 @@ def told(error: Exception) -> tuple[int, str, str]:
 
 
 def _is_short(error: OSError) -> bool:
-    """Whether it is for want of descriptors or memory, which come back."""
+    """Whether the error is a lack of descriptors or memory, which passes."""
     return isinstance(error, ShortageError) or error.errno in SHORT
 
 
-def error_reply(form: Form, path: str, error: Exception) -> Response:
-    """An error as a reply to a request of this path, with a status, a code and a remedy."""
-    status, code, message = told(error)
+def error_reply(path: str, error: Exception) -> Response:
+    """An error as a reply to a request of this path, in the form of its API, with a code and a remedy."""
+    status, code, message = describe(error)
     headers = dict(getattr(error, "headers", None) or {})
     if status in FINAL and code != "trajectory_busy":
         headers["x-should-retry"] = "false"
     if status in RETRY_AFTER_S:
         headers |= {"retry-after": str(RETRY_AFTER_S[status]), "x-should-retry": "true"}
-    body = form(path)(status, code, message)
+    body = error_body(path, status, code, message)
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def add_error_replies(app: FastAPI, form: Form, refused: Callable[[str], None]) -> None:
-    """Answer every error with `error_reply`. What nobody foresaw the server logs, too.
+def add_error_replies(app: FastAPI, refused: Callable[[str], None]) -> None:
+    """Answer every error with `error_reply`. The server logs unexpected errors besides.
 
     Args:
-        refused: told the code of whatever a limit refuses.
+        refused: called with the code of whatever a limit refuses.
     """
 
     async def reply(request: Request, error: Exception) -> Response:
         if isinstance(error, LimitError):
             refused(error.code)
-        return error_reply(form, request.url.path, error)
+        return error_reply(request.url.path, error)
 
     async def short(request: Request, error: Exception) -> Response:
         if isinstance(error, OSError) and not _is_short(error):

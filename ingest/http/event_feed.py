@@ -24,7 +24,7 @@ from rollbook.store.sealed.parquet import TABLE_SCHEMA
 MESSAGE_BYTES = 256 << 10
 """A message is sent once it has grown to about this many bytes; one event is never cut in two."""
 SEARCH_S = 0.2
-"""How long a thread reads on without anything wanted before it lets others have their turn."""
+"""How long a thread reads without finding a wanted event before it yields to other feeds."""
 END_OF_ARROW_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -99,7 +99,7 @@ class SseFeed:
                 continue
             if parts or time.monotonic() > deadline:
                 break
-            # What was passed over since the last event counts as told too.
+            # Events that were skipped since the last one count as sent.
             self._cut = self._tail.cut()
             if (step := self._tail.next_batch()) is None:
                 if not parts:

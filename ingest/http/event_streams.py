@@ -1,4 +1,4 @@
-"""Feeds sent to clients, which may be slow, or take nothing at all.
+"""Sends feeds to clients, which may be slow or stop reading.
 
 Everything that reads the log runs in worker threads, one message at a time and only when the client has taken
 the one before. What a stream holds is bounded: one message, and what reading needs, which is kept for a few
@@ -32,19 +32,20 @@ from rollbook.store.wal.watermarks import wait_for_growth
 KEEP_ALIVE_S = 15.0
 THREADS = 2
 WARM_BYTES = 96 << 20
-"""What reading holds in memory is kept between two messages for so much; what was used least lately rests."""
+"""Bytes that readers may keep in memory between messages; beyond it the least recently used are closed."""
 PIECE_BYTES = 64 << 10
-"""So much of a message is given to the connection at once, which keeps it until the client takes it."""
+"""Bytes of a message that are passed to the connection at once; it buffers them until the client takes
+them."""
 HELD_BYTES = 64 << 20
-"""Messages that wait for their clients hold so much together before nothing more is read."""
+"""Bytes of messages that wait for their clients, all together, before reading pauses."""
 TAKE_S, TAKE_PRESSED_S = 120.0, 5.0
-"""A client may take nothing for so long, and for so long where others wait for the room of its message."""
+"""Longest time a client may take nothing, and the same while others wait for the room of its message."""
 
 T = TypeVar("T")
 
 
 class Growth:
-    """Wakes everybody who waits for the log to grow, with one thread that watches it for all of them."""
+    """Wakes all that wait for the log to grow, with one thread that watches it."""
 
     def __init__(self, store: Path, pool: ThreadPoolExecutor) -> None:
         self.count = 0
@@ -76,7 +77,7 @@ class Growth:
             try:
                 head = await loop.run_in_executor(self._pool, wait_for_growth, self._store, self._head, 1.0)
             except RollbookError:
-                head = {}  # whoever reads the damaged lane next says what is wrong with it
+                head = {}  # the next reader of the damaged lane reports what is wrong
                 await asyncio.sleep(1.0)
             if head != self._head or not head:
                 self._head = head
@@ -166,9 +167,10 @@ class EventStreams:
         return message
 
     def _read(self, feed: Feed) -> bytes | None:
-        """The feed's next message, in a thread, which then lays others to rest if too much is held."""
+        """The feed's next message, in a thread, which then closes other readers if too much memory is
+        held."""
         with self._warming:
-            self._warm.pop(feed, None)  # nobody else lays it to rest meanwhile
+            self._warm.pop(feed, None)  # no other thread closes it meanwhile
         message = feed.next()
         cold: list[Feed] = []
         with self._warming:
@@ -183,7 +185,7 @@ class EventStreams:
         return message
 
     async def sent(self, message: bytes) -> None:
-        """A message no longer needs its room."""
+        """Release the room of a message."""
         self._held -= len(message)
         async with self._room:
             self._room.notify_all()
@@ -193,7 +195,7 @@ class EventStreams:
         return TAKE_PRESSED_S if self._pressed else TAKE_S
 
     async def messages(self, feed: Feed, follow: bool) -> AsyncGenerator[bytes, None]:
-        """The feed's messages, with signs of life between them."""
+        """The feed's messages, with keep-alive bytes between them."""
         sent = time.monotonic()
         try:
             while not (feed.done or self.stopping()):
@@ -212,12 +214,12 @@ class EventStreams:
                 if time.monotonic() - sent >= KEEP_ALIVE_S:
                     yield b": still here\n\n"
                     sent = time.monotonic()
-        except RollbookError as error:  # the status went out long ago
+        except RollbookError as error:  # the status was sent long ago
             body = {"error": {"message": str(error), "type": "server_error", "code": "store_failed"}}
             yield b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._memory.close()
         self._pool.shutdown(wait=False)
         self._watcher.shutdown(wait=False)

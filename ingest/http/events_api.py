@@ -1,4 +1,4 @@
-"""The log over HTTP: `GET /v1/events`, its tail, and `/v1/cursors/NAME`, how far consumers have come."""
+"""The log over HTTP: its tail at `GET /v1/events`, and consumers' cursors at `/v1/cursors/NAME`."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _cut_of(raw: bytes) -> dict[str, int]:
 
 
 def _check_forward(name: str, old: Mapping[str, int], new: Mapping[str, int]) -> None:
-    """What was dealt with stays dealt with, so the order in which a cursor's events are read is no matter.
+    """A cursor only moves forward, so the order in which its events are read does not matter.
 
     Raises:
         RequestError: 409, some lane would go back.

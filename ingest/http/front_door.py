@@ -1,4 +1,4 @@
-"""What every request that the guard let in passes: the trajectory it names."""
+"""What every request that the guard let in goes through: who asks, and which trajectory it belongs to."""
 
 from __future__ import annotations
 
@@ -16,30 +16,73 @@ from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.ingest.requests.large_work import aside, beside
 from rollbook.ingest.tokens.normal_form import chain_all
-from rollbook.ingest.trajectories.identity import Identity, check_said_once, split_path
+from rollbook.ingest.trajectories.identity import Identity, check_said_once, identify, split_path
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.call_bounds import OUTSIDE_BYTES, check_outside
-from rollbook.store.errors import LimitError, RequestError
+from rollbook.ingest.turns.request_limits import OUTSIDE_BYTES, check_outside
+from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """Where a request was sent, and by whom.
+
+    Attributes:
+        said: what the path says of the trajectory.
+        path: the endpoint's.
+    """
+
+    said: Json
+    path: str
+    caller: Caller
+
+
+@dataclass(frozen=True, slots=True)
 class FrontDoor:
-    """Finds trajectories."""
+    """Finds the trajectory that a request belongs to."""
 
     recorder: Recorder
     options: ProxyOptions
     gate: AdmissionGate | None = None
     """Holds new trajectories while an online training could not use them in time."""
 
+    def address(self, request: Request) -> Address:
+        """Where a request was sent, and by whom.
+
+        Raises:
+            RequestError: 404, the path holds no id; 400, it or the headers say two things.
+        """
+        check_said_once(request.headers.raw)
+        raw = request.scope.get("raw_path") or request.url.path.encode()
+        said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
+        return Address(said, endpoint, caller_of(request))
+
+    def identity(self, address: Address, request: Request, body: Json) -> Identity:
+        """Which trajectory a request names. A hint's name has no secrets: a session's id may be anything.
+
+        Raises:
+            RequestError: 400, it names two, or its headers cannot be read.
+        """
+        identity = identify(address.said, request.headers, body, address.caller.key)
+        if identity.by != "hint" or identity.name is None:
+            return identity
+        return replace(identity, name=self.options.redactor.text(identity.name))
+
+    async def redacted(self, body: Json, size: int) -> Json:
+        """A request of so many bytes without secrets. A large one is looked through in a thread."""
+        if size <= OUTSIDE_BYTES:
+            return await beside(size, self.options.redactor.body, body)
+        await aside(check_outside, body)
+        return await aside(self.options.redactor.body, body)
+
     async def admit(
-        self, name: str, wanted: OpenTrajectory, request: Request, places: contextlib.ExitStack
+        self, name: str, wanted: OpenTrajectory, request: Request, reservation: contextlib.ExitStack
     ) -> None:
         """Wait until a new trajectory may begin.
 
         Args:
             request: the one that begins it, whose body was read.
-            places: keeps its place until it is closed: the trajectory has begun by then, or will not.
+            reservation: keeps room for it until it is closed: the trajectory has begun by then, or will not.
 
         Raises:
             RequestError: 503, it may not within the time that requests are held; 499, its client has left.
@@ -52,28 +95,7 @@ class FrontDoor:
                 pass
 
         if await self.gate.enter(name, wanted.group, wanted.split, gone):
-            places.callback(self.gate.leave, name)
-
-    def check_running(self, running: int) -> None:
-        """Refuse a request beyond those that may be answered at once.
-
-        Raises:
-            LimitError: 429.
-        """
-        if running >= self.options.max_running:
-            text = f"{running} requests are running, as many as --max-running allows: try again"
-            raise LimitError(429, "too_many_requests", text)
-
-    def enter(self, request: Request) -> tuple[Json, str, Caller]:
-        """(what the path says of the trajectory, the endpoint's path, who asks).
-
-        Raises:
-            RequestError: 404, the path holds no id; 400, it or the headers say two things.
-        """
-        check_said_once(request.headers.raw)
-        raw = request.scope.get("raw_path") or request.url.path.encode()
-        said, endpoint = split_path(raw.decode("latin-1").partition("?")[0])
-        return said, endpoint, caller_of(request)
+            reservation.callback(self.gate.leave, name)
 
     async def trajectory(
         self, identity: Identity, messages: list[Json], size: int, by: str | None = None
@@ -115,19 +137,6 @@ class FrontDoor:
                 text = f"trajectory {name!r} was opened with {field} {opened!r}, not {sent!r}"
                 raise RequestError(409, "trajectory_conflict", text)
         return live
-
-    async def redacted(self, body: Json, size: int) -> Json:
-        """A request of so many bytes without secrets. A large one is looked through in a thread."""
-        if size <= OUTSIDE_BYTES:
-            return await beside(size, self.options.redactor.body, body)
-        await aside(check_outside, body)
-        return await aside(self.options.redactor.body, body)
-
-    def hinted(self, identity: Identity) -> Identity:
-        """The identity, its name without secrets where nobody chose it: a session's id may be anything."""
-        if identity.by != "hint" or identity.name is None:
-            return identity
-        return replace(identity, name=self.options.redactor.text(identity.name))
 
     def wanted(self, identity: Identity) -> OpenTrajectory:
         """The trajectory that a request opens if there is none of its name."""

@@ -1,4 +1,4 @@
-"""The guard before every route: whose key a request has, and whether that one may do what it asks for."""
+"""The guard before every route: checks a request's key, and whether its role allows the request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 from rollbook.ingest.http.access import Caller, Role, Rule, check_role, rule_of
-from rollbook.ingest.http.error_replies import error_form, error_reply
+from rollbook.ingest.http.error_replies import error_reply
 from rollbook.ingest.http.keys import Keys
 from rollbook.ingest.http.web_pages import Own, WebPages, is_loopback, shown_origins
 from rollbook.ingest.trajectories.identity import is_trajectory_key, key_name, sent_key, trajectory_key
@@ -20,24 +20,24 @@ from rollbook.store.errors import RequestError
 from rollbook.store.secret import store_secret
 
 CALLER = "rollbook.caller"
-"""Where a request's scope has its caller."""
+"""The key under which a request's scope holds its caller."""
 _PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-"""Headers that another proxy adds: who sent them is not who connected."""
+"""Headers that another proxy adds: then the sender is not the one who connected."""
 
 
 NOBODY = Caller(None, Role.trajectory)
-"""Who has no good key, where none is needed."""
+"""The caller without a valid key, on routes that are open."""
 
 
 def caller_of(request: Request) -> Caller:
-    """Who a request is from, which the guard has let in."""
+    """The caller of a request that the guard let in."""
     caller: Caller = request.scope[CALLER]
     return caller
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Tells callers by their keys.
+    """Identifies callers by their keys.
 
     Attributes:
         run: whose trajectories their own keys are of.
@@ -95,7 +95,7 @@ class Guard:
 
 
 def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
-    """Refuse other hosts what is for this one alone. What another proxy passed on is not from here.
+    """Refuse a local route to other hosts. A request that another proxy passed on counts as theirs.
 
     Raises:
         RequestError: 403.
@@ -108,7 +108,7 @@ def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
 
 
 class Guarded:
-    """ASGI middleware: no request comes to the application that the guard does not let in."""
+    """ASGI middleware: only requests that the guard lets in reach the application."""
 
     def __init__(self, app: Any, guard: Guard, refused: Callable[[RequestError], None]) -> None:
         self._app, self._guard, self._refused = app, guard, refused
@@ -124,16 +124,16 @@ class Guarded:
             scope[CALLER] = self._guard.admitted(scope["method"], path, Headers(scope=scope), peer)
         except RequestError as error:
             self._refused(error)
-            await error_reply(error_form, path, error)(scope, receive, send)
+            await error_reply(path, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
 def add_guards(app: Any, guard: Guard, mine: Own, refused: Callable[[RequestError], None]) -> None:
-    """Have an application answer nobody but those that the guard lets in, and no foreign web page.
+    """Put the guard and the check of web pages before an application.
 
     Args:
-        refused: told of each that is refused.
+        refused: called with the error of each refusal.
     """
     app.add_middleware(Guarded, guard=guard, refused=refused)
     if mine.origins:

@@ -15,7 +15,7 @@ from rollbook.ingest.http.keys import checked_name, checked_role, digest_of, par
 from rollbook.store.errors import ConfigError
 
 MADE = "rollbook-"
-"""What made keys begin with, so that a scanner for leaked secrets knows them."""
+"""Prefix of keys made here, so that scanners for leaked secrets recognise them."""
 
 
 def add_key(file: Path, name: str, role: str, expires: datetime | None) -> str:
@@ -50,7 +50,7 @@ def add_key(file: Path, name: str, role: str, expires: datetime | None) -> str:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """One at a time adds to the files of a folder."""
+    """A lock: one process at a time changes a folder's files."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -19,7 +19,7 @@ from rollbook.store.redaction import conversation, find_keys
 logger = logging.getLogger(__name__)
 
 LARGE = 1 << 20
-"""Characters that are looked through in a thread: a megabyte takes 2 ms."""
+"""Texts longer than this are scanned in a thread: a megabyte takes 2 ms."""
 
 
 _IN_MESSAGES = frozenset({"input", "instructions", "prompt", "system"})
@@ -31,7 +31,7 @@ class KeyWatch:
 
     Args:
         registry: of the counter.
-        then: is told of the same events.
+        then: called with the same events.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ROLLBOOK_API_KEYS"
 LOOK_S = 1.0
-"""How often the file is looked at."""
+"""Seconds between two checks of the file."""
 ROLES = tuple(role for role in Role if role is not Role.trajectory)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -61,7 +61,7 @@ class Key:
     expires: datetime | None = None
 
     def expired(self, now: datetime) -> bool:
-        """Whether it opens nothing any more."""
+        """Whether it has expired."""
         return self.expires is not None and now >= self.expires
 
 
@@ -257,7 +257,7 @@ class Keys:
         self._keys = self._given
         self._seen: Signature | None = None
         self.failure: str | None = None
-        """Why the file cannot be read now: the keys that it held last are good as before."""
+        """Why the file cannot be read now, or None; the keys read last stay valid."""
         if file is not None:
             self._read(file)
 
@@ -280,7 +280,7 @@ class Keys:
         return {} if self.failure is None else {"keys": self.failure}
 
     def find(self, sent: str) -> Key | None:
-        """The key that was sent. Every one is compared, each in a time that depends on nothing."""
+        """The configured key that equals the one sent. All are compared, each in constant time."""
         digest, found = digest_of(sent), None
         for key in self._keys:
             if hmac.compare_digest(key.sha256, digest):
@@ -304,7 +304,7 @@ class Keys:
         self.failure = None
 
     async def follow(self) -> None:
-        """Look at the file now and then, for as long as this runs."""
+        """Check the file for changes, until cancelled."""
         while self.file is not None:
             await asyncio.sleep(LOOK_S)
             await asyncio.to_thread(self.look)

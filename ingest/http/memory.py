@@ -1,4 +1,4 @@
-"""Memory that nothing uses any more goes back to the system, not only to those who gave it."""
+"""Returns unused memory to the operating system, not only to the allocators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 GIVE_BACK_S = 1.0
-"""So long after it was worth it: much comes free at once, and giving back takes a few milliseconds."""
+"""Delay before memory is returned: much is freed at once, and returning it takes a few milliseconds."""
 _LIBC = ctypes.CDLL(None)
 
 
@@ -32,12 +32,12 @@ class GivingBack:
         self._timer: asyncio.TimerHandle | None = None
 
     def soon(self) -> None:
-        """Much has come free."""
+        """Note that much memory was freed."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GIVE_BACK_S, self._now)
 
     def close(self) -> None:
-        """Not any more."""
+        """Cancel the pending return."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,4 +1,4 @@
-"""What the proxy tells Prometheus, at /metrics."""
+"""The proxy's metrics for Prometheus, at /metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from rollbook.ingest.http.error_replies import told
+from rollbook.ingest.http.error_replies import describe
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import InFlightCall
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of its own for each, saying when it began: nobody asks
 
@@ -31,7 +32,7 @@ class _Spells:
         self._counted = 0
 
     def count(self, spells: int) -> None:
-        """Take their number so far."""
+        """Update the counter to the number of spells so far."""
         self._counter.inc(spells - self._counted)
         self._counted = spells
 
@@ -71,7 +72,7 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"rollbook_{name}", text, labels, registry=self.registry)
 
-    def answered(self, turn: AnsweredTurn, *, delivered: bool) -> None:
+    def answered(self, turn: CompletedTurn, *, delivered: bool) -> None:
         """Count a completed turn whose reply was sent, or could not be."""
         done = turn.completed
         link = "extend" if turn.requested.parent_turn_id else turn.requested.root_reason or "root"
@@ -82,10 +83,17 @@ class Metrics:
         if "engine_us" in done.timings:
             self.engine_s.observe(done.timings["engine_us"] / 1e6)
 
+    def answered_call(self, in_flight: InFlightCall, turns: list[CompletedTurn], *, delivered: bool) -> None:
+        """Count a request's turns, once however many clients wait for them."""
+        if not in_flight.counted:
+            in_flight.counted = True
+            for turn in turns:
+                self.answered(turn, delivered=delivered)
+
     def failed(self, error: BaseException) -> None:
         """Count a request that was refused, or that failed on the way."""
         if isinstance(error, Exception):
-            self.failures.labels(told(error)[1]).inc()
+            self.failures.labels(describe(error)[1]).inc()
 
     def refused(self, code: str) -> None:
         """Count a request or a connection that a limit refused."""

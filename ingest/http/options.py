@@ -10,8 +10,20 @@ from rollbook.ingest.http.web_pages import Own
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES
-from rollbook.ingest.turns.respond import KeepAlive
 from rollbook.store.secret import SECRETS, store_secret
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """After how many seconds of silence bytes are sent that mean nothing: comments in streams, spaces before
+    a JSON reply.
+
+    Once a byte is out, the status can no longer say that the request failed: so a reply that is sent whole
+    waits longer than requests are held.
+    """
+
+    stream_s: float = 10.0
+    whole_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +31,7 @@ class ProxyOptions:
     """Limits, keys and times.
 
     Attributes:
-        keys: they open the proxy, each for what it is for; none: everybody may do everything.
+        keys: the proxy's keys, each with a role; without any, everybody may do everything.
         own: hosts and origins of our own; web pages of others are refused.
         on_store_failure: record only: `pass` on what cannot be recorded, or `refuse` it.
         max_body_bytes: largest body; a larger one is a 413.

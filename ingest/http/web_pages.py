@@ -1,4 +1,4 @@
-"""Keeps web pages out: what a browser may send for a page of somebody else's never reaches a route.
+"""Keeps web pages out: requests that a browser may send for a foreign page never reach a route.
 
 A page on any site can have its visitor's browser send requests to this host, loopback included, and by a name
 whose address it changes (DNS rebinding) even read the replies. Browsers tell on it: by the `Host` they meant,
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rollbook.ingest.http.error_replies import error_form, error_reply
+from rollbook.ingest.http.error_replies import error_reply
 from rollbook.store.errors import ConfigError, RequestError
 
 LOOPBACK_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
@@ -123,7 +123,7 @@ def shown_origins(mine: Own) -> set[str]:
 
 
 def check_page(mine: Own, method: str, path: str, headers: HeaderList, http_version: str = "1.1") -> None:
-    """Refuse what a page of somebody else's may have had sent.
+    """Refuse a request that a foreign page may have caused.
 
     Args:
         headers: names in small letters, as ASGI has them.
@@ -148,7 +148,7 @@ def check_page(mine: Own, method: str, path: str, headers: HeaderList, http_vers
 
 def _checked_host(mine: Own, hosts: list[str], http_version: str) -> tuple[str, str] | None:
     if not hosts and http_version in ("0.9", "1.0"):
-        return None  # no browser speaks it any more
+        return None  # no browser uses it any more
     found = host_of(hosts[0]) if len(hosts) == 1 else None
     if found is None:
         raise RequestError(400, "bad_host", f"{len(hosts)} Host headers, or one that names no host: send one")
@@ -222,6 +222,6 @@ class WebPages:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
                 return
-            await error_reply(error_form, scope["path"], error)(scope, receive, send)
+            await error_reply(scope["path"], error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

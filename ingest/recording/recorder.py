@@ -22,7 +22,7 @@ from rollbook.ingest.requests.fields import FinishTrajectory, OpenTrajectory
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
 from rollbook.ingest.trajectories.rewards import turn_rewards
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.store import Event, Store
 from rollbook.store.errors import LaneLockedError, RequestError, UnstorableError
 from rollbook.store.events import (
@@ -55,7 +55,7 @@ class Recorder(RunWriter):
         self.adopted: dict[str, int] = {}
         """Lane whose process is gone -> how many open trajectories of it are this recorder's now."""
         self.on_finished: Callable[[str], None] = lambda trajectory_id: None
-        """Told which trajectory is finished, durably."""
+        """Called with the id of each trajectory that is durably finished."""
         try:
             self._restore()
         except BaseException:
@@ -78,7 +78,7 @@ class Recorder(RunWriter):
                     try:
                         locks.enter_context(self.store.writer(lane))
                     except LaneLockedError:
-                        continue  # its process lives, and answers for its trajectories
+                        continue  # its process is alive and owns its trajectories
                     self.adopted[lane] = 0
                 runs.refresh()
                 last = self._restore_open(runs)
@@ -101,7 +101,7 @@ class Recorder(RunWriter):
         return last
 
     def _adopt(self, last: Mapping[str, str]) -> None:
-        """Write those from here on whose lanes' processes are gone."""
+        """Adopt the open trajectories of lanes whose process is gone."""
         adopted = [live for live in self.trajectories.open() if live.lane in self.adopted]
         records = []
         for live in adopted:
@@ -150,8 +150,8 @@ class Recorder(RunWriter):
             live = await self.look_up(name)
             if live is None or live.finished or live.lane != self.lane:
                 return live
-            if live.opening is not None:  # nothing is written of a trajectory that may yet be refused
-                with contextlib.suppress(UnstorableError):  # whoever opens it is told
+            if live.opening is not None:  # nothing is written to a trajectory whose opening may still fail
+                with contextlib.suppress(UnstorableError):  # the request that opens it gets the error
                     await all_durable([live.opening])
             elif live.contents is None or live.doubtful:
                 await self._read_back(live)
@@ -160,7 +160,7 @@ class Recorder(RunWriter):
                 return live
 
     async def _read_back(self, live: LiveTrajectory) -> None:
-        """Let its contents be what the log has of it; several may wait for the same."""
+        """Reload a trajectory's contents from the log; concurrent callers share one read."""
         trajectory_id = live.opened.trajectory_id
         task = self._restoring.get(trajectory_id)
         if task is None:
@@ -174,7 +174,7 @@ class Recorder(RunWriter):
             task.exception()  # taken note of, also where nobody waits any more
 
     async def _restored(self, live: LiveTrajectory) -> None:
-        doubtful, live.doubtful = live.doubtful, False  # what fails from here on makes it so again
+        doubtful, live.doubtful = live.doubtful, False  # an append that fails from here on sets it again
         try:
             while True:
                 changes = live.changes
@@ -260,7 +260,7 @@ class Recorder(RunWriter):
         """Those of this lane that are not finished."""
         return [live for live in self.trajectories.open() if live.lane == self.lane]
 
-    async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[AnsweredTurn]:
+    async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[CompletedTurn]:
         """Completed turns as the log has them.
 
         Raises:
@@ -273,14 +273,14 @@ class Recorder(RunWriter):
         finally:
             live.holds -= 1
         found = [] if trajectory is None else [trajectory.turns.get(turn_id) for turn_id in turn_ids]
-        made = [AnsweredTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
+        made = [CompletedTurn(t.requested, t.completed) for t in found if t is not None and t.completed]
         if len(made) < len(turn_ids):
             text = f"no completed turn {turn_ids[len(made)]!r} in trajectory {live.opened.name!r}"
             raise RequestError(404, "unknown_turn", text)
         return made
 
     async def abandon(self, live: LiveTrajectory) -> None:
-        """Finish a trajectory whose agent was not heard of for too long."""
+        """Finish a trajectory that had no traffic for too long, as aborted."""
         label = LabelAdded(live.opened.trajectory_id, None, "abandoned", True, "rollbook")
         self.note(label)
         await self.finish(live.opened.name, FinishTrajectory(status="aborted"))
@@ -360,7 +360,7 @@ class Recorder(RunWriter):
             if live.finished:
                 raise RequestError(409, "trajectory_finished", f"trajectory {name!r} is finished already")
             if live.calls and all(call.abandoned for call in live.calls):
-                # Their clients have gone, and the engine was told to stop: it takes a moment.
+                # Their clients have gone and the engine was asked to stop, which takes a moment.
                 await asyncio.wait([call.done for call in live.calls])
                 continue
             if live.running:

@@ -1,4 +1,4 @@
-"""Secrets are taken out of a request before anything is made of it: no event holds them. Pure.
+"""Takes secrets out of a request before it is used, so that no event holds them. Pure.
 
 Outside the conversation that is always so; inside it only where it was asked for, since it changes what the
 model is sent.
@@ -77,7 +77,7 @@ class Redactor:
 
 
 def changes_conversation(sent: Json, clean: Json) -> bool:
-    """Whether something was taken out of what a model is told, or of what it said."""
+    """Whether something was taken out of the model's input or output."""
     return sent is not clean and conversation(sent) != conversation(clean)
 
 

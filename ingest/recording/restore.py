@@ -1,4 +1,5 @@
-"""A run's trajectories read back from the log: by a proxy that starts again, or that had no room for one."""
+"""Reads a run's trajectories back from the log: after a restart, or where contents were dropped from
+memory."""
 
 from __future__ import annotations
 
@@ -76,29 +77,29 @@ class RunReader:
             elif isinstance(record, TrajectoryFinished):
                 self._finished.add(record.trajectory_id)
         in_time = list(heapq.merge(*trainers.values(), key=lambda event: event.event_id))
-        self.outstanding.add_all(in_time)  # with them, that was all up to the head
+        self.outstanding.add_all(in_time)  # with these, everything up to the head is read
         kinds = SyncStarted | SyncFinished | SyncFailed
         self.syncs += [event.record for event in in_time if isinstance(event.record, kinds)]
         self.cut = head
 
     def open(self) -> Iterator[Trajectory]:
-        """Those that are not finished, in the order they were opened, a few in memory at a time."""
+        """The open trajectories in the order they were opened, a few in memory at a time."""
         ids = iter([trajectory_id for trajectory_id in self.opened if trajectory_id not in self._finished])
         while some := list(islice(ids, TOGETHER)):
             found = self._store.trajectories(self.cut, some)
             yield from (found[trajectory_id] for trajectory_id in some if trajectory_id in found)
 
     def ended(self) -> Iterator[tuple[TrajectoryOpened, str]]:
-        """The openings of those that are finished, and their lanes."""
+        """The openings of finished trajectories, and their lanes."""
         return (opened for trajectory_id, opened in self.opened.items() if trajectory_id in self._finished)
 
     def forget(self) -> None:
-        """Keep nothing of single trajectories: whoever started has taken what it needs."""
+        """Drop what is kept of single trajectories, once the recorder has restored them."""
         self.opened, self._finished = {}, set()
 
 
 def _slim(event: Event) -> Event:
-    """The event, of a plan no more than which trajectories it uses: plans are large, and a run has many."""
+    """The event; of a plan only which trajectories it uses, since plans are large and a run has many."""
     record = event.record
     if not isinstance(record, StepPlanned):
         return event
@@ -108,7 +109,7 @@ def _slim(event: Event) -> Event:
 
 
 def restored(trajectory: Trajectory) -> Contents:
-    """What the proxy that recorded an open trajectory has of it in memory."""
+    """The contents of an open trajectory, as the proxy that recorded it holds them in memory."""
     contents = Contents()
     arrivals: dict[str, list[Turn]] = {}
     replaced = {turn.requested.wire.get("instead_of") for turn in trajectory.turns.values()}

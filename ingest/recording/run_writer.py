@@ -1,6 +1,5 @@
-"""Appends a run's events to a lane, in order: each client's by themselves, noted ones beside others.
-
-What becomes of an append is told to whoever must know: of those that failed, and of those that are durable.
+"""Appends a run's events to a lane, in order. Each client's events are an append of their own; noted events
+go along with the next append. Callbacks learn which appends failed and which are durable.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollbook.store.secret import SECRETS, store_secret
 
 _Append = tuple[list[Event], "Future[int]"]
 NOTE_S = 0.004
-"""How long what was noted may wait for a write to go with."""
+"""Longest time that noted events wait for an append to go with."""
 
 
 class RunWriter:
@@ -35,18 +34,19 @@ class RunWriter:
         self.store, self.lane, self.run = store, lane, run
         self.writer = store.writer(lane)
         self.redactor = Redactor(key=store_secret(store.path, SECRETS))
-        """Takes secrets out of errors and settings, whoever records them."""
+        """Takes secrets out of errors and settings, for all that record them."""
         self._last: Future[int] | None = None
         self._waiting: dict[Future[int], list[Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._untold: deque[tuple[Future[int], list[Event]]] = deque()
         self._telling: asyncio.TimerHandle | None = None
         self.on_events: Callable[[list[Event]], None] = lambda events: None
-        """Told of every event: of an opening as it is noted, of others once they are durable."""
+        """Called with every event: with an opening as it is noted, with others once they are durable."""
         self.on_unopened: Callable[[str], None] = lambda trajectory_id: None
-        """Told which trajectory's opening, that `on_events` was told of, is not in the log after all."""
+        """Called with the trajectory of an opening that `on_events` got and that is not in the log after
+        all."""
         self.on_lost: Callable[[int], None] = lambda events: None
-        """Told, in any thread, how many events of an append that failed are not in the log."""
+        """Called, in any thread, with the number of events of a failed append."""
 
     async def write(self, *records: Record, behind: Iterable[Future[int] | None] = ()) -> list[Event]:
         """Append records together; returns once they are durable.
@@ -106,9 +106,9 @@ class RunWriter:
         return future
 
     def _put(self, appends: Sequence[_Append]) -> None:
-        """Hand appends to the lane in one go: one after the other they would be a commit each."""
+        """Hand appends to the lane in one call: one after the other they would be a commit each."""
         for events, future in appends:
-            # A future keeps its callbacks, and whoever keeps it would keep the events too.
+            # A future keeps its callbacks alive, and these would keep the events alive.
             about = frozenset(filter(None, (getattr(e.record, "trajectory_id", None) for e in events)))
             future.add_done_callback(partial(self._put_down, len(events), about))
         if appends:
@@ -118,16 +118,16 @@ class RunWriter:
         self._tell()
 
     def _put_down(self, events: int, about: frozenset[str], future: Future[int]) -> None:
-        """Hear, in any thread, what became of an append."""
+        """Callback of an append, in any thread: pass its outcome to the loop."""
         if future.exception() is not None:
             self.on_lost(events)
             self._doubt(about)
 
     def _doubt(self, trajectories: frozenset[str]) -> None:
-        """Hear, in any thread, about which trajectories an event is not in the log."""
+        """Callback of a failed append, in any thread: mark the trajectories that it was about."""
 
     def _tell(self) -> None:
-        """Say what became of appends; a lane takes them in order."""
+        """Run the callbacks of finished appends; a lane finishes them in order."""
         while self._untold and self._untold[0][0].done():
             future, events = self._untold.popleft()
             durable = future.exception() is None
@@ -139,7 +139,7 @@ class RunWriter:
             if durable:
                 self.on_events([e for e in events if not isinstance(e.record, TrajectoryOpened)])
         if self._untold and self._telling is None:
-            with contextlib.suppress(RuntimeError):  # no loop: whoever appends next tells
+            with contextlib.suppress(RuntimeError):  # no loop runs: the next append runs them
                 self._telling = asyncio.get_running_loop().call_later(NOTE_S, self._tell_later)
 
     def _tell_later(self) -> None:
@@ -147,7 +147,7 @@ class RunWriter:
         self._tell()
 
     def _opened(self, trajectory_id: str, *, durable: bool) -> None:
-        """Hear whether a trajectory's opening is in the log."""
+        """Callback of an opening: whether it is in the log."""
 
     def flush(self) -> None:
         """Append what was noted, each client's by itself."""
@@ -165,11 +165,11 @@ class RunWriter:
         """Wait until what was noted or appended so far is durable, or failed (a lane commits in order)."""
         self.flush()
         if self._last is not None:
-            with contextlib.suppress(WriteFailedError, UnstorableError):  # its own client was told
+            with contextlib.suppress(WriteFailedError, UnstorableError):  # its own client got the error
                 await asyncio.wrap_future(self._last)
 
     def close(self) -> None:
-        """Commit what is pending and give the lane back."""
+        """Commit what is pending and release the lane."""
         self.flush()
         self.writer.close()
 
@@ -179,7 +179,7 @@ def _durable(append: Future[int]) -> bool:
 
 
 async def all_durable(appends: Iterable[Future[int] | None]) -> None:
-    """Return once every append is durable; None is one that was long ago.
+    """Return once every append is durable; None stands for one that is.
 
     Raises:
         WriteFailedError, UnstorableError: one of them is not.

@@ -1,4 +1,4 @@
-"""What the log says of a turn: the record of its request, and of its completion. Pure."""
+"""The records of a turn: of its request, and of its completion or failure. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.ingest.requests.fields import check_recordable
 from rollbook.ingest.tokens.tree import Plan, exactly
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.in_flight import RunningCall, RunningTurn
+from rollbook.ingest.turns.in_flight import InFlightCall, InFlightTurn
 from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.turns.reply import Reading
+from rollbook.ingest.turns.reply import ReplyReader
 from rollbook.store.events import Json, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.fold.siblings import as_sibling
 from rollbook.store.ids import new_id
@@ -40,7 +40,8 @@ class Arrival:
 
     @classmethod
     def kept(cls, endpoint: str, raw: bytes, sent: Json, body: Json, retry: int, key: str | None) -> Arrival:
-        """The arrival of a body as it is kept: a digest of a weak secret would give it away.
+        """The arrival of a body as it is recorded: the digest of a body with a weak secret would give it
+        away.
 
         Args:
             sent: what the raw body says.
@@ -96,15 +97,15 @@ def requested_records(
 
 
 def completed_record(
-    live: LiveTrajectory, turn: RunningTurn, plan: Plan, made: Generation, reading: Reading
+    live: LiveTrajectory, turn: InFlightTurn, plan: Plan, made: Generation, reader: ReplyReader
 ) -> TurnCompleted:
     """The record of a generation."""
-    reply = reading.reply(made.completion_ids, made.finish_reason, turn.turn_id)
+    reply = reader.reply(made.completion_ids, made.finish_reason, turn.turn_id)
     spans = made.version_spans
     flags = [*reply.flags]
     if plan.twins:
         flags.append("ambiguous_parent")
-    if holds_control_tokens(reading, plan):
+    if holds_control_tokens(reader, plan):
         flags.append("control_in_input")
     return TurnCompleted(
         trajectory_id=live.opened.trajectory_id,
@@ -127,14 +128,14 @@ def completed_record(
 
 
 def failed_record(
-    live: LiveTrajectory, running: RunningCall, turn: RunningTurn, plan: Plan, error: BaseException
+    live: LiveTrajectory, in_flight: InFlightCall, turn: InFlightTurn, plan: Plan, error: BaseException
 ) -> TurnFailed:
     """The record of a turn that no engine answered, with the prompt that it had.
 
     Ids that the first turn of the request holds are not stored again.
     """
-    stored = as_sibling(turn.requested, running.first).sibling_of
-    shared = stored is not None and turn.turn_id != running.first.turn_id
+    stored = as_sibling(turn.requested, in_flight.first).sibling_of
+    shared = stored is not None and turn.turn_id != in_flight.first.turn_id
     return TurnFailed(
         live.opened.trajectory_id,
         turn.turn_id,
@@ -145,9 +146,9 @@ def failed_record(
     )
 
 
-def holds_control_tokens(reading: Reading, plan: Plan) -> bool:
+def holds_control_tokens(reader: ReplyReader, plan: Plan) -> bool:
     """Whether new text of this request spells a control token, such as a file that a tool read."""
-    spelled = tuple(reading.tokenizer.special.values())
+    spelled = tuple(reader.tokenizer.special.values())
     return any(
         token in text for text in _texts(plan.messages[plan.shared_messages :]) for token in spelled if token
     )
@@ -167,7 +168,7 @@ def _texts(messages: Sequence[Json]) -> list[str]:
 
 
 def seeds(call: ModelCall) -> list[int]:
-    """A seed for each choice: siblings of one seed would be one and the same."""
+    """A seed for each choice: siblings with the same seed would be identical."""
     asked = call.fields
     if asked.seed is None:
         return [secrets.randbits(63) for _ in range(asked.n or 1)]

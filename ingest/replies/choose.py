@@ -1,4 +1,5 @@
-"""Which parser reads a model's replies: a family told by the chat template, or one that the operator names.
+"""Which parser reads a model's replies: the family detected from its chat template, or one that the operator
+names.
 
 A family of ours comes first, since it streams; where there is none for a model, and it ships a response
 template of its own, transformers reads that, if it is installed.

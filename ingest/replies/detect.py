@@ -1,4 +1,4 @@
-"""Which family a model belongs to, told by its chat template's source, and the families by name.
+"""Detects a model's family from its chat template's source; and the families by name.
 
 A template shows how its model spells calls: in its instructions, and where it renders earlier calls. The
 first rule that fits counts. A template that fits none gives `plain`: reasoning, and all else content.

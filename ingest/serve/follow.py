@@ -1,4 +1,4 @@
-"""Follows what other processes write into the store, such as the trainer: the log is how they are heard."""
+"""Follows what other processes write into the store: the proxy learns of the trainer's syncs from the log."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rollbook.store.events import Event
 from rollbook.store.log.tail import Filter, Tail
 
 WAIT_S = 0.2
-"""How long a wait for more lasts before it is looked whether to stop."""
+"""Longest wait for more events before the follower checks whether it is to stop."""
 GATHER_S = 0.02
-"""What comes within this time is read together: with a busy lane that takes a fraction of the CPU."""
-AGAIN_S = 1.0
-"""After what could not be read, it is tried again."""
+"""Pause after each read, so that a busy lane is read in batches, at a fraction of the CPU."""
+RETRY_S = 1.0
+"""Pause after a failed read."""
 
 
 class Follower:
     """Hands over events of other lanes, on the event loop, as they become durable.
 
     Args:
-        start: the cut that is known already.
-        wanted: which events; those of the proxy's own lane are best left out.
-        heard: takes them.
-        failed: told why nothing comes, and None once it comes again. Damage is for good; what cannot be read
-            for want of a descriptor, say, is tried again.
+        start: the cut that was read before.
+        wanted: which events; leave out those of the proxy's own lane.
+        on_events: called with the events.
+        on_error: called with the reason why the log cannot be followed, and with None once it can again.
+            A damaged log ends the following; an error of the system, such as too few descriptors, is retried.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class Follower:
         store: Store,
         start: Cut,
         wanted: Filter,
-        heard: Callable[[list[Event]], None],
-        failed: Callable[[str | None], None],
+        on_events: Callable[[list[Event]], None],
+        on_error: Callable[[str | None], None],
     ) -> None:
         self._store, self._wanted = store, wanted
         self._start = {lane: count for lane, count in start.items() if lane not in wanted.skip_lanes}
-        self._heard, self._failed = heard, failed
+        self._on_events, self._on_error = on_events, on_error
         self._stopping = threading.Event()
         self._troubled = False
         self._thread = threading.Thread(target=self._run, name="rollbook-follow", daemon=True)
 
     def start(self) -> None:
-        """Begin; call it on the loop that is to hear."""
+        """Begin; call it on the event loop that the callbacks are to run on."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """End, and wait for the end."""
+        """Stop, and wait until the thread has ended."""
         self._stopping.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -65,26 +65,26 @@ class Follower:
                 tail = tail or self._store.tail(self._start, self._wanted)
                 self._follow(tail)
             except RollbookError as error:
-                self._tell(self._failed, f"the log cannot be followed: {error}")
+                self._call(self._on_error, f"the log cannot be followed: {error}")
                 return
             except OSError as error:
                 self._troubled = True
-                self._tell(self._failed, f"the log cannot be followed now: {error}")
-                self._stopping.wait(AGAIN_S)
+                self._call(self._on_error, f"the log cannot be followed now: {error}")
+                self._stopping.wait(RETRY_S)
 
     def _follow(self, tail: Tail) -> None:
-        """Hand over what comes, until it is to stop."""
+        """Hand over events until `stop`."""
         while not self._stopping.is_set():
             events = tail.poll()
             if self._troubled:
                 self._troubled = False
-                self._tell(self._failed, None)
+                self._call(self._on_error, None)
             if events:
-                self._tell(self._heard, events)
+                self._call(self._on_events, events)
                 self._stopping.wait(GATHER_S)
             else:
                 tail.wait(WAIT_S)
 
-    def _tell(self, whom: Callable[..., None], what: object) -> None:
+    def _call(self, callback: Callable[..., None], argument: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(whom, what)
+            self._loop.call_soon_threadsafe(callback, argument)

@@ -1,4 +1,4 @@
-"""What `rollbook serve` was told, and the engine that it names."""
+"""What `rollbook serve` runs with, made of its settings and secrets, and the engine that it names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.parts import routing_of
-from rollbook.ingest.engines.sglang.wire import Routing
+from rollbook.ingest.engines.sglang.protocol import Routing
 from rollbook.ingest.engines.weights.log import OWN
+from rollbook.ingest.http.keys import keys_of
 from rollbook.ingest.http.options import ProxyOptions
+from rollbook.ingest.http.web_pages import own
+from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.serve.settings import ServeSettings
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.normal_form import conversation_digest
@@ -31,7 +35,7 @@ ENGINES = ("embedded", "sglang", "upstream", "scripted")
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `rollbook serve` was told. See `TreePolicy` and `ProxyOptions` for what is not said here.
+    """What `rollbook serve` runs with. See `TreePolicy` and `ProxyOptions` for what is not said here.
 
     Attributes:
         reply_format: a family of `ingest.replies`, or auto: by the chat template.
@@ -93,12 +97,76 @@ class ServeOptions:
         return {k: str(v) if isinstance(v, Path) else v for k, v in shown.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """What opens engines and the proxy, as options or the environment gave it.
+
+    Attributes:
+        api_keys: operators' keys.
+    """
+
+    engine_key: str | None = field(default=None, repr=False)
+    engine_admin_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+
+
+def options_of(
+    settings: ServeSettings, secrets: Secrets, environment: MutableMapping[str, str], machine: str
+) -> ServeOptions:
+    """The options that settings and secrets make. Secrets are taken out of the environment.
+
+    Args:
+        machine: this machine's name.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    return ServeOptions(
+        **{name: getattr(settings, name) for name in _SAME},
+        engine_urls=settings.engine_url,
+        engine_key=engine_key_of(secrets.engine_key, environment),
+        engine_admin_key=engine_key_of(secrets.engine_admin_key, environment, admin=True),
+        tree=TreePolicy(settings.reasoning, settings.history, settings.unfinished),
+        pass_paths=settings.pass_path,
+        proxy=_proxy_options(settings, secrets, environment, machine),
+    )
+
+
+_SAME = (
+    *("store", "model", "engine", "script", "host", "port", "run", "lane", "policy", "device", "threads"),
+    *("seal", "engine_ask", "images", "routed_experts", "reply_format", "hold_s", "forwarded_from"),
+)
+"""Settings that are options of the same name."""
+
+
+def _proxy_options(
+    settings: ServeSettings, secrets: Secrets, environment: MutableMapping[str, str], machine: str
+) -> ProxyOptions:
+    return ProxyOptions(
+        keys=keys_of(secrets.api_keys, settings.keys, environment),
+        own=own(settings.host, machine, settings.allow_host, settings.allow_origin),
+        on_store_failure=settings.on_store_failure,
+        max_body_bytes=int(settings.max_body_mb * 2**20),
+        max_bodies_bytes=int(settings.max_bodies_mb * 2**20),
+        body_timeout_s=settings.body_timeout_s,
+        max_reply_bytes=int(settings.max_reply_mb * 2**20),
+        max_running=settings.max_running,
+        max_connections=settings.max_connections,
+        max_consumers=settings.max_consumers,
+        memory_bytes=int(settings.memory_mb * 2**20),
+        abandoned_s=settings.abandon_s,
+        admission=settings.admission,
+        image_hosts=settings.image_host,
+        redactor=Redactor(settings.redact),
+    )
+
+
 MakeEngine = Callable[[Identity], Engine]
-"""Makes the engine, given what knows which weights are which version."""
+"""Makes the engine, given the object that identifies weights."""
 
 
 def make_engine(options: ServeOptions, tokenizer: ChatTokenizer) -> MakeEngine:
-    """What makes the engine the options name; what takes long or may fail is done before it returns.
+    """The factory of the engine that the options name; slow or failing work is done before it returns.
 
     Raises:
         EngineError, ModelError, ConfigError: it cannot be made; the message says why.
@@ -211,7 +279,7 @@ def upstream_of(options: ServeOptions) -> Upstream:
     if len(options.engine_urls) != 1:
         raise ConfigError("--engine upstream needs one --engine-url, such as https://api.openai.com/v1")
     [address] = options.engine_urls
-    address.headers(options.engine_key)  # refuses two that would let requests in
+    address.headers(options.engine_key)  # refuses a login together with a key
     paths_of(options.pass_paths)
     upstream = Upstream(address, options.engine_key, options.engine_ask, options.pass_paths)
     if options.pass_paths and not upstream.secrets:

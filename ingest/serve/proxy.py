@@ -18,21 +18,21 @@ from rollbook.ingest.engines.identify import Identity
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.http.access import sees_details
 from rollbook.ingest.http.body_room import BodyRoom, PacedBodies
-from rollbook.ingest.http.error_replies import add_error_replies, error_form
+from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.events_api import add_event_routes
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, add_guards, caller_of
 from rollbook.ingest.http.key_watch import KeyWatch
 from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.lookup_routes import LookupRoutes
 from rollbook.ingest.http.metrics import Metrics
 from rollbook.ingest.http.model_routes import ModelRoutes
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.http.trajectory_routes import add_trajectory_routes
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.sweep import sweep
 from rollbook.ingest.serve.follow import Follower
-from rollbook.ingest.turns.images import ImageLinks
 from rollbook.store.events import (
     EngineControlled,
     Event,
@@ -45,7 +45,7 @@ from rollbook.store.log.tail import Filter
 
 
 def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> Identity:
-    """What binds the weights that engines hold to versions, in the recorder's log.
+    """The object that binds engines' weights to versions, in the recorder's log.
 
     Args:
         model: the directory that the run starts from, or a checkpoint, to compare engines with.
@@ -56,26 +56,26 @@ def identity_of(recorder: Recorder, policy: str, model: Path | None = None) -> I
 
 
 def build_app(
-    taker: TurnTaker,
+    turn_runner: TurnRunner,
     options: ProxyOptions | None = None,
     model_name: str = "rollbook",
     identity: Identity | None = None,
 ) -> FastAPI:
     """The proxy as an ASGI application; it starts and stops the engine, and closes the recorder."""
-    recorder, engine = taker.recorder, taker.engine
+    recorder, engine = turn_runner.recorder, turn_runner.engine
     options = (options or ProxyOptions()).recorded_by(recorder)
-    gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, taker.hold_s)
+    gate = AdmissionGate(recorder.known_run.outstanding, engine.policy_version, turn_runner.hold_s)
     door = FrontDoor(recorder, options, gate if options.admission else None)
     metrics, room = Metrics(), BodyRoom(options)
-    _tell(recorder, engine, gate, metrics)
+    _connect(recorder, engine, gate, metrics)
     identity = identity or identity_of(recorder, getattr(engine, "policy", "actor"))
-    deaf: list[str] = []
-    """Why the log is not followed: then nobody hears of a sync, or of room for trajectories."""
+    follow_error: list[str] = []
+    """Why the log cannot be followed, while that is so: then syncs and freed room go unnoticed."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start(partial(identity.activated, engine.name))
-        follower = _follow(recorder, engine, gate, deaf)
+        follower = _follow(recorder, engine, gate, follow_error)
         sweeping = asyncio.create_task(sweep(recorder, options.abandoned_s))
         following = asyncio.create_task(options.keys.follow())
         yield
@@ -83,27 +83,27 @@ def build_app(
         following.cancel()
         await follower.stop()
         await engine.close()
-        await taker.drained()
+        await turn_runner.drained()
         streams.close()
         recorder.close()
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
-    add_error_replies(app, error_form, metrics.refused)
+    add_error_replies(app, metrics.refused)
     app.state.refused = metrics.refused
-    routes = ModelRoutes(recorder, taker, door, room, metrics, ImageLinks(options.image_hosts), model_name)
     guard = Guard.of(options.keys, recorder.run, recorder.store.path)
     add_trajectory_routes(app, recorder, door, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, options.max_consumers)
-    routes.add(app)
-    _add_health(app, taker, deaf, options.keys)
-    _add_metrics(app, taker, metrics, gate)
+    ModelRoutes(turn_runner, door, room, metrics).add(app)
+    LookupRoutes(turn_runner, door, room, model_name).add(app)
+    _add_health(app, turn_runner, follow_error, options.keys)
+    _add_metrics(app, turn_runner, metrics, gate)
     _add_control(app, recorder, engine, options)
     add_guards(app, guard, options.own, metrics.failed)
     return app
 
 
 def _controlled(recorder: Recorder, engine: Engine) -> Callable[..., Awaitable[None]]:
-    """What writes down who did what to the engine in this process."""
+    """The callback that records who controlled the engine in this process, and how."""
 
     async def controlled(request: Request, action: str, asked: Json, error: str | None) -> None:
         by = caller_of(request).name
@@ -120,51 +120,51 @@ def _add_control(app: FastAPI, recorder: Recorder, engine: Engine, options: Prox
         app.include_router(control, prefix="/engine")
 
 
-def _tell(recorder: Recorder, engine: Engine, gate: AdmissionGate, metrics: Metrics) -> None:
-    """Let everybody hear of what the recorder writes, and of what it could not."""
+def _connect(recorder: Recorder, engine: Engine, gate: AdmissionGate, metrics: Metrics) -> None:
+    """Connect those who act on what the recorder writes, and on what it could not write."""
     recorder.on_events = KeyWatch(metrics.registry, gate.take).take
     recorder.on_unopened, recorder.on_lost = gate.unopened, metrics.lost_events.inc
     if isinstance(engine, Fleet):
         recorder.on_finished = engine.forget
 
 
-def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, deaf: list[str]) -> Follower:
-    """Hear what the trainer and other proxies write, from where the recorder has read.
+def _follow(recorder: Recorder, engine: Engine, gate: AdmissionGate, follow_error: list[str]) -> Follower:
+    """Follow what the trainer and other proxies write, from where the recorder has read.
 
     Args:
-        deaf: why nothing is heard, while that is so.
+        follow_error: is kept up to date: why the log cannot be followed, while that is so.
     """
-    syncs = engine.heard if isinstance(engine, Fleet) else lambda record: None
+    on_sync = engine.on_sync if isinstance(engine, Fleet) else lambda record: None
     if isinstance(engine, Fleet):
         engine.remember(recorder.known_run.syncs)
 
-    def heard(events: list[Event]) -> None:
+    def on_events(events: list[Event]) -> None:
         for event in events:
             if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
-                syncs(event.record)
-        gate.take(events)  # after the syncs: what is served decides how many may begin
+                on_sync(event.record)
+        gate.take(events)  # after the syncs: which version is served decides how many may begin
 
-    def failed(trouble: str | None) -> None:
-        deaf[:] = [] if trouble is None else [trouble]
+    def on_error(error: str | None) -> None:
+        follow_error[:] = [] if error is None else [error]
 
     kinds = KINDS | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
     wanted = Filter(kinds, run=recorder.run, skip_lanes=frozenset([recorder.lane]))
-    follower = Follower(recorder.store, recorder.known_run.cut, wanted, heard, failed)
+    follower = Follower(recorder.store, recorder.known_run.cut, wanted, on_events, on_error)
     follower.start()
     return follower
 
 
-def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str], keys: Keys) -> None:
-    recorder, engine = taker.recorder, taker.engine
+def _add_health(app: FastAPI, turn_runner: TurnRunner, follow_error: Sequence[str], keys: Keys) -> None:
+    recorder, engine = turn_runner.recorder, turn_runner.engine
 
     @app.get("/healthz")
     async def healthz(request: Request, response: Response) -> Json:
         writer = recorder.writer
-        failure = writer.failure or writer.waiting or engine.failure() or next(iter(deaf), None)
+        failure = writer.failure or writer.waiting or engine.failure() or next(iter(follow_error), None)
         response.status_code = 503 if failure else 200
         if not sees_details(caller_of(request)):
             return {"status": "failing" if failure else "ok"}
-        told: Json = {
+        details: Json = {
             "status": failure or "ok",
             "run": recorder.run,
             "lane": recorder.lane,
@@ -173,11 +173,11 @@ def _add_health(app: FastAPI, taker: TurnTaker, deaf: Sequence[str], keys: Keys)
             "engines": engine.states() if isinstance(engine, Fleet) else [],
             **keys.trouble(),
         }
-        return recorder.redactor.fields(told)
+        return recorder.redactor.fields(details)
 
 
-def _add_metrics(app: FastAPI, taker: TurnTaker, metrics: Metrics, gate: AdmissionGate) -> None:
+def _add_metrics(app: FastAPI, turn_runner: TurnRunner, metrics: Metrics, gate: AdmissionGate) -> None:
     @app.get("/metrics")
     async def page() -> Response:
         metrics.held.set(gate.waiting)
-        return metrics.page(taker.recorder, taker.engine.policy_version())
+        return metrics.page(turn_runner.recorder, turn_runner.engine.policy_version())

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 RESTARTS = 5
 PAUSE_S = 1.0
-"""Before a restart; each later one waits as much longer."""
+"""Seconds before the first restart; each later one waits that much longer."""
 END_S = 15.0
-"""How long an ending sealer may take for the unit it is writing. Killing it then breaks nothing."""
+"""How long an ending sealer may take for the unit it is writing. Killing it later is safe."""
 
 
 class SealerChild:
@@ -43,7 +43,7 @@ class SealerChild:
         self._thread.join(END_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # The package this process runs, wherever it was imported from.
+        # The same package that this process runs, wherever it was imported from.
         path = [str(Path(rollbook.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "rollbook", "store", "seal", "--watch", "--json"]
         return subprocess.Popen(
@@ -51,13 +51,13 @@ class SealerChild:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            process_group=0,  # a terminal's interrupt is for the proxy, which then ends this one
+            process_group=0,  # a terminal's interrupt goes to the proxy, which ends this process
         )
 
     def _watch(self) -> None:
         for restart in range(RESTARTS + 1):
             status = self.process.wait()
-            # 0: somebody asked it to end.
+            # 0: it was asked to end.
             if status == 0 or self._ending.is_set():
                 return
             if restart == RESTARTS:

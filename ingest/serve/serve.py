@@ -16,12 +16,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollbook import store
-from rollbook.ingest.engines.first_look import look_first
+from rollbook.ingest.engines.startup_check import check_engines
 from rollbook.ingest.http.connections import Connections, bounded_http, connections_for, raise_descriptors
 from rollbook.ingest.http.memory import give_back
 from rollbook.ingest.http.web_pages import is_loopback
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.serve.options import ServeOptions, make_engine, model_of, upstream_of
 from rollbook.ingest.serve.proxy import build_app, identity_of
@@ -35,7 +35,7 @@ from rollbook.store.events import RunOpened
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a proxy that has begun to listen says of itself.
+    """What a proxy announces once it listens.
 
     Attributes:
         url: where it listens.
@@ -68,7 +68,7 @@ def serve(options: ServeOptions, announce: Announce) -> None:
     """Serve until interrupted.
 
     Args:
-        announce: told once, before the first request is taken.
+        announce: called once, before the first request is taken.
 
     Raises:
         RollbookError: something named in the options cannot be used.
@@ -91,7 +91,7 @@ def _serve_upstream(options: ServeOptions, announce: Announce) -> None:
 
 
 def _serve_tokens(options: ServeOptions, announce: Announce) -> None:
-    """Make the ids here, and have an engine answer them."""
+    """Render and tokenize here, and have an engine answer."""
     model = model_of(options)
     tokenizer = load_chat_tokenizer(model)
     family = choose_family(options.reply_format, model, tokenizer.template_source)
@@ -100,15 +100,15 @@ def _serve_tokens(options: ServeOptions, announce: Announce) -> None:
     with _recorder(options) as recorder:
         identity = identity_of(recorder, options.policy, model)
         engine = made(identity)
-        notes = look_first(engine, identity, model)
+        notes = check_engines(engine, identity, model)
         bridges = Bridges.tested(tokenizer, options.tree)
-        taker = TurnTaker(recorder, engine, bridges, family, options.hold_s)
+        turn_runner = TurnRunner(recorder, engine, bridges, family, options.hold_s)
         config = options.as_json() | {"reply_format": family.name, "refused": bridges.refused}
         digests = (tokenizer.tokenizer_digest, tokenizer.template_digest)
         recorder.append(RunOpened("serve", config, str(model), *digests)).result()
         said = {"reply_format": family.name, "refused": bridges.refused, "notes": notes}
         announce(_started(options, listener, recorder, **said))
-        app = build_app(taker, options.proxy, model.resolve().name, identity)
+        app = build_app(turn_runner, options.proxy, model.resolve().name, identity)
         _run(options, recorder, app, listener)
 
 
@@ -142,14 +142,14 @@ def _run(
         **(headers or {}),  # type: ignore[arg-type]
     )
     server = uvicorn.Server(config)
-    app.state.streams.stopping = lambda: server.should_exit  # a tail that is followed has no end of its own
-    # What is imported and loaded by now stays. Without this the first full collection goes through all of
-    # it, and every reply waits for 90 to 350 ms.
+    app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
+    # What is loaded by now stays for good. Without freezing it the first full collection would # visit all of
+    # it, and delay every reply by 90 to 350 ms.
     gc.collect()
-    give_back()  # what reading the log took
+    give_back()  # memory that reading the log took
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
-    # uvicorn raises a signal again once it has shut down; what stands around it here is to end orderly too.
+    # uvicorn raises a signal again once it has shut down; the contexts around it must end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with sealer_beside(recorder.store.path) if options.seal else contextlib.nullcontext():
@@ -159,7 +159,8 @@ def _run(
 
 
 def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
-    """For uvicorn: who asks is who connected, unless one of these proxies passes it on and says who did."""
+    """For uvicorn: the client is the connection's peer, unless that is one of these proxies and names the
+    client."""
     return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
 
 

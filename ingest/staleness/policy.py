@@ -1,7 +1,7 @@
 """The staleness policy: which trajectories to admit, which to train on next, which are too old. Pure.
 
 The proxy asks it what to admit, the trainer what to select and what to evict as `stale`: one object decides
-all three, so that they cannot contradict each other. Staleness of a unit is the trainer's version minus that
+all three, so that they cannot contradict each other. Staleness of a group is the trainer's version minus that
 of its oldest token.
 """
 
@@ -15,7 +15,7 @@ Order = Literal["windowed", "fifo", "age"]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PromptGroup:
     """What a step uses together: a group, or a trajectory that is in none.
 
     Attributes:
@@ -34,9 +34,9 @@ class StalenessPolicy:
     """How old what is trained on may be, and in which order it is used.
 
     Attributes:
-        batch: units a step uses.
-        max_staleness: oldest that a unit may be when it is used; None: any age.
-        order: `windowed` uses units as they complete, those first that could not be used in time otherwise,
+        batch: groups a step uses.
+        max_staleness: oldest that a group may be when it is used; None: any age.
+        order: `windowed` uses groups as they complete, those first that could not be used in time otherwise,
             and waits for running ones of that kind; `fifo` uses them as they began, and waits for each; `age`
             uses the oldest complete ones and waits for none, so that slow ones may be lost.
     """
@@ -46,9 +46,9 @@ class StalenessPolicy:
     order: Order = "windowed"
 
     def capacity(self, outstanding: int, version: int, served: int) -> int | None:
-        """How many more units may begin now; None: any number.
+        """How many more groups may begin now; None: any number.
 
-        A unit that begins now is `version - served` versions old already, and is used after what is
+        A group that begins now is `version - served` versions old already, and is used after what is
         outstanding (admitted, and neither used nor dropped), so there is room for (max_staleness - (version -
         served) + 1) * batch - outstanding. Where the engine always serves the trainer's version this is
         equation 3 of AReaL (arXiv:2505.24298).
@@ -61,49 +61,49 @@ class StalenessPolicy:
             return None
         return (self.max_staleness - max(version - served, 0) + 1) * self.batch - outstanding
 
-    def stale(self, unit: Unit, version: int) -> bool:
-        """Whether a unit is too old for a step that starts from `version`."""
+    def stale(self, group: PromptGroup, version: int) -> bool:
+        """Whether a group is too old for a step that starts from `version`."""
         limit = self.max_staleness
-        return limit is not None and unit.oldest is not None and version - unit.oldest > limit
+        return limit is not None and group.oldest is not None and version - group.oldest > limit
 
-    def select(self, units: Sequence[Unit], version: int) -> list[Unit] | None:
-        """The units of the next step, or None: wait.
+    def select(self, groups: Sequence[PromptGroup], version: int) -> list[PromptGroup] | None:
+        """The groups of the next step, or None: wait.
 
         Args:
-            units: complete ones in the order in which they completed (`fifo`: all, as they began), and those
+            groups: complete ones in the order in which they completed (`fifo`: all, as they began), and those
                 that still run, without those that are too old already.
         """
         count = self.batch
-        usable = [unit for unit in units if not self.stale(unit, version)]
-        ready = [unit for unit in usable if unit.complete]
+        usable = [group for group in groups if not self.stale(group, version)]
+        ready = [group for group in usable if group.complete]
         match self.order:
             case "fifo":
-                chosen = [] if any(not unit.complete for unit in usable[:count]) else ready
+                chosen = [] if any(not group.complete for group in usable[:count]) else ready
             case "age":
-                chosen = sorted(ready, key=lambda unit: -1 if unit.oldest is None else unit.oldest)
+                chosen = sorted(ready, key=lambda group: -1 if group.oldest is None else group.oldest)
             case "windowed":
                 due = self._due(usable, version)
-                first = {unit.name for unit in due or ()}
-                chosen = [] if due is None else due + [unit for unit in ready if unit.name not in first]
+                first = {group.name for group in due or ()}
+                chosen = [] if due is None else due + [group for group in ready if group.name not in first]
         return chosen[:count] if len(chosen) >= count else None
 
-    def _due(self, usable: Sequence[Unit], version: int) -> list[Unit] | None:
-        """The complete units that this step must use so that later ones can still use all others in time.
+    def _due(self, usable: Sequence[PromptGroup], version: int) -> list[PromptGroup] | None:
+        """The complete groups that this step must use so that later ones can still use all others in time.
 
-        Of the units that will be too old in `ahead + 1` steps, the `ahead` steps that follow can use `batch`
+        Of the groups that will be too old in `ahead + 1` steps, the `ahead` steps that follow can use `batch`
         each: what is more than that is due now. None: a running one is due, so wait for one.
         """
-        due: list[Unit] = []
+        due: list[PromptGroup] = []
         taken: set[str] = set()
         ahead = 0
         while ahead * self.batch < len(usable) and ahead <= (self.max_staleness or 0):
-            aging = [unit for unit in usable if self.stale(unit, version + ahead + 1)]
+            aging = [group for group in usable if self.stale(group, version + ahead + 1)]
             missing = min(len(aging) - ahead * self.batch, self.batch) - len(due)
             if missing > 0:
-                more = [unit for unit in aging if unit.complete and unit.name not in taken][:missing]
+                more = [group for group in aging if group.complete and group.name not in taken][:missing]
                 if len(more) < missing:
                     return None
                 due += more
-                taken |= {unit.name for unit in more}
+                taken |= {group.name for group in more}
             ahead += 1
         return due

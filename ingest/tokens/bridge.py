@@ -69,7 +69,7 @@ class Parent(Protocol):
     @property
     def cut(self) -> bool: ...
 
-    def told(self) -> list[Json]:
+    def conversation(self) -> list[Json]:
         """Its messages and its reply, with all reasoning that was sampled."""
 
 
@@ -112,8 +112,8 @@ class Bridges:
             shown: the turn's messages and its reply as the client shows them.
         """
         # Rendered with the reasoning that its ids hold: a template may take that away at the new messages.
-        *messages, reply = told = parent.told()
-        if self.policy.reasoning == "respect" and reasoning_removed(told, shown):
+        *messages, reply = conversation = parent.conversation()
+        if self.policy.reasoning == "respect" and reasoning_removed(conversation, shown):
             return NoBridge("reasoning_removed")
         last = int(parent.ids[-1])
         if parent.cut and last in self.tokenizer.stop_ids:

@@ -97,7 +97,7 @@ class ChatTokenizer:
     special: Mapping[int, str] = field(default_factory=dict)
     """Control tokens by id."""
     vocabulary: int = 0
-    """How many ids the model knows; 0: not told."""
+    """How many ids the model has; 0: unknown."""
 
     def render(
         self,
@@ -291,10 +291,10 @@ def _whole_number(model: Path, name: str, config: Json) -> int | None:
 
 def _vocabulary(tokenizer: Tokenizer, config: Json) -> int:
     """The ids that the model has weights for: its own word, as a tokenizer may name fewer."""
-    told = config.get("vocab_size")
-    if told is None and isinstance(config.get("text_config"), dict):
-        told = config["text_config"].get("vocab_size")
-    return told if type(told) is int else int(tokenizer.get_vocab_size(with_added_tokens=True))
+    size = config.get("vocab_size")
+    if size is None and isinstance(config.get("text_config"), dict):
+        size = config["text_config"].get("vocab_size")
+    return size if type(size) is int else int(tokenizer.get_vocab_size(with_added_tokens=True))
 
 
 def _template_source(model: Path, settings: Json) -> str:

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of what was sent, so that the client can be told. Pure.
+"""What a chat template leaves out of a request, so that the client learns of it. Pure.
 
 Templates drop things by rules of their own: system messages that are not the first, results without a call,
 calls beyond the first, reasoning of earlier turns, tools. Nothing says so but the text they make; so that is
@@ -61,9 +61,9 @@ def left_out(
         role = str(form.get("role"))
         found |= {f"messages.{role}.{name}" for name in _unread(message, form, traits)}
         for name, text in _texts(form):
-            told = f"messages.{role}.{name}"
-            if told not in found and not search.has(text):
-                found.add(told)
+            field = f"messages.{role}.{name}"
+            if field not in found and not search.has(text):
+                found.add(field)
     return tuple(sorted(found | {_kwarg(k) for k in template_kwargs or () if k not in traits.variables}))
 
 

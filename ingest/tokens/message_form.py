@@ -146,14 +146,14 @@ def _with_text(content: str | list[Json], text: str) -> str | list[Json]:
 
 def _thought(where: str, message: Json) -> str:
     """What the model thought, under whichever names it is told."""
-    told = {name: message[name] for name in REASONING if message.get(name)}
-    for name, thought in told.items():
+    given = {name: message[name] for name in REASONING if message.get(name)}
+    for name, thought in given.items():
         if not isinstance(thought, str):
             raise refused(f"{where}.{name}", thought, "send a text")
-    if len({thought.strip() for thought in told.values()}) > 1:
-        text = f"{where}: {' and '.join(told)} say two different things: send one of them"
+    if len({thought.strip() for thought in given.values()}) > 1:
+        text = f"{where}: {' and '.join(given)} say two different things: send one of them"
         raise RequestError(400, "bad_request", text)
-    return next(iter(told.values()), "")
+    return next(iter(given.values()), "")
 
 
 def _calls(where: str, message: Json) -> list[Json]:

@@ -59,15 +59,15 @@ class TreeTurn:
                 return parts[::-1]
             node = node.parent
 
-    def told(self) -> list[Json]:
+    def conversation(self) -> list[Json]:
         """The messages and the reply, with the reasoning that was sampled where the client dropped it."""
-        told, node = [*self.messages, self.reply], self.parent
+        conversation, node = [*self.messages, self.reply], self.parent
         while node is not None:
             place, reasoning = len(node.messages), reasoning_of(node.reply)
-            if reasoning and not reasoning_of(told[place]):
-                told[place] = told[place] | {"reasoning_content": reasoning}
+            if reasoning and not reasoning_of(conversation[place]):
+                conversation[place] = conversation[place] | {"reasoning_content": reasoning}
             node = node.parent
-        return told
+        return conversation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +196,7 @@ class TurnTree:
         for covered in range(len(messages) - 1, 0, -1):
             turns = reversed(self._by_tip.get(hashes[covered], ()))
             same = [t for t in turns if t.context_key == context_key]
-            same = [t for t in same if _fits(t.told(), messages[:covered], traits)]
+            same = [t for t in same if _fits(t.conversation(), messages[:covered], traits)]
             # Twins (equal replies, other tokens) are told apart by the call ids that clients echo.
             same = [t for t in same if _call_ids(t.reply) == _call_ids(messages[covered - 1])] or same
             if same:  # shallower ones lack what these said, so nothing could be appended to them

@@ -86,12 +86,12 @@ def split_path(path: str) -> tuple[Json, str]:
         if word not in _WORDS or len(values) < size - 1:
             text = f"{unquote(path)}: behind the id come group/G, task/T, split/S and label/NAME/VALUE"
             raise RequestError(404, "not_found", text)
-        told = said.setdefault("labels", {}) if word == "label" else said
+        given = said.setdefault("labels", {}) if word == "label" else said
         name, value = values if word == "label" else (word, values[0])
-        if told.get(name, value) != value:
-            text = f"{unquote(path)}: {name} is {told[name]!r} and {value!r}: send one of them"
+        if given.get(name, value) != value:
+            text = f"{unquote(path)}: {name} is {given[name]!r} and {value!r}: send one of them"
             raise RequestError(400, "trajectory_conflict", text)
-        told[name] = value
+        given[name] = value
         at += size
     return said, "/" + found["rest"]
 

@@ -1,6 +1,6 @@
-"""A trajectory in the proxy's memory: what is under way in it, and what the log has of it.
+"""A trajectory in the proxy's memory: its requests under way, and its contents as the log has them.
 
-The second may be dropped while nothing is under way, and read back from the log: `ingest.restore`.
+Contents may be dropped while nothing is under way; `recording.restore` reads them back from the log.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree
-from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import Json, TrajectoryOpened, TurnCompleted
 
 ARRIVALS_KEPT = 64
 """Requests per trajectory that a retry may ask for again."""
 TURN_BYTES = 2048
-"""What a turn takes beside its texts and ids."""
+"""Bytes that a turn takes beside its texts and ids."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +45,11 @@ class Contents:
     items: dict[str, list[Any]] = field(default_factory=dict)
     replies: dict[str, str] = field(default_factory=dict)
     outputs: dict[str, Json] = field(default_factory=dict)
-    arrivals: dict[str, RunningCall | tuple[str, ...]] = field(default_factory=dict)
+    arrivals: dict[str, InFlightCall | tuple[str, ...]] = field(default_factory=dict)
     size: int = 0
 
     def take(self, turn: TreeTurn, request: Json | None = None, items: list[Any] | None = None) -> bytes:
-        """Index a completed turn, once; the hash that stands for its conversation.
+        """Index a completed turn, once. Returns the hash of its conversation.
 
         Args:
             request, items: for endpoints whose requests refer to earlier turns.
@@ -69,22 +69,22 @@ class Contents:
         return tip
 
     def passed(self, completed: TurnCompleted) -> list[str]:
-        """Remember by which ids an upstream calls a reply and its items: requests may name these ids."""
-        told, named = completed.upstream, []
-        if isinstance(told.get("id"), str):
-            named.append(told["id"])
-            self.replies.setdefault(told["id"], completed.turn_id)
-        choice = told.get("choice")
+        """Index the ids that an upstream gave a reply and its items: requests may name them."""
+        fields, named = completed.upstream, []
+        if isinstance(fields.get("id"), str):
+            named.append(fields["id"])
+            self.replies.setdefault(fields["id"], completed.turn_id)
+        choice = fields.get("choice")
         output = choice.get("output") if isinstance(choice, dict) else None
         for item in output if isinstance(output, list) else ():
             if isinstance(item, dict) and isinstance(item.get("id"), str):
-                # What is encrypted only the upstream can read.
+                # Encrypted content is of use to the upstream alone.
                 self.outputs[item["id"]] = {k: v for k, v in item.items() if k != "encrypted_content"}
                 self.size += _weight(item)
                 named.append(item["id"])
         return named
 
-    def arrived(self, digest: str, what: RunningCall | tuple[str, ...]) -> None:
+    def arrived(self, digest: str, what: InFlightCall | tuple[str, ...]) -> None:
         """Remember what became of a request, for a retry."""
         self.arrivals.pop(digest, None)
         self.arrivals[digest] = what
@@ -110,7 +110,7 @@ class LiveTrajectory:
     lane: str
     contents: Contents | None = field(default_factory=Contents)
     running: int = 0
-    calls: list[RunningCall] = field(default_factory=list)
+    calls: list[InFlightCall] = field(default_factory=list)
     sending: int = 0
     settled: asyncio.Event | None = None
     holds: int = 0
@@ -122,7 +122,7 @@ class LiveTrajectory:
 
     @property
     def known(self) -> Contents:
-        """Its contents. Whoever asks has had them recalled, and waited for nothing since."""
+        """Its contents. The caller has recalled the trajectory, and awaited nothing since."""
         assert self.contents is not None, f"trajectory {self.opened.name!r} was used without being recalled"
         return self.contents
 
@@ -133,47 +133,47 @@ class LiveTrajectory:
 
     @property
     def idle(self) -> bool:
-        """Whether its contents may go: nothing is under way that needs them."""
+        """Whether its contents may be dropped: nothing under way needs them."""
         opening = self.opening is not None and not self.opening.done()
         return not (self.running or self.sending or self.holds or self.finished or opening)
 
-    def begun(self, running: RunningCall, digest: str) -> None:
-        """A request is being answered."""
+    def begun(self, in_flight: InFlightCall, digest: str) -> None:
+        """Note a request that begins."""
         self.running += 1
-        self.calls.append(running)
+        self.calls.append(in_flight)
         self.active_s = time.monotonic()
-        self.known.arrived(digest, running)
+        self.known.arrived(digest, in_flight)
 
-    def ended(self, running: RunningCall) -> None:
-        """A request was answered, or failed."""
+    def ended(self, in_flight: InFlightCall) -> None:
+        """Note that a request was answered, or failed."""
         self.running -= 1
-        self.calls.remove(running)
+        self.calls.remove(in_flight)
         self.active_s = time.monotonic()
         arrivals = self.known.arrivals
-        digest = next((d for d, what in arrivals.items() if what is running), None)
+        digest = next((d for d, what in arrivals.items() if what is in_flight), None)
         if digest is None:
             return
-        answered = [] if running.done.exception() else running.done.result()
+        answered = [] if in_flight.done.exception() else in_flight.done.result()
         if answered and all(turn.completed.finish_reason != "abort" for turn in answered):
             arrivals[digest] = tuple(turn.turn_id for turn in answered)
         else:
             del arrivals[digest]  # a retry of it is a new attempt
 
     def sent(self) -> None:
-        """A reply's last byte is out, or its client is gone."""
+        """Note that a reply's last byte is sent, or its client is gone."""
         self.sending -= 1
         if not self.sending and self.settled is not None:
             self.settled.set()
 
     async def all_sent(self) -> None:
-        """Return once no reply is on its way any more."""
+        """Return once no reply is being sent."""
         while self.sending:
             self.settled = asyncio.Event()
             await self.settled.wait()
 
 
 def _new(items: Sequence[Any], earlier: Sequence[Any]) -> Sequence[Any]:
-    """The items behind those that two lists share."""
+    """The items after the common beginning of two lists."""
     shared = 0
     for one, other in zip(items, earlier, strict=False):
         if one is not other:
@@ -183,7 +183,7 @@ def _new(items: Sequence[Any], earlier: Sequence[Any]) -> Sequence[Any]:
 
 
 def _weight(value: Any) -> int:
-    """About how many bytes a JSON value takes in memory; a key is shared by all that have it."""
+    """About how many bytes a JSON value takes in memory; keys are interned, so they are not counted."""
     if isinstance(value, dict):
         return sys.getsizeof(value) + sum(map(_weight, value.values()))
     if isinstance(value, list):

@@ -17,7 +17,7 @@ from rollbook.ingest.trajectories.live import Contents, LiveTrajectory
 from rollbook.store.events import QUARANTINE, Json, TurnCompleted
 
 TIPS_KEPT = 65536
-"""Ends of quarantined conversations that are remembered."""
+"""How many ends of quarantined conversations are remembered."""
 BUDGET_BYTES = 512 << 20
 
 
@@ -75,7 +75,7 @@ class Trajectories:
             self._index(live, live.contents)
 
     def remove(self, live: LiveTrajectory) -> None:
-        """Forget one whose opening is not in the log: its name is free again."""
+        """Remove a trajectory whose opening is not in the log; its name is free again."""
         if live.contents is not None:
             self._unindex(live, live.contents)
         self._let_go(live)
@@ -83,7 +83,7 @@ class Trajectories:
         self._by_id.pop(live.opened.trajectory_id, None)
 
     def end(self, live: LiveTrajectory) -> None:
-        """It is finished: nothing of it is needed but its name."""
+        """Finish a trajectory: only its name is kept."""
         self.remove(live)
         live.finished, live.contents = True, None
         self.ended.add(live.opened, live.lane)
@@ -115,7 +115,7 @@ class Trajectories:
         self.used(live)
 
     def restore(self, live: LiveTrajectory, contents: Contents) -> None:
-        """Take what the log has of it, in the place of what was here; what runs in it goes on."""
+        """Replace a trajectory's contents by what the log has; its running requests go on."""
         before = live.contents
         if before is not None:
             self._unindex(live, before)
@@ -126,7 +126,7 @@ class Trajectories:
         self._index(live, contents)
 
     def write_off(self, live: LiveTrajectory) -> None:
-        """Drop its contents. Where it is still pointed out, it is found all the same."""
+        """Drop a trajectory's contents; it is still found by name, turn and response."""
         live.contents = None
         self._let_go(live)
 
@@ -135,7 +135,8 @@ class Trajectories:
         self.bytes -= size
 
     def used(self, live: LiveTrajectory) -> None:
-        """Its contents were used, and may have grown; of the others the least recently used may go."""
+        """Note that contents were used, and may have grown; drop the least recently used beyond the
+        budget."""
         if live.opened.name not in self._open or live.contents is None:
             return  # only drafted
         _, size = self._held.pop(live.opened.name, (live, 0))
@@ -166,7 +167,7 @@ class Trajectories:
             _take_away(self._tips, contents.tree.tips(), live)
 
     def _point(self, live: LiveTrajectory, tips: Any) -> None:
-        """Let a quarantined one say how far it goes; unnamed traffic is told apart by that."""
+        """Index a quarantined conversation by its end: unnamed requests are matched by that."""
         if live.opened.split == QUARANTINE:
             self._tips.update(dict.fromkeys(tips, live))
             while len(self._tips) > TIPS_KEPT:

@@ -1,4 +1,4 @@
-"""Rewards: with the finish of a trajectory, or at any time, from the agent or from anybody.
+"""Rewards: with the finish of a trajectory, or at any time, from any source.
 
 A reward is a new event, also when it comes late or takes another one's place: what was trained before keeps
 the one it had at its cut.

@@ -1,6 +1,6 @@
-"""A turn that is durable, and what every endpoint says of it. Pure.
+"""A completed, durable turn, and what every API's reply takes from it. Pure.
 
-A reply is made of the turn's two events alone, so a retry after a crash gets the reply it missed.
+A reply is made from the turn's two events alone, so a retry after a crash gets the same reply.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store.events import Json, TurnCompleted, TurnRequested
 
 LOWEST = -9999.0
-"""What OpenAI's clients read for a token without probability."""
+"""The logprob that OpenAI's API gives for a token of probability zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AnsweredTurn:
+class CompletedTurn:
     """One completion: what was asked, what came back."""
 
     requested: TurnRequested
@@ -36,7 +36,7 @@ class AnsweredTurn:
 
     @property
     def created(self) -> int:
-        """When it was asked, in seconds: its id says so."""
+        """When it was requested, in seconds, from its id."""
         return created_s(self.turn_id)
 
     @property
@@ -50,7 +50,7 @@ def created_s(turn_id: str) -> int:
     return int(UUID(turn_id).int >> 80) // 1000
 
 
-def usage_tokens(turns: Sequence[AnsweredTurn]) -> tuple[int, int]:
+def usage_tokens(turns: Sequence[CompletedTurn]) -> tuple[int, int]:
     """(tokens of the prompt, tokens sampled), over the siblings of one request."""
     return turns[0].completed.prompt_length, sum(len(t.completed.completion_ids) for t in turns)
 

@@ -1,4 +1,4 @@
-"""Links to images, fetched from hosts that the operator allows; all others are passed on as they are.
+"""Links to images are fetched from hosts that the operator allows; other links pass on unchanged.
 
 A fetched image takes the link's place in the message, and the link stays beside it: so the log holds what the
 model saw, whatever becomes of the link.

@@ -9,35 +9,35 @@ from typing import Any
 
 from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.replies.family import Parsed
-from rollbook.ingest.turns.completed import AnsweredTurn
+from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
-from rollbook.ingest.turns.reply import NOTHING, GrowingReply, Reading
+from rollbook.ingest.turns.reply import NOTHING, GrowingReply, ReplyReader
 from rollbook.store.events import TurnRequested
 
 
-class RunningTurn:
-    """One completion of the request. Its ids come in through `hear`."""
+class InFlightTurn:
+    """One completion of the request. Its ids come in through `add`."""
 
     def __init__(
-        self, requested: TurnRequested, sampling: Sampling, reading: Reading, *, grows: bool
+        self, requested: TurnRequested, sampling: Sampling, reader: ReplyReader, *, grows: bool
     ) -> None:
         self.requested, self.sampling = requested, sampling
         self.ended = False
-        """Whether the log says, or will say, how it came out."""
+        """Whether its outcome is recorded, or is being recorded."""
         self.ids: list[int]
         self.logprobs: list[float]
         self.grows = grows
-        self._reading = reading
+        self._reader = reader
         self._begin()
 
     def _begin(self) -> None:
         self.ids, self.logprobs = [], []
-        self._growing = GrowingReply(self._reading) if self.grows else None
+        self._growing = GrowingReply(self._reader) if self.grows else None
         self._certain = NOTHING
         self._read = 0
 
     def again(self, requested: TurnRequested) -> None:
-        """Begin anew, as another turn: the one before failed, and nobody has seen anything of it."""
+        """Start over as another turn: the earlier one failed before a client saw any of it."""
         self.requested, self.ended = requested, False
         self._begin()
 
@@ -46,7 +46,7 @@ class RunningTurn:
         """The turn's id; the engine knows the request by it too."""
         return self.requested.turn_id
 
-    def hear(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         """Take what was sampled."""
         self.ids += ids
         self.logprobs += logprobs or ()
@@ -59,59 +59,59 @@ class RunningTurn:
         return self._growing is not None and self._growing.stopped
 
     def certain(self) -> Parsed:
-        """What the reply begins with, whatever is still to come."""
+        """The beginning of the reply that no later token can change."""
         if self._growing is not None and self._read != len(self.ids):
             self._read = len(self.ids)
             self._certain = self._growing.certain()
         return self._certain
 
 
-class RunningCall:
-    """A request while it is answered. `done` is its turns, durable, or why there are none.
+class InFlightCall:
+    """A request while it is answered. `done` resolves to its durable turns, or to the error.
 
-    Several clients' connections may wait for it: a retry joins the request it repeats.
+    Several connections may wait for it: a retry joins the request that it repeats.
     """
 
     def __init__(
         self,
         call: ModelCall,
-        turns: Sequence[RunningTurn],
-        reading: Reading,
+        turns: Sequence[InFlightTurn],
+        reader: ReplyReader,
         items: list[Any] | None = None,
     ) -> None:
-        self.call, self.turns, self.reading, self.items = call, list(turns), reading, items
+        self.call, self.turns, self.reader, self.items = call, list(turns), reader, items
         self.first = turns[0].requested
-        """The record that holds the request; of others the log has only what differs from it."""
-        self.rests_on: list[Future[int] | None] = []
-        """Appends that must be durable before a reply may end; None is one that was long ago."""
-        self.done: asyncio.Future[list[AnsweredTurn]] = asyncio.get_running_loop().create_future()
+        """The record with the whole request; those of its siblings hold only what differs."""
+        self.depends_on: list[Future[int] | None] = []
+        """Appends that must be durable before a reply may end; None: one that is durable already."""
+        self.done: asyncio.Future[list[CompletedTurn]] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(self._finished)
         self._listeners: set[asyncio.Event] = set()
         self.abandoned = False
-        """Whether everybody who waited has gone."""
+        """Whether all clients that waited have gone."""
         self.shown = False
-        """Whether a client was sent a byte of the reply."""
+        """Whether any client was sent a byte of the reply."""
         self.counted = False
-        """Whether the metrics know how it came out."""
+        """Whether the metrics have counted it."""
 
     def listen(self) -> asyncio.Event:
-        """An event that is set whenever there is more to send. Give it back to `leave`."""
+        """An event that is set whenever there is more to send. Pass it to `leave` at the end."""
         event = asyncio.Event()
         self._listeners.add(event)
         return event
 
     def leave(self, event: asyncio.Event) -> bool:
-        """Listen no more. Whether nobody listens now to a request that still runs."""
+        """Stop listening. Returns whether the request still runs and nobody listens any more."""
         self._listeners.discard(event)
         self.abandoned = not self._listeners and not self.done.done()
         return self.abandoned
 
     def changed(self) -> None:
-        """Tell everybody that there is more."""
+        """Wake all listeners: there is more to send."""
         for event in self._listeners:
             event.set()
 
-    def _finished(self, done: asyncio.Future[list[AnsweredTurn]]) -> None:
+    def _finished(self, done: asyncio.Future[list[CompletedTurn]]) -> None:
         if not done.cancelled():
-            done.exception()  # taken note of, also where nobody waits any more
+            done.exception()  # marks the exception as retrieved, where nobody waits any more
         self.changed()

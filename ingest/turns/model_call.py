@@ -38,6 +38,8 @@ class ModelCall:
         logprobs: whether the reply is to show them.
         not_honoured: fields, or parts of them, that this endpoint does not serve.
         unresolved: what it names instead of repeating it, and nobody here knows; so messages are missing.
+        own_fields: fields of the body that its API's reader acts on.
+        missing_fields: fields that engines know by chat's names, and that its API does not have.
     """
 
     endpoint: str
@@ -52,6 +54,8 @@ class ModelCall:
     template_kwargs: Json = field(default_factory=dict)
     not_honoured: tuple[str, ...] = ()
     unresolved: tuple[str, ...] = ()
+    own_fields: frozenset[str] = frozenset()
+    missing_fields: frozenset[str] = frozenset()
 
     @property
     def stream(self) -> bool:
@@ -74,19 +78,6 @@ PLAIN_FIELDS = frozenset(
 )
 """Request fields that ask nothing of an engine, or that the proxy answers for itself."""
 
-_OWN_FIELDS = {
-    "/v1/chat/completions": (
-        *("messages", "n", "stop", "max_tokens", "max_completion_tokens", "reasoning_effort"),
-    ),
-    "/v1/completions": ("prompt", "n", "stop", "max_tokens", "max_completion_tokens", "echo"),
-    "/v1/responses": ("input", "instructions", "previous_response_id", "text", "max_output_tokens"),
-    "/v1/messages": ("messages", "system", "stop_sequences", "max_tokens"),
-}
-"""Fields that an endpoint reads itself. To another endpoint they mean nothing, and it says so."""
-
-_UNREAD = {"/v1/responses": ("n", "stop", "logprobs"), "/v1/messages": ("n", "stop")}
-"""Fields that engines know by chat's names, and that an endpoint does not have."""
-
 _DEFAULTS: Json = {
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
     "parallel_tool_calls": (True,),
@@ -101,19 +92,19 @@ _DEFAULTS: Json = {
     "logprobs": (False,),
     "thinking": ({"type": "disabled"},),
 }
-"""Fields whose named values ask for nothing beyond what is done anyhow."""
+"""Field values that ask for nothing beyond the default behaviour."""
 
 
 def unhonoured(call: ModelCall, honoured: frozenset[str]) -> Json:
-    """The fields that will not be acted on, each false: what `turn.requested` records of them."""
+    """The fields that will not be acted on, each false, as `turn.requested` records them."""
     asked = {k for k, v in call.rest.items() if v is not None and v not in _DEFAULTS.get(k, ())}
-    done = honoured.difference(_UNREAD.get(call.endpoint, ())).union(_OWN_FIELDS.get(call.endpoint, ()))
-    left = (asked - PLAIN_FIELDS - done) | set(call.not_honoured)
+    acted_on = (honoured - call.missing_fields) | call.own_fields
+    left = (asked - PLAIN_FIELDS - acted_on) | set(call.not_honoured)
     return dict.fromkeys(sorted(left), False)
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Refuse what no chat template can mean.
+    """Refuse messages that no chat template can render.
 
     Raises:
         RequestError: 400, naming the message.
@@ -131,7 +122,7 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 
 def check_answerable(messages: Sequence[Json]) -> None:
-    """Refuse a conversation that leaves nothing to say.
+    """Refuse a conversation that is empty, or ends with the assistant.
 
     Raises:
         RequestError: 400.

@@ -30,7 +30,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class ReplyReader:
     """How the completions of one request are read.
 
     Attributes:
@@ -48,7 +48,7 @@ class Reading:
     raw: bool = False
 
     def reply(self, ids: TokenIds, finish: str, turn_id: str) -> Reply:
-        """The reply that a whole completion says.
+        """Parse a whole completion into the reply.
 
         Args:
             ids: the completion, its end-of-turn token included if there is one.
@@ -87,48 +87,48 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 class GrowingReply:
-    """A completion as it is sampled: its text so far, and what of the reply is certain.
+    """A completion as it is sampled: its text so far, and the part of the reply that is final.
 
     `tokenizers`' own stream decoder holds back ids whose bytes are no whole characters yet.
     """
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
+    def __init__(self, reader: ReplyReader) -> None:
+        self._reader = reader
         self._stream = DecodeStream(skip_special_tokens=False)
         self._text = ""
         self.stopped = False
 
     def feed(self, ids: Sequence[int]) -> None:
         """Take more ids of the completion."""
-        tokenizer = self._reading.tokenizer
+        tokenizer = self._reader.tokenizer
         stops = tokenizer.stop_ids
         readable = [i for i in ids if i not in stops]
         added = []
-        for token_id in tokenizer.readable(readable, self._reading.family.markers):
+        for token_id in tokenizer.readable(readable, self._reader.family.markers):
             piece = self._stream.step(tokenizer.tokenizer, token_id)
             if piece:
                 added.append(piece)
         if not added:
             return
-        longest = max(map(len, self._reading.stops), default=0)
+        longest = max(map(len, self._reader.stops), default=0)
         seen = max(len(self._text) - longest, 0)
         self._text += "".join(added)
         if longest and not self.stopped:
-            self.stopped = first_stop(self._text[seen:], self._reading.stops) is not None
+            self.stopped = first_stop(self._text[seen:], self._reader.stops) is not None
 
     def certain(self) -> Parsed:
-        """Reasoning and content that the whole reply will begin with, whatever is still to come."""
-        reading, text = self._reading, self._text
-        # `feed` looks at what is new; all of it is looked through once, where there is something to find.
-        cut = first_stop(text, reading.stops) if self.stopped else None
-        text = _without_open_stop(text, reading.stops) if cut is None else text[:cut]
-        if reading.raw:
+        """Reasoning and content that the whole reply begins with, whatever tokens follow."""
+        reader, text = self._reader, self._text
+        # `feed` searches only new text; the whole text is searched once, after a stop string was seen.
+        cut = first_stop(text, reader.stops) if self.stopped else None
+        text = _without_open_stop(text, reader.stops) if cut is None else text[:cut]
+        if reader.raw:
             return Parsed(None, text, (), ())
-        return reading.family.parse(text, reading.tools, in_reasoning=reading.in_reasoning, final=False)
+        return reader.family.parse(text, reader.tools, in_reasoning=reader.in_reasoning, final=False)
 
 
 def _without_open_stop(text: str, stops: Sequence[str]) -> str:
-    """The text without an end that may turn out to be the beginning of a stop string."""
+    """The text without a suffix that may be the beginning of a stop string."""
     held = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), held, -1):

@@ -1,4 +1,4 @@
-"""The record of what an upstream said: exact where it tells all ids, else text only. Pure."""
+"""The record of an upstream's reply: exact where it holds all token ids, else text only. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from rollbook.ingest.endpoints.upstream_reply import UpstreamChoice, UpstreamReply
 from rollbook.ingest.engines.weights.name import version_in
-from rollbook.ingest.upstream.reply import UpstreamChoice, UpstreamReply
 from rollbook.store.events import Json, TurnCompleted, TurnRequested, VersionSpan, token_ids
 from rollbook.store.fold.trajectory import prompt_sha256
 
 TEXT_ONLY = "text_only"
 REDACTED = "redacted"
 INCOMPLETE = "incomplete_request"
-"""Flag: the request names what did not pass here, so its recorded messages lack that."""
+"""Flag: the request names content that never passed here, so its recorded messages lack it."""
 
 
 def completed_turn(
@@ -28,7 +28,7 @@ def completed_turn(
     ended: bool,
     redacted: bool,
 ) -> TurnCompleted:
-    """The record of a choice. Its ids count only with the prompt's: without, they have no context.
+    """The record of a choice. Its ids are used only if the prompt's ids are known too.
 
     Args:
         prompt_ids: those of the prompt that it answers, where that is certain.
@@ -61,19 +61,19 @@ def completed_turn(
         logprob_semantics=semantics,
         flags=[flag for flag, raised in flagged.items() if raised],
         timings=timings,
-        upstream=reply.rest | _told(choice, reply, exact=exact),
+        upstream=reply.rest | _upstream_fields(choice, reply, exact=exact),
     )
 
 
-def _told(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
-    told: Json = {"choice": choice.told} if choice.told else {}
+def _upstream_fields(choice: UpstreamChoice, reply: UpstreamReply, *, exact: bool) -> Json:
+    fields: Json = {"choice": choice.extra} if choice.extra else {}
     if reply.error:
-        told["error"] = reply.error
+        fields["error"] = reply.error
     if not exact:
         prompt_ids = reply.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
         kept = {"prompt_token_ids": prompt_ids, "token_ids": choice.ids, "logprobs": choice.logprobs}
-        told |= {k: v for k, v in kept.items() if v is not None}
-    return told
+        fields |= {k: v for k, v in kept.items() if v is not None}
+    return fields
 
 
 def _float32(values: list[float]) -> Any:

@@ -1,4 +1,5 @@
-"""Secrets of a request and its reply: an upstream's error must not repeat them on disk. Pure."""
+"""The secrets of a request and its reply, so that a recorded error of the upstream does not hold them.
+Pure."""
 
 from __future__ import annotations
 

@@ -12,29 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from rollbook.ingest.endpoints.registry import APIS
 from rollbook.store.errors import ConfigError, RequestError
 
-ALLOWED = (
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "POST /v1/embeddings",
-    "POST /v1/messages",
-    "POST /v1/messages/count_tokens",
-    "GET /v1/models",
-    "GET /v1/models/**",
-    "POST /v1/responses",
-    "POST /v1/responses/input_tokens",
-    "GET /v1/responses/*",
-    "DELETE /v1/responses/*",
-    "POST /v1/responses/*/cancel",
-    "GET /v1/responses/*/input_items",
-)
-"""Methods and paths that agents' libraries use; `*` is one part of a path, `**` one or more."""
+BESIDE_APIS = ("POST /v1/embeddings", "GET /v1/models", "GET /v1/models/**")
+"""What agents' libraries use beside the APIs' own paths; `*` is one part of a path, `**` one or more."""
 
 _RULE = re.compile(r"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) (/v1/[!-~]+)")
 _PLAIN = re.compile(r"[!-~]+")
-_RESPONSE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?:/.*)?")
-_NO_RESPONSES = ("POST /v1/responses/input_tokens",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +29,7 @@ class Paths:
     patterns: tuple[re.Pattern[str], ...]
 
     def check(self, method: str, raw: str) -> None:
-        """Refuse what is not among them.
+        """Refuse a path that is not allowed.
 
         Args:
             raw: the endpoint's path, with its percent signs.
@@ -65,8 +50,13 @@ class Paths:
             )
 
 
+def allowed() -> tuple[str, ...]:
+    """The methods and paths that pass with the engine's own key."""
+    return (*(path for api in APIS.values() for path in api.upstream.paths), *BESIDE_APIS)
+
+
 def paths_of(more: Sequence[str] = ()) -> Paths:
-    """`ALLOWED` and more, written likewise.
+    """Those that are `allowed`, and more, written likewise.
 
     Raises:
         ConfigError: one is not.
@@ -76,7 +66,7 @@ def paths_of(more: Sequence[str] = ()) -> Paths:
         if found is None or meant(found[2]) != found[2]:
             text = f"--pass-path {rule!r}: write a method and a path below /v1, such as 'POST /v1/rerank'"
             raise ConfigError(f"{text}; * is one part of it, ** one or more")
-    return Paths(tuple(_pattern(rule) for rule in (*ALLOWED, *more)))
+    return Paths(tuple(_pattern(rule) for rule in (*allowed(), *more)))
 
 
 def _pattern(rule: str) -> re.Pattern[str]:
@@ -85,7 +75,7 @@ def _pattern(rule: str) -> re.Pattern[str]:
 
 
 def meant(raw: str) -> str:
-    """The path that some server may take a raw one for: decoded, with `.`, `..`, `//` and `;...` resolved.
+    """The path that a server may take a raw one for: decoded, with `.`, `..`, `//` and `;...` resolved.
 
     What is asked is recorded by this: a spelling that only the upstream understands is no way around the log.
     """
@@ -104,5 +94,5 @@ def meant(raw: str) -> str:
 
 def response_named(method: str, path: str) -> str | None:
     """The response that a request is about, by its path, as `meant` gives it."""
-    found = _RESPONSE.fullmatch(path)
-    return None if found is None or f"{method} {path}" in _NO_RESPONSES else found["id"]
+    named = (api.ids.in_path(method, path) for api in APIS.values() if api.ids is not None)
+    return next((found for found in named if found is not None), None)

@@ -1,10 +1,10 @@
-"""Copies of replies that pass, kept until they are recorded: bounded each, and all together."""
+"""Copies of forwarded replies, kept until they are recorded; each is bounded, and so is their sum."""
 
 from __future__ import annotations
 
 
 class ReplyRoom:
-    """Room for all copies. Where it is taken, the largest of them is given up: it alone is not recorded.
+    """Memory for all copies. When it is full the largest copy is dropped: that reply alone is not recorded.
 
     Args:
         each: most bytes of one copy.
@@ -17,21 +17,21 @@ class ReplyRoom:
         self._copies: set[ReplyCopy] = set()
 
     def take(self, copy: ReplyCopy, size: int) -> None:
-        """A copy grows by so many bytes, if it may."""
+        """Account for a copy's growth; drop the largest copies while there is too little room."""
         self._copies.add(copy)
         self._taken += size
         while self._taken > self._most:
             max(self._copies, key=lambda one: one.size).give_up()
 
     def leave(self, copy: ReplyCopy) -> None:
-        """A copy needs its room no longer."""
+        """Release a copy's room."""
         if copy in self._copies:
             self._copies.discard(copy)
             self._taken -= copy.size
 
 
 class ReplyCopy:
-    """What has passed of a reply; nothing, once that was too much."""
+    """The bytes of a reply so far; nothing once they are too many."""
 
     def __init__(self, room: ReplyRoom) -> None:
         self.size = 0
@@ -40,7 +40,7 @@ class ReplyCopy:
         self._parts: list[bytes] = []
 
     def add(self, data: bytes) -> None:
-        """More of the reply passes."""
+        """Add bytes of the reply."""
         if self.given_up:
             return
         self.size += len(data)
@@ -50,15 +50,15 @@ class ReplyCopy:
             self.give_up()
 
     def give_up(self) -> None:
-        """The rest passes without being kept."""
+        """Drop the copy; the rest of the reply is not kept."""
         self.given_up = True
         self.close()
 
     def close(self) -> None:
-        """Nothing of it is needed any more."""
+        """Free the copy."""
         self._room.leave(self)
         self._parts.clear()
 
     def whole(self) -> bytes:
-        """All that has passed."""
+        """All bytes so far."""
         return b"".join(self._parts)

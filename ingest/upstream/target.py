@@ -1,4 +1,4 @@
-"""Where requests are passed on to, and with which headers. Pure."""
+"""Where requests are forwarded to, and with which headers. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
+from rollbook.ingest.endpoints.registry import api_below
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.trajectories.identity import KEY_PREFIX
 from rollbook.store.events import Json
@@ -24,10 +25,10 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-"""Headers between two neighbours, which are not passed on; nor are those that `connection` names."""
+"""Hop-by-hop headers (RFC 9110), which are not forwarded; nor are those that `connection` names."""
 
 _MADE_ANEW = frozenset({b"host", b"content-length", b"expect"})
-"""Headers of a request that follow from where it goes and how it is sent."""
+"""Headers that are made anew for the forwarded request."""
 
 _KEYS = ("authorization", "x-api-key")
 
@@ -35,7 +36,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Headers, by lower-case name, without those that are between two neighbours."""
+    """Headers, by lower-case name, without hop-by-hop headers."""
     lower = [(name.lower(), value) for name, value in headers]
     named = {
         word.strip() for name, value in lower if name == b"connection" for word in value.lower().split(b",")
@@ -71,7 +72,7 @@ class Upstream:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What lets requests in there, besides what agents send."""
+        """The secrets that open the upstream, besides those that agents send."""
         return (*self.address.secrets, *([self.key] if self.key else []))
 
     def headers(self, sent: Headers, path: str, *, own_keys: bool, plain: bool) -> CIMultiDict[str]:
@@ -87,19 +88,25 @@ class Upstream:
                 passed.add(name.decode("latin-1"), _text(value))
         mine = own_keys or any(_names_trajectory(passed.get(key_header, "")) for key_header in _KEYS)
         if self.key is not None or mine:
-            anthropic = "x-api-key" in passed or (
-                "authorization" not in passed and path.startswith("/v1/messages")
+            bare = "x-api-key" in passed or (
+                "authorization" not in passed and _key_header(path) == "x-api-key"
             )
             for key_header in _KEYS:
                 passed.popall(key_header, None)
             if self.key is not None:
-                named = ("x-api-key", self.key) if anthropic else ("authorization", f"Bearer {self.key}")
+                named = ("x-api-key", self.key) if bare else ("authorization", f"Bearer {self.key}")
                 passed.add(*named)
         if self.address.login is not None:
             passed["authorization"] = self.address.login
         if plain:
             passed["accept-encoding"] = "identity"
         return passed
+
+
+def _key_header(path: str) -> str:
+    """The header in which an upstream expects its key, for agents that send none."""
+    api = api_below(path)
+    return "authorization" if api is None else api.upstream.key_header
 
 
 def _text(value: bytes) -> str:

@@ -19,6 +19,7 @@ import typer
 
 from rollbook import store as rb
 from rollbook.cli.app import app
+from rollbook.ingest.serve.settings import parse_settings
 from rollbook.store import Store
 from rollbook.store.settings import StoreSettings
 from rollbook.train.config.config import parse_config
@@ -134,10 +135,12 @@ def test_python_compiles_and_runs(
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_configurations_load(block: Block) -> None:
-    """Every TOML block is a `store.toml` or a CONFIG of `rollbook train`, no key unknown or missing."""
+    """Every TOML block is a `store.toml`, or settings of `rollbook serve` or `train`, each key known."""
     values = tomllib.loads(block.code)
     if set(values) <= set(StoreSettings.model_fields):
         assert StoreSettings.model_validate(values) != StoreSettings()
+    elif "store" in values:
+        assert parse_settings(values, str(block)).model_fields_set == set(values)
     else:
         parse_config(values, str(block))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.ingest.engines.engine import Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.store.events import VersionSpan, token_ids
 
 ALL_FIELDS = frozenset({"temperature", "top_p", "stop", "seed", "logprobs", "response_format"})
@@ -99,7 +99,9 @@ class PlayedEngine:
         if request_id in self._running:
             self._running[request_id].set()
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
+    ) -> Generation:
         """Play the answer."""
         self.prompts.append(prompt)
         self.samplings.append(sampling)
@@ -114,7 +116,7 @@ class PlayedEngine:
         sizes = self.sizes()
         while done < len(ids) and await self._may_go_on(ended):
             end = done + max(next(sizes, 1), 1)
-            heard(ids[done:end], logprobs[done:end])
+            on_tokens(ids[done:end], logprobs[done:end])
             done = min(end, len(ids))
         del self._running[prompt.request_id]
         spans = () if self.version is None else (VersionSpan("actor", self.version, 0, done),)

@@ -22,7 +22,7 @@ class ToldWeights:
         """No: nothing is named here."""
         return False
 
-    async def hear(self) -> None:
+    async def refresh(self) -> None:
         """Nothing is bound later."""
 
     async def identify(self, server: SglangServer) -> int:

@@ -24,11 +24,11 @@ from played_engine import PlayedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rollbook import store
-from rollbook.ingest.endpoints.chat import ChatCompletions
+from rollbook.ingest.endpoints.chat import API as CHAT_API
 from rollbook.ingest.engines.engine import Generation
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.replies.detect import FAMILIES
 from rollbook.ingest.requests.fields import OpenTrajectory
@@ -36,8 +36,8 @@ from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges, TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import AnsweredTurn
-from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory, fold
 
@@ -281,7 +281,7 @@ class NoisyEngine:
         """It runs to its end."""
 
     async def generate(
-        self, prompt: Any, sampling: Any, heard: Any = lambda ids, logprobs: None
+        self, prompt: Any, sampling: Any, on_tokens: Any = lambda ids, logprobs: None
     ) -> Generation:
         """The script's answer: a text, or (text, finish, last id or None)."""
         self.sent.append(prompt.ids)
@@ -298,15 +298,15 @@ class NoisyEngine:
         return made
 
 
-def make_taker(
+def make_turn_runner(
     recorder: Recorder, engine: Any, tokenizer: ChatTokenizer, policy: TreePolicy | None = None
-) -> TurnTaker:
-    """A turn taker that reads replies in the Hermes form."""
-    return TurnTaker(recorder, engine, Bridges.tested(tokenizer, policy), FAMILIES["hermes"])
+) -> TurnRunner:
+    """A turn turn_runner that reads replies in the Hermes form."""
+    return TurnRunner(recorder, engine, Bridges.tested(tokenizer, policy), FAMILIES["hermes"])
 
 
 class Desk:
-    """A recorder, an engine and a turn taker over a store of their own."""
+    """A recorder, an engine and a turn turn_runner over a store of their own."""
 
     def __init__(
         self,
@@ -319,47 +319,47 @@ class Desk:
         self.tokenizer = tokenizer
         self.recorder = Recorder(self.store, "serve", "default")
         self.engine = NoisyEngine(tokenizer, answers)
-        self.taker = make_taker(self.recorder, self.engine, tokenizer, policy)
+        self.turn_runner = make_turn_runner(self.recorder, self.engine, tokenizer, policy)
         self.runner = asyncio.Runner()
 
-    def take(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
+    def take(self, messages: list[Any], name: str = "t", **body: Any) -> CompletedTurn:
         """One turn, taken and marked as delivered."""
         return self.runner.run(self.take_async(messages, name, **body))
 
-    async def take_async(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
+    async def take_async(self, messages: list[Any], name: str = "t", **body: Any) -> CompletedTurn:
         """One turn, taken and marked as delivered."""
         live, running = self.begin(messages, name, **body)
         [answered] = await asyncio.shield(running.done)
         self.recorder.mark_delivered(live, answered.turn_id, "sent")
         return answered
 
-    def take_undelivered(self, messages: list[Any], name: str = "t", **body: Any) -> AnsweredTurn:
+    def take_undelivered(self, messages: list[Any], name: str = "t", **body: Any) -> CompletedTurn:
         """One turn whose reply the client never got."""
 
-        async def take() -> AnsweredTurn:
+        async def take() -> CompletedTurn:
             _, running = self.begin(messages, name, **body)
             [answered] = await running.done
             return answered
 
         return self.runner.run(take())
 
-    def begin(self, messages: list[Any], name: str = "t", **body: Any) -> tuple[LiveTrajectory, RunningCall]:
+    def begin(self, messages: list[Any], name: str = "t", **body: Any) -> tuple[LiveTrajectory, InFlightCall]:
         """One request, begun."""
         live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
         raw = orjson.dumps({"messages": messages} | body)
-        call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
-        return live, self.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0))
+        call = CHAT_API.read(orjson.loads(raw), lambda turn_id: None)
+        return live, self.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0))
 
     def trajectory(self, name: str = "t") -> Trajectory:
         """The trajectory as it can be folded from the log now."""
         self.runner.run(self.recorder.settle())
         return next(t for t in fold(self.store.events()).values() if t.opened.name == name)
 
-    def turn(self, answered: AnsweredTurn, name: str = "t") -> Any:
+    def turn(self, answered: CompletedTurn, name: str = "t") -> Any:
         """A turn as folded from the log."""
         return self.trajectory(name).turns[answered.turn_id]
 
-    def link(self, answered: AnsweredTurn, name: str = "t") -> str | None:
+    def link(self, answered: CompletedTurn, name: str = "t") -> str | None:
         """The turn's parent id, or `root:` and the reason."""
         asked = self.turn(answered, name).requested
         return asked.parent_turn_id or f"root:{asked.root_reason}"
@@ -398,8 +398,8 @@ class InProcess:
         self.store = store.open(path, create=True)
         self.recorder = Recorder(self.store, "serve", "default")
         self.engine = engine
-        self.taker = make_taker(self.recorder, engine, tokenizer)
-        self.app = build_app(self.taker, options)
+        self.turn_runner = make_turn_runner(self.recorder, engine, tokenizer)
+        self.app = build_app(self.turn_runner, options)
         self.runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self.runner.run(self._lifespan.__aenter__())

@@ -20,10 +20,10 @@ from tests.sglang import model
 from tests.sglang.server import ENVIRONMENT, SglangServer
 from told_weights import ToldWeights
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.sglang import client as sglang
 from rollbook.ingest.engines.sglang.client import SglangEngine
-from rollbook.ingest.engines.sglang.wire import Routing
+from rollbook.ingest.engines.sglang.protocol import Routing
 from rollbook.store.events import Logprobs, token_ids
 
 PROMPT = list(range(20, 50))
@@ -162,7 +162,7 @@ class Client:
         name = f"{id(self)}-{next(self._made):04}"
         return Prompt(token_ids(ids), (), None, name, known_tokens=known_tokens)
 
-    def generate(self, sampling: Sampling, heard: Any = unheard, **prompt: Any) -> Generation:
+    def generate(self, sampling: Sampling, heard: Any = ignore_tokens, **prompt: Any) -> Generation:
         """A completion."""
         made: Generation = self.run(self.engine.generate(self.prompt(**prompt), sampling, heard))
         return made

@@ -12,7 +12,7 @@ import httpx
 from tests.ingest.conftest import Served
 from tests.sglang.server import ENVIRONMENT, Process, environment, free_port
 
-from rollbook.ingest.engines.sglang.wire import OLDEST_SERVER
+from rollbook.ingest.engines.sglang.protocol import OLDEST_SERVER
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.sync.control import SESSIONS_SINCE
 

@@ -196,7 +196,7 @@ def test_a_sync_to_a_server_of_another_shape(
     from rollbook.train.megatron.shape import read_shape
     from rollbook.train.megatron.weight_names import weight_shapes
     from rollbook.train.sync.control import EngineControl
-    from rollbook.train.sync.session import Manner, Release, Syncer
+    from rollbook.train.sync.session import Release, Syncer, SyncOptions
     from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
 
     weights(dense)
@@ -207,7 +207,9 @@ def test_a_sync_to_a_server_of_another_shape(
         "disk": lambda: FromDisk(wide),
     }
     records: list[Record] = []
-    syncer = Syncer([EngineControl(dense.url)], made[transport](), lambda *r: records.extend(r), Manner())
+    syncer = Syncer(
+        [EngineControl(dense.url)], made[transport](), lambda *r: records.extend(r), SyncOptions()
+    )
     shape = read_shape(wide)
     release = Release("actor", 1, "w", "", shape.head_dim, "run", tuple(weight_shapes(shape)), shape)
     before = dense.get("/model_info")["weight_version"]

@@ -60,7 +60,7 @@ class Trainer:
     def connect(self, transport: str, pause: str = "retract") -> None:
         """Use these from now on."""
         from rollbook.train.sync.control import EngineControl
-        from rollbook.train.sync.session import Manner, Syncer
+        from rollbook.train.sync.session import Syncer, SyncOptions
         from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors
 
         self.close()
@@ -71,7 +71,9 @@ class Trainer:
         }[transport]()
         self._transport = made
         engines = [EngineControl(server.url, TIMEOUT_S) for server in self.servers]
-        self._syncer = Syncer(engines, made, lambda *records: self.records.extend(records), Manner(pause))
+        self._syncer = Syncer(
+            engines, made, lambda *records: self.records.extend(records), SyncOptions(pause)
+        )
 
     def make(self) -> int:
         """New weights, all of them, as a directory; their version."""

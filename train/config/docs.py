@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -46,14 +46,15 @@ def _sections() -> Iterator[str]:
             title = f"[{table}]" if table else "Top of the file"
             title = f'{title}, name = "{kind}"' if kind else title
             about = "" if model is TrainConfig else f"{_cell(model.__doc__ or '')}\n\n"
-            rows = "\n".join(_rows(model))
-            yield f"## {title}\n\n{about}{HEAD}\n{rows}\n"
+            lines = "\n".join(rows(model))
+            yield f"## {title}\n\n{about}{HEAD}\n{lines}\n"
 
 
-def _rows(model: type[BaseModel]) -> Iterator[str]:
+def rows(model: type[BaseModel], tables: Collection[str] = TABLES) -> Iterator[str]:
+    """A row for each key that is no table."""
     schema = model.model_json_schema()
     for key, described in schema["properties"].items():
-        if key in TABLES:
+        if key in tables:
             continue  # a table of its own
         needed = key in schema.get("required", ())
         default = "required" if needed else _value(described.get("default"))
@@ -97,11 +98,12 @@ def as_toml(config: TrainConfig) -> str:
     """A configuration as a CONFIG file; keys without a value are comments."""
     values = config.as_json()
     plain = {key: value for key, value in values.items() if key not in TABLES}
-    tables = [f"\n[{key}]\n{_lines(values[key])}" for key in TABLES if values.get(key) is not None]
-    return "\n".join([_lines(plain), *tables])
+    tables = [f"\n[{key}]\n{toml_lines(values[key])}" for key in TABLES if values.get(key) is not None]
+    return "\n".join([toml_lines(plain), *tables])
 
 
-def _lines(values: Json) -> str:
+def toml_lines(values: Json) -> str:
+    """A line for each value, a comment where there is none."""
     # A JSON text is a TOML text for every value that a configuration has.
     return "\n".join(f"# {k}: not set" if v is None else f"{k} = {json.dumps(v)}" for k, v in values.items())
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from rollbook.ingest.staleness.policy import StalenessPolicy, Unit
+from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
 from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
@@ -61,7 +61,7 @@ class QueueSource:
         """Group -> how many members of it are known that was used before this process began."""
         self._made = self._seen = 0
         self._fit: dict[str, tuple[int, list[Sample], list[Drop]]] = {}
-        """Unit -> (version, what the recipe keeps and drops of it), until an event changes it."""
+        """Group -> (version, what the recipe keeps and drops of it), until an event changes it."""
         self._served = self._served_before = -1
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
@@ -142,11 +142,14 @@ class QueueSource:
         chosen = self._policy.select(units, version)
         return None if chosen is None else [self._units[unit.name] for unit in chosen]
 
-    def _running_units(self, version: int) -> Iterator[tuple[int, Unit]]:
+    def _running_units(self, version: int) -> Iterator[tuple[int, PromptGroup]]:
         """What will be a unit once its trajectories finish, with its place in the order of beginning."""
         if not self._grouped:
             for name, begun in self._running.items():
-                yield begun.began, Unit(f"running {name}", self._oldest(begun.ages, version), complete=False)
+                yield (
+                    begun.began,
+                    PromptGroup(f"running {name}", self._oldest(begun.ages, version), complete=False),
+                )
             return
         groups: dict[str, list[Begun]] = {}
         for begun in self._running.values():
@@ -155,7 +158,7 @@ class QueueSource:
             members += self._groups.get(group, {}).values()
             if len(members) >= self._size:
                 oldest = self._oldest([age for member in members for age in member.ages], version)
-                yield min(m.began for m in members), Unit(f"running {group}", oldest, complete=False)
+                yield min(m.began for m in members), PromptGroup(f"running {group}", oldest, complete=False)
 
     def _oldest(self, ages: Sequence[int], version: int) -> int | None:
         """The oldest of these versions; what is too old already counts only where all are."""
@@ -168,11 +171,11 @@ class QueueSource:
         kept, dropped = self._fitting(unit, version)
         return not kept and any(drop.rule != "zero_variance" for drop in dropped)
 
-    def _as_unit(self, unit: CompleteUnit, version: int, *, complete: bool) -> Unit:
+    def _as_unit(self, unit: CompleteUnit, version: int, *, complete: bool) -> PromptGroup:
         kept, dropped = self._fitting(unit, version)
         usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
         ages = [sample.oldest_version for sample in [*kept, *usable]]
-        return Unit(unit.name, self._oldest([a for a in ages if a is not None], version), complete)
+        return PromptGroup(unit.name, self._oldest([a for a in ages if a is not None], version), complete)
 
     def _selection(self, chosen: list[CompleteUnit], version: int) -> Selection:
         """The chosen units' samples, if any are left of them, and what is dropped."""

@@ -37,7 +37,7 @@ from rollbook.train.megatron.shape import read_shape
 from rollbook.train.megatron.weight_names import checked, weight_shapes
 from rollbook.train.sync.control import EMBEDDED, EngineControl
 from rollbook.train.sync.presence import await_one
-from rollbook.train.sync.session import DRAIN, Manner, Release, Syncer
+from rollbook.train.sync.session import DRAIN, Release, Syncer, SyncOptions
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
 
 ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
@@ -224,8 +224,8 @@ class Publisher:
                 for address in sync.engines
             ]
             self._transport = _transport(sync, self._engines)
-            manner = Manner(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
-            self._syncer = Syncer(self._engines, self._transport, self.write, manner)
+            options = SyncOptions(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
+            self._syncer = Syncer(self._engines, self._transport, self.write, options)
         return self._syncer
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
-from rollbook.ingest.engines.weights.tensor_layout import check_places
+from rollbook.ingest.engines.weights.tensor_layout import check_layout
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.train.megatron.shape import ModelShape, read_shape
 from rollbook.train.sync.control import EMBEDDED, EngineInfo
@@ -36,7 +36,7 @@ def check_fits(
         EngineError: it is of another model, or of another type; the first difference is named.
     """
     if names:
-        check_places(url, ranks, names)
+        check_layout(url, ranks, names)
     if info.kind == EMBEDDED:
         return  # it refuses a tensor that does not fit, and stays whole
     if info.dtype not in ("", "auto", TRAINED):

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from rollbook.ingest.engines.sglang.wire import release_of
+from rollbook.ingest.engines.sglang.protocol import release_of
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
@@ -70,7 +70,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class SyncOptions:
     """How a sync treats the requests that run.
 
     Attributes:
@@ -84,7 +84,7 @@ class Manner:
 
 
 @dataclass(slots=True, eq=False)
-class _Course:
+class SyncAttempt:
     """A sync of one engine, under way.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Course:
         own: it is a proxy's, and keeps by itself what its weights are.
         flush_first: it may refuse to, so before any weight moves.
         checksums: digest of what it holds, once that is verified.
-        told: the log says how it ended.
+        recorded: the log says how it ended.
     """
 
     receiver: Receiver
@@ -102,7 +102,7 @@ class _Course:
     own: bool
     flush_first: bool
     checksums: str = ""
-    told: bool = False
+    recorded: bool = False
 
 
 class Syncer:
@@ -112,7 +112,7 @@ class Syncer:
         engines: all that serve the policy.
         transport: how the weights get there.
         write: appends records to the log and returns once they are durable.
-        manner: how requests that run are treated.
+        options: how requests that run are treated.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Syncer:
         engines: Sequence[EngineControl],
         transport: Transport,
         write: Callable[..., None],
-        manner: Manner,
+        options: SyncOptions,
     ) -> None:
-        self._engines, self._transport, self._write, self._manner = list(engines), transport, write, manner
+        self._engines, self._transport, self._write, self._options = list(engines), transport, write, options
         self._held: dict[str, list[RankChecksums]] = {}
         """What engines said that they hold when last verified: they need not hash it again to be asked."""
         self._looked_at = {look.url: look for look in looking_at(engines)}
@@ -143,18 +143,18 @@ class Syncer:
         """
         engines = [engine for engine in self._engines if engine.url in only or not only]
         with ThreadPoolExecutor(len(engines)) as pool:
-            courses = self._opened(pool, release, engines)
-            self._each(pool, courses, self._halt)
-            sent = self._send(release, weights, courses)
-            self._each(pool, courses, self._verify)
-            self._each(pool, courses, lambda course: course.receiver.control.activate(course.name))
-            self._note_activated(release, _present(courses))
-            self._each(pool, courses, self._resume)
-        self._note_ends(release, courses, sent)
-        serving = {c.receiver.control.url: c.name for c in courses if c.receiver.error is None}
+            attempts = self._opened(pool, release, engines)
+            self._each(pool, attempts, self._halt)
+            sent = self._send(release, weights, attempts)
+            self._each(pool, attempts, self._verify)
+            self._each(pool, attempts, lambda attempt: attempt.receiver.control.activate(attempt.name))
+            self._note_activated(release, _present(attempts))
+            self._each(pool, attempts, self._resume)
+        self._note_ends(release, attempts, sent)
+        serving = {c.receiver.control.url: c.name for c in attempts if c.receiver.error is None}
         if not serving:
-            lost = all(isinstance(c.receiver.error, EngineLostError) for c in courses)
-            reasons = "; ".join(str(c.receiver.error) for c in courses)
+            lost = all(isinstance(c.receiver.error, EngineLostError) for c in attempts)
+            reasons = "; ".join(str(c.receiver.error) for c in attempts)
             text = f"version {release.version} of {release.policy} is served nowhere: {reasons}"
             raise EngineLostError(text) if lost else EngineError(text)
         self._given |= serving
@@ -180,10 +180,10 @@ class Syncer:
 
     def _opened(
         self, pool: ThreadPoolExecutor, release: Release, engines: Sequence[EngineControl]
-    ) -> list[_Course]:
+    ) -> list[SyncAttempt]:
         """Say in the log that it begins; whoever cannot be asked what it holds is out at once."""
         shared: dict[Any, Expected] = {}
-        courses = []
+        attempts = []
         for engine, asked in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
             error = asked.exception()
             info, ranks = (None, []) if error is not None else asked.result()
@@ -192,22 +192,22 @@ class Syncer:
             layout = (make, own, *((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks))
             expected = shared.setdefault(layout, Expected(ranks, make, release.head_dim, padded=not own))
             # In place, prefixes stay by intent, and a flush would be refused.
-            receiver = Receiver(engine, len(ranks), expected, flush=self._manner.pause != "in_place")
+            receiver = Receiver(engine, len(ranks), expected, flush=self._options.pause != "in_place")
             if isinstance(error, Exception):
                 receiver.failed(error)
             begun, flush_first = time.perf_counter(), receiver.flush and not own
-            courses.append(_Course(receiver, new_id(), begun, release.name(), own, flush_first))
+            attempts.append(SyncAttempt(receiver, new_id(), begun, release.name(), own, flush_first))
         named = (release.policy, release.version)
         self._write(
-            *(SyncStarted(*named, c.sync_id, c.receiver.control.url, self._transport.name) for c in courses)
+            *(SyncStarted(*named, c.sync_id, c.receiver.control.url, self._transport.name) for c in attempts)
         )
-        self._note_ends(release, [c for c in courses if c.receiver.error], 0)
-        return courses
+        self._note_ends(release, [c for c in attempts if c.receiver.error], 0)
+        return attempts
 
     def _ask(self, engine: EngineControl, release: Release) -> tuple[EngineInfo, list[RankChecksums]]:
         """What it is and holds, if it can take the release: nothing has been sent to it yet."""
         info, held = engine.info(), self._held.pop(engine.url, None)
-        if self._manner.pause == "in_place" and info.overlap:
+        if self._options.pause == "in_place" and info.overlap:
             # The step under way at the pause is of the old weights; SGLang counts its token to the new ones.
             text = (
                 f"engine {engine.url}: in_place would give one token of each running request a wrong version"
@@ -227,11 +227,11 @@ class Syncer:
                 f'{SESSIONS_SINCE} or newer, or transport = "disk"'
             )
 
-    def _halt(self, course: _Course) -> None:
+    def _halt(self, attempt: SyncAttempt) -> None:
         """Have the engine stand still."""
-        control, pause = course.receiver.control, self._manner.pause
+        control, pause = attempt.receiver.control, self._options.pause
         if pause == DRAIN:
-            deadline = time.monotonic() + self._manner.drain_s
+            deadline = time.monotonic() + self._options.drain_s
             # Requests of an engine that stands still already do not end.
             while control.url not in self._standing and control.requests() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
@@ -239,9 +239,9 @@ class Syncer:
         known = control.url in self._given and control.url not in self._standing
         self._standing.add(control.url)
         control.pause(pause)
-        if course.flush_first:
+        if attempt.flush_first:
             self._flush(control, pause, known)
-        if not course.own:
+        if not attempt.own:
             control.disown()  # should this process die now, and somebody have the engine go on
 
     def _flush(self, control: EngineControl, pause: str, known: bool) -> None:
@@ -267,60 +267,60 @@ class Syncer:
         text += " being compiled hold its cache: send fewer or smaller schemas, or raise the sync's timeout_s"
         raise EngineError(text)
 
-    def _send(self, release: Release, weights: Weights, courses: list[_Course]) -> int:
-        present = _present(courses)
+    def _send(self, release: Release, weights: Weights, attempts: list[SyncAttempt]) -> int:
+        present = _present(attempts)
         try:
             return self._transport.send(weights, [c.receiver for c in present]) if present else 0
         except Exception as error:  # the policy's own: what the engines hold is unknown all the same
-            for course in present:
-                course.receiver.failed(error)
-            self._note_ends(release, courses, 0)
+            for attempt in present:
+                attempt.receiver.failed(error)
+            self._note_ends(release, attempts, 0)
             raise
 
-    def _verify(self, course: _Course) -> None:
-        control = course.receiver.control
+    def _verify(self, attempt: SyncAttempt) -> None:
+        control = attempt.receiver.control
         held = control.checksums()
-        course.receiver.expected.check(control.url, held)
+        attempt.receiver.expected.check(control.url, held)
         self._held[control.url] = held
-        course.checksums = ranks_digest(held)
+        attempt.checksums = ranks_digest(held)
 
-    def _resume(self, course: _Course) -> None:
-        course.receiver.control.resume()
-        self._standing.discard(course.receiver.control.url)
+    def _resume(self, attempt: SyncAttempt) -> None:
+        attempt.receiver.control.resume()
+        self._standing.discard(attempt.receiver.control.url)
 
-    def _note_activated(self, release: Release, courses: list[_Course]) -> None:
+    def _note_activated(self, release: Release, attempts: list[SyncAttempt]) -> None:
         """Say in the log which engines hold the verified weights, before they make a token of them."""
         named, told = (release.policy, release.version), (release.weights_digest, release.path)
         records = [
-            PolicyActivated(*named, c.receiver.control.url, *told, c.name, c.checksums) for c in courses
+            PolicyActivated(*named, c.receiver.control.url, *told, c.name, c.checksums) for c in attempts
         ]
         if records:
             self._write(*records)
 
-    def _note_ends(self, release: Release, courses: list[_Course], sent: int) -> None:
+    def _note_ends(self, release: Release, attempts: list[SyncAttempt], sent: int) -> None:
         """Say in the log how it went with each engine of which that was not said before."""
         records: list[Record] = []
-        for course in courses:
-            error, url = course.receiver.error, course.receiver.control.url
-            named = (release.policy, release.version, course.sync_id, url)
-            if error is not None and not course.told:
+        for attempt in attempts:
+            error, url = attempt.receiver.error, attempt.receiver.control.url
+            named = (release.policy, release.version, attempt.sync_id, url)
+            if error is not None and not attempt.recorded:
                 records.append(SyncFailed(*named, str(error)))
-            elif error is None and not course.told:
-                records.append(SyncFinished(*named, sent, time.perf_counter() - course.begun))
-            course.told = True
+            elif error is None and not attempt.recorded:
+                records.append(SyncFinished(*named, sent, time.perf_counter() - attempt.begun))
+            attempt.recorded = True
         if records:
             self._write(*records)
 
     def _each(
-        self, pool: ThreadPoolExecutor, courses: Sequence[_Course], step: Callable[[_Course], None]
+        self, pool: ThreadPoolExecutor, attempts: Sequence[SyncAttempt], step: Callable[[SyncAttempt], None]
     ) -> None:
         """Take a step with every engine that has not failed, side by side."""
-        running = [(course, pool.submit(step, course)) for course in _present(courses)]
-        for course, task in running:
+        running = [(attempt, pool.submit(step, attempt)) for attempt in _present(attempts)]
+        for attempt, task in running:
             error = task.exception()
             if isinstance(error, Exception):
-                course.receiver.failed(error)
+                attempt.receiver.failed(error)
 
 
-def _present(courses: Sequence[_Course]) -> list[_Course]:
-    return [course for course in courses if course.receiver.error is None]
+def _present(attempts: Sequence[SyncAttempt]) -> list[SyncAttempt]:
+    return [attempt for attempt in attempts if attempt.receiver.error is None]

@@ -65,7 +65,7 @@ class SeededManager(ContinuousBatchingManager):  # type: ignore[misc]
         self.background_thread_status.acquire_pause(self._wake_up_loop)
 
     def go_on(self) -> None:
-        """Let the loop run again, once everybody who made it stand still has said so."""
+        """Let the loop run again, once all that paused it have released it."""
         self.background_thread_status.release_pause()
 
     # While it stands still --------------------------------------------------------------------
@@ -114,7 +114,7 @@ class SeededManager(ContinuousBatchingManager):  # type: ignore[misc]
     # Results ----------------------------------------------------------------------------------
 
     def unregister_result_handler(self, request_id: str) -> None:
-        """Tell nobody about this request any more."""
+        """Send no more callbacks for this request."""
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request_id, None)
 

@@ -28,7 +28,7 @@ from rollbook.ingest.engines.embedded.held_weights import HeldWeights
 from rollbook.ingest.engines.embedded.pause import Gate
 from rollbook.ingest.engines.embedded.request import LiveRequest
 from rollbook.ingest.engines.embedded.weight_control import WeightControl
-from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.model_files import read_json, weight_files
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Logprobs, token_ids
@@ -130,7 +130,9 @@ class EmbeddedEngine:
         """Return once requests are let in."""
         await self.gate.passed()
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
+    ) -> Generation:
         """Sample a completion; waits while weights are being replaced or generation is paused.
 
         Raises:
@@ -144,7 +146,7 @@ class EmbeddedEngine:
             )
         arrived = time.perf_counter()
         request_id = prompt.request_id or new_id()
-        live = LiveRequest(self._manager, request_id, prompt, sampling, heard)
+        live = LiveRequest(self._manager, request_id, prompt, sampling, on_tokens)
         self._live[request_id] = live
         try:
             while not live.ended.is_set():

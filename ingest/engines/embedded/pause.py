@@ -35,12 +35,12 @@ class Gate:
             await self.open.wait()
 
     def enter(self) -> None:
-        """A request goes in."""
+        """Note a request that enters."""
         self._inside += 1
         self.empty.clear()
 
     def leave(self) -> None:
-        """A request comes out."""
+        """Note a request that leaves."""
         self._inside -= 1
         if not self._inside:
             self.empty.set()

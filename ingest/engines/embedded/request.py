@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from rollbook.ingest.engines.engine import Heard, Prompt, Sampling
+from rollbook.ingest.engines.engine import OnTokens, Prompt, Sampling
 from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan
 
@@ -25,7 +25,7 @@ class LiveRequest:
     """
 
     def __init__(
-        self, manager: Any, request_id: str, prompt: Prompt, sampling: Sampling, heard: Heard
+        self, manager: Any, request_id: str, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens
     ) -> None:
         self.request_id = request_id
         self.ids: list[int] = []
@@ -35,7 +35,7 @@ class LiveRequest:
         self.ended = asyncio.Event()
         self.error: str | None = None
         self.held_s = 0.0
-        self._manager, self._prompt, self._sampling, self._heard = manager, prompt, sampling, heard
+        self._manager, self._prompt, self._sampling, self._on_tokens = manager, prompt, sampling, on_tokens
         self._versions: list[tuple[int, int]] = []
         self._left: asyncio.Future[None] | None = None
         self._visits = self._before = 0
@@ -52,7 +52,7 @@ class LiveRequest:
             self.held_s += time.perf_counter() - begun
 
     async def run(self) -> None:
-        """Go into the manager, and return when it has ended, failed or been sent outside.
+        """Enter the manager, and return when the request has ended, failed or been taken out.
 
         Raises:
             EngineError: the manager takes nobody any more.
@@ -92,7 +92,7 @@ class LiveRequest:
         if ids:
             self.ids += ids
             self.logprobs += logprobs
-            self._heard(ids, logprobs)
+            self._on_tokens(ids, logprobs)
         if output.error is not None or output.is_finished():
             self.error = output.error
             self._end()

@@ -19,12 +19,11 @@ import orjson
 from fastapi import APIRouter
 
 from rollbook.ingest.engines.address import EngineAddress
-from rollbook.ingest.engines.engine import Activated, Generation, Heard, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.sglang.answers import TOLD_BYTES, read_answer, read_lines
 from rollbook.ingest.engines.sglang.http import ASK_S, CONNECT_S, Keys, SglangServer
 from rollbook.ingest.engines.sglang.parts import joined, may_go_on, the_rest
-from rollbook.ingest.engines.sglang.servers import Servers, Weights
-from rollbook.ingest.engines.sglang.wire import (
+from rollbook.ingest.engines.sglang.protocol import (
     Part,
     Routing,
     news,
@@ -32,6 +31,7 @@ from rollbook.ingest.engines.sglang.wire import (
     request_body,
     weight_names,
 )
+from rollbook.ingest.engines.sglang.servers import Servers, Weights
 from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
@@ -128,14 +128,14 @@ class SglangEngine:
             raise
 
     async def look(self) -> list[tuple[str, Json]]:
-        """Connect once, before anything is recorded, and let go; what each server says of its model.
+        """Connect once and disconnect, before anything is recorded; returns each server's model info.
 
         Raises:
             EngineError, VersionError: it cannot be used, as `start` would find out.
         """
 
         async def activated(*_: Any) -> None:
-            """Never told: a server has the weights."""
+            """None: a server holds the weights."""
 
         try:
             await self.start(activated)
@@ -184,7 +184,7 @@ class SglangEngine:
         return None if strange is None else f"it calls its weights {strange}, and they are not compared yet"
 
     def doubtful(self) -> bool:
-        """Whether `verify` is due: it answered with weights of a name that nobody has bound to a version."""
+        """Whether `verify` is due: the last answer named weights that are bound to no version."""
         if self._strange is None:
             return False
         return not self.servers.refutes(self._strange) or time.monotonic() > self._looked + LOOK_AGAIN_S
@@ -199,7 +199,7 @@ class SglangEngine:
         """Take note of what an answer called the weights that made its tokens."""
         if any(self._weights.version_of(name) is None for name in names):
             with contextlib.suppress(EngineError):  # then they have none for now
-                await self._weights.hear()  # a sync may have bound it a moment ago
+                await self._weights.refresh()  # a sync may have bound it a moment ago
         if not names:
             return
         self._version = self._weights.version_of(names[-1])
@@ -210,8 +210,10 @@ class SglangEngine:
     async def ready(self) -> None:
         """A server holds requests itself while its weights are being replaced."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Heard = unheard) -> Generation:
-        """Sample a completion; one that the server ends before it is done, though nobody here asked, goes on.
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens = ignore_tokens
+    ) -> Generation:
+        """Sample a completion. One that the server aborts by itself is continued.
 
         Raises:
             EngineError: the server cannot be reached, or says why it cannot answer.
@@ -221,7 +223,7 @@ class SglangEngine:
         rest = prompt, sampling
         try:
             while True:
-                parts.append(await self._part(prompt.request_id, *rest, heard))
+                parts.append(await self._part(prompt.request_id, *rest, on_tokens))
                 if prompt.request_id in self._ended or not may_go_on(parts, sampling):
                     break
                 rest = the_rest(prompt, sampling, parts)
@@ -230,18 +232,18 @@ class SglangEngine:
             self._ended.discard(prompt.request_id)
         return joined(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
 
-    async def _part(self, request_id: str, prompt: Prompt, sampling: Sampling, heard: Heard) -> Part:
+    async def _part(self, request_id: str, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens) -> Part:
         """One request, and what it brings; asked once more where a connection ends before any answer.
 
         A kept connection may have been closed by the server just then, which is no reason to give it up. The
         second time the request has another id, since the server may know the first.
         """
         try:
-            answer = await self._answer(self._session, request_id, prompt, sampling, heard)
+            answer = await self._answer(self._session, request_id, prompt, sampling, on_tokens)
         except _UnansweredError:
             again = replace(prompt, request_id=f"again-{prompt.request_id}")
             try:
-                answer = await self._answer(self._fresh, request_id, again, sampling, heard)
+                answer = await self._answer(self._fresh, request_id, again, sampling, on_tokens)
             except _UnansweredError as error:
                 raise EngineLostError(str(error)) from error
         await self._spoken_of(weight_names(answer))
@@ -253,9 +255,9 @@ class SglangEngine:
         request_id: str,
         prompt: Prompt,
         sampling: Sampling,
-        heard: Heard,
+        on_tokens: OnTokens,
     ) -> Json:
-        stream = heard is not unheard
+        stream = on_tokens is not ignore_tokens
         asked = request_body(prompt, sampling, stream, self._routing)
         body = orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY)
         self._asked[request_id] = prompt.request_id
@@ -267,7 +269,7 @@ class SglangEngine:
                     text = (await read_answer(reply, TOLD_BYTES))[:500].decode(errors="replace")
                     raise EngineError(f"{self.url}/generate answers {reply.status}: {text}")
                 if stream:
-                    return await _heard_out(reply, heard)
+                    return await _streamed(reply, on_tokens)
                 answer: Json = orjson.loads(await read_answer(reply))
                 return answer
         except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
@@ -277,7 +279,7 @@ class SglangEngine:
             raise lost(f"{self.url}/generate failed: {error!r}") from error
 
     async def abort(self, request_id: str) -> None:
-        """Have a request ended; its own reply says what there is, and when."""
+        """Abort a request; its own reply then returns what was sampled."""
         if request_id in self._asked:
             self._ended.add(request_id)
             task = asyncio.create_task(self._abort(request_id))
@@ -297,7 +299,7 @@ class SglangEngine:
                     ) as reply:
                         await read_answer(reply, TOLD_BYTES)
             except (TimeoutError, OSError, aiohttp.ClientError, EngineError):
-                return  # the request itself will fail likewise, and say so; or it runs to its end
+                return  # the request itself will fail in the same way, or runs to its end
             await asyncio.sleep(ABORT_AGAIN_S)
 
     def policy_version(self) -> int | None:
@@ -313,7 +315,7 @@ class SglangEngine:
         return None
 
 
-async def _heard_out(reply: aiohttp.ClientResponse, heard: Heard) -> Json:
+async def _streamed(reply: aiohttp.ClientResponse, on_tokens: OnTokens) -> Json:
     """The last chunk of a stream, which ends with all ids: chunks hold all so far, or what is new.
 
     Raises:
@@ -327,7 +329,7 @@ async def _heard_out(reply: aiohttp.ClientResponse, heard: Heard) -> Json:
         if fresh:
             ids += fresh
             logprobs += told
-            heard(fresh, [entry[0] for entry in told] or None)
+            on_tokens(fresh, [entry[0] for entry in told] or None)
         last = chunk
     if last is None or last["meta_info"].get("finish_reason") is None:
         raise EngineLostError("the server's stream ended before its last chunk")

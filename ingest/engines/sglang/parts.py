@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling
-from rollbook.ingest.engines.sglang.wire import SEMANTICS, Part, Routing, experts_start, is_greedy, moved
+from rollbook.ingest.engines.sglang.protocol import SEMANTICS, Part, Routing, experts_start, is_greedy, moved
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Json, VersionSpan, token_ids
 from rollbook.store.events.routed_experts import pack

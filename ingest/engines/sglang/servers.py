@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rollbook.ingest.engines.identify import BusyError
 from rollbook.ingest.engines.sglang.http import SglangServer
-from rollbook.ingest.engines.sglang.wire import Routing, check_preferred, check_version
+from rollbook.ingest.engines.sglang.protocol import Routing, check_preferred, check_version
 from rollbook.ingest.engines.weights.name import read_name
 from rollbook.store.errors import EngineError, EngineLostError, VersionError
 from rollbook.store.events import Json
@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 class Weights(Protocol):
-    """Whom to ask which version a name of weights is; `identify.Identity` in earnest."""
+    """Which version a weights' name is; `identify.Identity` implements it."""
 
     @property
     def changes(self) -> int:
-        """Rises with each thing that weights could be compared with, and were not before."""
+        """A counter that rises whenever there is something new to compare weights with."""
 
     def version_of(self, name: str) -> int | None:
-        """The version that a name is bound to."""
+        """The version that a name is bound to, or None."""
 
     def gave(self, name: str) -> bool:
-        """Whether a server got the name from here, bound or not."""
+        """Whether this process gave a server that name, bound or not."""
 
-    async def hear(self) -> None:
-        """Take what has been bound by now."""
+    async def refresh(self) -> None:
+        """Read from the log what has been bound by now."""
 
     async def identify(self, server: SglangServer) -> int:
         """Find out which version a server holds, and bind a new name to it."""
@@ -89,7 +89,7 @@ class Servers:
     async def _check(self, server: SglangServer, routing: Routing | None) -> None:
         try:
             _, told = await server.ask("/server_info")
-            # What a router says is what one of its workers does.
+            # A router's answer is that of one of its workers.
             info = (await server.ask("/model_info"))[1] if self.routed else None
         except EngineLostError:
             if not self.routed:
@@ -151,7 +151,7 @@ class Servers:
 
     async def _verified(self, server: SglangServer) -> int:
         name = str((await server.model_info()).get("weight_version"))
-        await self.weights.hear()
+        await self.weights.refresh()
         first = server.url not in self._met
         self._met.add(server.url)
         if (version := self.weights.version_of(name)) is not None:
@@ -183,6 +183,6 @@ class Servers:
 
 
 def start_of(info: Any) -> str:
-    """What tells one start of a server from another: how long each part of it took, and its seed."""
+    """An identifier of a server's start: the durations of its parts, and its seed."""
     told = info if isinstance(info, dict) else {}
     return f"{told.get('startup_time')} {told.get('random_seed')}"

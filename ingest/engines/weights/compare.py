@@ -21,7 +21,7 @@ from rollbook.ingest.engines.model_files import read_json, weight_files
 from rollbook.ingest.engines.weights.digests import line_of, published_version
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
 from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
-from rollbook.ingest.engines.weights.tensor_layout import Place, check_places, place_of, shard
+from rollbook.ingest.engines.weights.tensor_layout import TensorPart, check_layout, part_of, shard
 from rollbook.store.digest import combine
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Json
@@ -91,10 +91,10 @@ def compare(model: Path, held: Held) -> tuple[int, str]:
         names = frozenset(held.ranks[0].tensors)
         if files.config.get("tie_word_embeddings") and HEAD not in names:
             files.handles.pop(HEAD, None)
-        check_places(held.url, held.ranks, files.handles)
-        places: dict[str, list[tuple[Place, str]]] = {}
+        check_layout(held.url, held.ranks, files.handles)
+        places: dict[str, list[tuple[TensorPart, str]]] = {}
         for name in files.handles:
-            place = place_of(name, names)
+            place = part_of(name, names)
             assert place is not None
             places.setdefault(place.tensor, []).append((place, name))
         lines: list[str] = []
@@ -121,7 +121,7 @@ def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
 
 
 def _compared(
-    files: ModelFiles, parts: list[tuple[Place, str]], held: Held, dtype: str, lines: list[str]
+    files: ModelFiles, parts: list[tuple[TensorPart, str]], held: Held, dtype: str, lines: list[str]
 ) -> str:
     """Compare one of the engine's tensors, made of these parts; the type that it is in.
 
@@ -145,7 +145,7 @@ def _compared(
 
 
 def _checksums(
-    files: ModelFiles, parts: list[tuple[Place, str]], held: Held, dtype: torch.dtype
+    files: ModelFiles, parts: list[tuple[TensorPart, str]], held: Held, dtype: torch.dtype
 ) -> list[str]:
     """What each rank's checksum of the tensor must be."""
     growing = [checksum_of(held.device)() for _ in held.ranks]

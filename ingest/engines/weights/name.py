@@ -1,4 +1,4 @@
-"""What engines are told to call the weights they serve. Pure.
+"""The names that engines are given for the weights they serve. Pure.
 
 A name is bound to a version by `policy.activated`, which is written only once the engine's own checksums
 were compared with that version's. Its mark is used once, so a name that an engine was started with, or that

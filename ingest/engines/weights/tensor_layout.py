@@ -30,29 +30,29 @@ _MERGED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPart:
     """Where a checkpoint's tensor lies: the engine's tensor, and which of its parts it is, from 0."""
 
     tensor: str
     part: int
 
 
-def place_of(name: str, held: frozenset[str]) -> Place | None:
+def part_of(name: str, held: frozenset[str]) -> TensorPart | None:
     """Where a tensor lies in an engine that holds tensors of these names; None: nowhere."""
     if name in held:
-        return Place(name, 0)
+        return TensorPart(name, 0)
     expert = _EXPERT.fullmatch(name)
     if expert:
         number, part = int(expert["expert"]), expert["part"]
         merged = f"{expert['mlp']}.{'w2_weight' if part == 'down_proj' else 'w13_weight'}"
-        place = Place(merged, number if part == "down_proj" else 2 * number + (part == "up_proj"))
+        place = TensorPart(merged, number if part == "down_proj" else 2 * number + (part == "up_proj"))
         return place if merged in held else None
     module, _, kind = name.rpartition(".")
     parent, _, projection = module.rpartition(".")
     if projection in _MERGED:
         merged, part_number = _MERGED[projection]
         found = f"{parent}.{merged}.{kind}"
-        return Place(found, part_number) if found in held else None
+        return TensorPart(found, part_number) if found in held else None
     return None
 
 
@@ -86,7 +86,7 @@ def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
-def check_places(url: str, ranks: Sequence[RankChecksums], names: Iterable[str]) -> None:
+def check_layout(url: str, ranks: Sequence[RankChecksums], names: Iterable[str]) -> None:
     """See that every tensor of a model has its place in an engine, and every place its tensors.
 
     Raises:
@@ -95,7 +95,7 @@ def check_places(url: str, ranks: Sequence[RankChecksums], names: Iterable[str])
     names = list(names)
     for rank in ranks:
         held = frozenset(rank.tensors)
-        places = {name: place_of(name, held) for name in names}
+        places = {name: part_of(name, held) for name in names}
         homeless = sorted(name for name, place in places.items() if place is None)
         if homeless:
             raise EngineError(
@@ -162,7 +162,7 @@ class Expected:
             EngineError: the engine has no place for it, and would pass over it without a word.
         """
         for rank, names, growing in zip(self._ranks, self._names, self._growing, strict=True):
-            place = place_of(name, names)
+            place = part_of(name, names)
             if place is None:
                 text = f"holds no tensor that {name} goes into, and would skip it silently"
                 raise EngineError(text + "; is it another model's, or are the names fused?")

@@ -14,7 +14,7 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
-from rollbook.cli.serve import serve
+from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says ha
 app.add_typer(replay_app, name="replay")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
-app.command()(serve)
+app.command(cls=ServeCommand)(serve)
 
 
 class Format(StrEnum):

@@ -1,215 +1,155 @@
-"""`rollbook serve` and its options."""
+"""`rollbook serve`: a file of settings, and an option for each of its keys.
+
+The options are made from `ServeSettings` when the command is asked for: other commands need no pydantic.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
-from enum import StrEnum
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
+from typer.main import get_command
 
-from rollbook.cli.options import StoreOption
+from rollbook.cli.options import STORE_VARIABLE
 
+if TYPE_CHECKING:
+    from rollbook.ingest.serve.settings import ServeSettings
 
-class OnStoreFailure(StrEnum):
-    """What a proxy that only records does where it cannot."""
-
-    pass_ = "pass"
-    refuse = "refuse"
-
-
-class Reasoning(StrEnum):
-    """What a reply's reasoning that a client drops means."""
-
-    restore = "restore"
-    respect = "respect"
-
-
-class Rewrites(StrEnum):
-    """What is done where a chat template rewrites earlier turns."""
-
-    faithful = "faithful"
-    preserve = "preserve"
+GIVEN = ("COMMANDLINE", "ENVIRONMENT")
+"""Where an option's value comes from if it overrules the file."""
+SECRET_OPTIONS: Mapping[str, tuple[type, str, str]] = {
+    "engine_key": (str, "ROLLBOOK_ENGINE_KEY", "The engine's API key."),
+    "engine_admin_key": (
+        str,
+        "ROLLBOOK_ENGINE_ADMIN_KEY",
+        "For sglang with --admin-api-key: that key.",
+    ),
+    "api_key": (list[str], "ROLLBOOK_API_KEYS", "An operator's key; let in only who has one."),
+}
+"""Option -> its type, variable and help. They are no keys of the file."""
 
 
-class Unfinished(StrEnum):
-    """What is done after a turn without an end-of-turn token."""
+class ServeCommand(TyperCommand):
+    """`rollbook serve`, whose options are made once they are asked for."""
 
-    root = "root"
-    close = "close"
+    _made: Any = None
+
+    def _inner(self) -> Any:
+        if self._made is None:
+            app = typer.Typer(add_completion=False)
+            app.command()(_with_options(_serve))
+            self._made = get_command(app)
+        return self._made
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options, and --help."""
+        self.params = self._inner().params
+        return super().get_params(ctx)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Serve."""
+        return ctx.invoke(self._inner().callback, **ctx.params)
 
 
-def serve(  # size: one option a line
-    store: StoreOption,
-    model: Annotated[
-        Path | None, typer.Option(help="Model directory; for sglang its tokenizer and template do.")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="embedded, sglang, upstream or scripted.")] = "embedded",
-    engine_url: Annotated[
-        list[str] | None,
-        typer.Option(help="For sglang and upstream: the address; several SGLang servers: once each."),
-    ] = None,
-    engine_key: Annotated[
-        str | None, typer.Option(envvar="ROLLBOOK_ENGINE_KEY", help="The engine's API key.")
-    ] = None,
-    engine_admin_key: Annotated[
-        str | None,
-        typer.Option(envvar="ROLLBOOK_ENGINE_ADMIN_KEY", help="For sglang with --admin-api-key: that key."),
-    ] = None,
-    engine_ask: Annotated[
-        str | None,
-        typer.Option(help='For upstream: JSON to ask for besides, such as {"return_token_ids": true}.'),
-    ] = None,
-    script: Annotated[str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
-    run: Annotated[str, typer.Option(help="Run to record into.")] = "default",
-    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "serve",
-    policy: Annotated[str, typer.Option(help="Name of the line of weights served.")] = "actor",
-    device: Annotated[str, typer.Option(help="For embedded: cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")] = None,
-    images: Annotated[bool, typer.Option(help="For sglang: its model takes images.")] = False,
-    routed_experts: Annotated[
-        bool, typer.Option(help="For sglang with --enable-return-routed-experts: keep each token's experts.")
-    ] = False,
-    image_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Fetch linked images from this host; other links pass on."),
-    ] = None,
-    reply_format: Annotated[
-        str, typer.Option(help="How replies are read: auto (by the chat template), hermes, qwen_coder, ...")
-    ] = "auto",
-    reasoning: Annotated[
-        Reasoning,
-        typer.Option(help="Reasoning that a client drops: restore it, or respect the removal."),
-    ] = Reasoning.restore,
-    history: Annotated[
-        Rewrites, typer.Option(help="Where the template rewrites earlier turns: a root, or preserve them.")
-    ] = Rewrites.faithful,
-    unfinished: Annotated[
-        Unfinished, typer.Option(help="After a turn that was cut off: a root, or close it and go on.")
-    ] = Unfinished.root,
-    hold_s: Annotated[float, typer.Option(help="Longest wait for an engine whose weights change.")] = 110.0,
-    abandon_s: Annotated[
-        float, typer.Option(help="Finish trajectories not heard of for so long, as aborted; 0: never.")
-    ] = 0.0,
-    keys: Annotated[
-        Path | None,
-        typer.Option(help="File of keys, each with a role: see `rollbook keys`. Read again as it changes."),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(envvar="ROLLBOOK_API_KEYS", help="An operator's key; let in only who has one."),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="Name that requests may be meant for, beside this host's own.")
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose web pages may send requests; others are refused.")
-    ] = None,
-    forwarded_from: Annotated[
-        list[str] | None,
-        typer.Option(help="Address or network of a proxy before this one: its X-Forwarded-For counts."),
-    ] = None,
-    pass_path: Annotated[
-        list[str] | None,
-        typer.Option(help="For upstream with --engine-key: pass this too, such as 'POST /v1/rerank'."),
-    ] = None,
-    on_store_failure: Annotated[
-        OnStoreFailure, typer.Option(help="For upstream: what cannot be recorded passes, or is refused.")
-    ] = OnStoreFailure.pass_,
-    redact: Annotated[
-        list[str] | None,
-        typer.Option(help="Take out of conversations, too: known (key formats), or a regular expression."),
-    ] = None,
-    max_body_mb: Annotated[
-        float, typer.Option(help="Largest request body, and n times it: more is a 413, or a 400.")
-    ] = 64.0,
-    max_bodies_mb: Annotated[
-        float, typer.Option(help="Memory for all bodies that are read and answered at once; others wait.")
-    ] = 512.0,
-    body_timeout_s: Annotated[
-        float, typer.Option(help="Longest silence of a client in the middle of its body; then a 408.")
-    ] = 30.0,
-    max_reply_mb: Annotated[
-        float, typer.Option(help="For upstream: largest reply that is recorded; larger ones pass alone.")
-    ] = 64.0,
-    max_running: Annotated[int, typer.Option(help="Most requests answered at once; more get a 429.")] = 4096,
-    max_connections: Annotated[
-        int | None, typer.Option(help="Most connections at once; else as many as descriptors allow.")
-    ] = None,
-    max_consumers: Annotated[
-        int, typer.Option(help="Most readers of /v1/events at once; more get a 503.")
-    ] = 64,
-    memory_mb: Annotated[
-        float, typer.Option(help="Memory of open trajectories; beyond it they are read back when asked for.")
-    ] = 512.0,
-    admission: Annotated[
-        bool,
-        typer.Option(help="Hold new trajectories that would be too old before an online training uses them."),
-    ] = True,
-    seal: Annotated[
-        bool, typer.Option(help="Seal closed segments beside it, in a process of low priority.")
-    ] = True,
-) -> None:
+def serve() -> None:
     """Record agents: OpenAI's and Anthropic's APIs, and all that passes becomes durable events.
 
     An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
+    Options overrule CONFIG; its keys are in docs/serving.md.
     """
-    from rollbook.cli.started import announce
-    from rollbook.ingest.engines.address import EngineAddress
-    from rollbook.ingest.http.keys import keys_of
-    from rollbook.ingest.http.options import ProxyOptions
-    from rollbook.ingest.http.web_pages import own
-    from rollbook.ingest.recording.redact import Redactor
-    from rollbook.ingest.requests.fields import json_object
-    from rollbook.ingest.serve.options import ServeOptions, engine_key_of
-    from rollbook.ingest.serve.serve import serve as run_server
-    from rollbook.ingest.tokens.bridge import TreePolicy
 
-    proxy = ProxyOptions(
-        keys=keys_of(api_key or (), keys, os.environ),
-        own=own(host, socket.gethostname(), allow_host or (), allow_origin or ()),
-        on_store_failure=on_store_failure.value,
-        max_body_bytes=int(max_body_mb * 2**20),
-        max_bodies_bytes=int(max_bodies_mb * 2**20),
-        body_timeout_s=body_timeout_s,
-        max_reply_bytes=int(max_reply_mb * 2**20),
-        max_running=max_running,
-        max_connections=max_connections,
-        max_consumers=max_consumers,
-        memory_bytes=int(memory_mb * 2**20),
-        abandoned_s=abandon_s,
-        admission=admission,
-        image_hosts=tuple(image_host or ()),
-        redactor=Redactor(redact or ()),
-    )
-    options = ServeOptions(
-        store=store,
-        model=model,
-        engine=engine,
-        script=script,
-        host=host,
-        port=port,
-        run=run,
-        lane=lane,
-        policy=policy,
-        device=device,
-        threads=threads,
-        seal=seal,
-        engine_urls=tuple(EngineAddress.of(url) for url in engine_url or ()),
-        engine_key=engine_key_of(engine_key, os.environ),
-        engine_admin_key=engine_key_of(engine_admin_key, os.environ, admin=True),
-        engine_ask=json_object(engine_ask.encode()) if engine_ask else None,
-        images=images,
-        routed_experts=routed_experts,
-        reply_format=reply_format,
-        tree=TreePolicy(reasoning.value, history.value, unfinished.value),
-        hold_s=hold_s,
-        forwarded_from=tuple(forwarded_from or ()),
-        pass_paths=tuple(pass_path or ()),
-        proxy=proxy,
-    )
-    run_server(options, announce)
+
+def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values: Any) -> None:
+    from rollbook.ingest.serve.settings import load_settings
+
+    given = {
+        name: _as_setting(name, value)
+        for name, value in values.items()
+        if name not in SECRET_OPTIONS and _is_given(ctx, name)
+    }
+    settings = load_settings(config, given)
+    if show_config:
+        from rollbook.cli.serve_page import as_toml
+        from rollbook.cli.terminal import say
+
+        say(as_toml(settings))
+        return
+    from rollbook.cli.started import announce
+    from rollbook.ingest.serve.options import Secrets, options_of
+    from rollbook.ingest.serve.serve import serve as run_server
+
+    secrets = Secrets(values["engine_key"], values["engine_admin_key"], tuple(values["api_key"] or ()))
+    run_server(options_of(settings, secrets, os.environ, socket.gethostname()), announce)
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in GIVEN
+
+
+def _as_setting(name: str, value: Any) -> Any:
+    """An option's value as the file would have it."""
+    if name == "engine_ask":
+        from rollbook.ingest.requests.fields import json_object
+
+        return json_object(value.encode())
+    return value
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with a parameter for each setting and secret."""
+    from rollbook.ingest.serve.settings import ServeSettings
+
+    parameters = [
+        _parameter("ctx", typer.Context),
+        _parameter(
+            "config",
+            Annotated[Path | None, typer.Argument(help="TOML file of settings.", show_default=False)],
+            None,
+        ),
+        *(_option(ServeSettings, name) for name in ServeSettings.model_fields),
+        *(
+            _parameter(name, Annotated[kind | None, typer.Option(envvar=variable, help=text)], None)
+            for name, (kind, variable, text) in SECRET_OPTIONS.items()
+        ),
+        _parameter(
+            "show_config",
+            Annotated[bool, typer.Option("--show-config", help="Print what holds, and serve nothing.")],
+            False,
+        ),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return command
+
+
+def _option(settings: type[ServeSettings], name: str) -> inspect.Parameter:
+    """The option of a key. Its default is shown, and not used: a file may say otherwise."""
+    field = settings.model_fields[name]
+    variable = STORE_VARIABLE if name == "store" else None
+    kind, default = _kind(field.annotation), field.get_default()
+    if field.is_required() or default == ():
+        kind, default = kind | None, None
+    option = typer.Option(envvar=variable, help=field.description)
+    return _parameter(name, Annotated[kind, option], default)
+
+
+def _kind(annotation: Any) -> Any:
+    """How an option is written whose setting has this type."""
+    if get_origin(annotation) is tuple:
+        return list[str]
+    plain = [arg for arg in get_args(annotation) if arg is not type(None)]
+    optional = len(plain) < len(get_args(annotation))
+    if optional:
+        return (str if get_origin(plain[0]) is dict else plain[0]) | None
+    return annotation
+
+
+def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from training_told import RUN, answered, begins, committed, dropped, opened, planned
 
 from rollbook.ingest.admission.outstanding import KINDS, Outstanding
+from rollbook.ingest.staleness.online_training import training_of
 from rollbook.ingest.staleness.policy import StalenessPolicy
-from rollbook.ingest.staleness.units import training_of
 from rollbook.store.events import (
     Event,
     Record,
@@ -361,5 +361,5 @@ def test_nothing_is_kept_of_what_was_used(data: st.DataObject, size: int) -> Non
     while story.outstanding:
         story.train(data.draw)
     fold = folded(*(record for _, record in story.told))
-    held = (fold._units, fold._unit_of, fold._latest, fold._trajectories, fold._planned, fold._closed)
+    held = (fold._groups, fold._group_of, fold._latest, fold._trajectories, fold._planned, fold._closed)
     assert (fold.count, fold._spent, *map(len, held)) == (0,) * 8

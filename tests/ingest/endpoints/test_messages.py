@@ -50,7 +50,7 @@ def _prompt(proxy: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_message_is(proxy: Any, name: str, stream: bool) -> None:
+def test_a_message_holds_thinking_text_and_tool_uses(proxy: Any, name: str, stream: bool) -> None:
     """Thinking with a signature, text, tool uses with their input as an object; usage and stop reason."""
     said = "<think>hm</think>\n\nLet me see. " + CALL.format(2) + "\n" + CALL.format(3)
     made = _ask(proxy, name, [_user("go")], said, tools=[TOOL], stream=stream, model="claude-x")
@@ -268,11 +268,11 @@ def test_what_means_nothing_is_a_400_in_anthropics_form(
         (503, "overloaded_error"),
     ],
 )
-def test_kinds_of_errors(status: int, kind: str) -> None:
+def test_errors_have_anthropics_kinds(status: int, kind: str) -> None:
     """By their status, as Anthropic's documents have them."""
-    from rollbook.ingest.endpoints.messages import Messages
+    from rollbook.ingest.endpoints import messages
 
-    assert Messages().error(status, "c", "m")["error"]["type"] == kind
+    assert messages.API.error(status, "c", "m")["error"]["type"] == kind
 
 
 def test_tokens_are_counted_as_they_are_sent(proxy: Any, name: str) -> None:

@@ -54,7 +54,7 @@ def _output(call: Any, text: str) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_response_is(proxy: Any, name: str, stream: bool) -> None:
+def test_a_response_holds_reasoning_message_and_calls(proxy: Any, name: str, stream: bool) -> None:
     """Reasoning, message and calls as items whose ids name the turn; usage; what was asked."""
     said = "<think>hm</think>\n\nLet me see. " + CALL.format(1) + "\n" + CALL.format(2)
     fields = {"tools": [TOOL], "metadata": {"k": "v"}, "temperature": 0.5, "max_output_tokens": 500}

@@ -38,7 +38,9 @@ SECRET = "pl4nted-s3cret"
         ("https://h/v1?api-version=1&key=k#part", "https://h/v1", None, "api-version=1&key=k"),
     ],
 )
-def test_an_address(text: str, url: str, login: str | None, query: str) -> None:
+def test_an_address_is_split_into_url_login_and_query(
+    text: str, url: str, login: str | None, query: str
+) -> None:
     """Login, place and query; once taken apart it stays as it is."""
     address = EngineAddress.of(text)
     assert (address.url, str(address), address.query) == (url, url, query)

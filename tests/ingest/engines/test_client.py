@@ -24,7 +24,7 @@ from rollbook import store
 from rollbook.ingest.engines.engine import Prompt, Sampling
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.parts import joined
-from rollbook.ingest.engines.sglang.wire import part, sampling_params
+from rollbook.ingest.engines.sglang.protocol import part, sampling_params
 from rollbook.ingest.engines.weights.name import MARK_LENGTH, NamedWeights, read_name, version_in, weight_name
 from rollbook.ingest.recording.runner import ATTEMPTS
 from rollbook.store.errors import EngineError
@@ -541,7 +541,7 @@ def test_who_leaves_ends_the_servers_request(
         await reply.until(lambda: app.running and next(iter(app.running.values())).made >= 3)
         reply.leave()
         await reply.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     (seen,) = app.seen
@@ -575,7 +575,7 @@ def test_an_abort_that_comes_before_the_request(in_process: Any, chat: Any, ids_
             await reply.until(lambda: proxy.engine._asked)
             reply.leave()
             await reply.end()
-            await proxy.taker.drained()
+            await proxy.turn_runner.drained()
 
         proxy.run(scenario())
     (seen,) = app.seen
@@ -594,7 +594,7 @@ def test_an_abort_of_nothing_is_nothing(runner: Any, proxied: Make, ids_of: Any)
     assert proxy.ask(f"/t/t{CHAT}", asked("chat")).status == 200
 
 
-def test_the_served_command(serve: Any, text_model: Any, ids_of: Any) -> None:
+def test_rollbook_serve_answers_from_a_server(serve: Any, text_model: Any, ids_of: Any) -> None:
     """A process of its own between a client and the server: an answer, and a client that hangs up."""
     ids = ids_of("one two three four five six seven eight")
     app = ScriptedSGLang(

@@ -25,7 +25,7 @@ SEEDS = range(6)
 
 
 def _prompt(served: Any, text: str = "What is 37 plus 58?", name: str = "") -> Prompt:
-    tokenizer = served.taker.bridges.tokenizer
+    tokenizer = served.turn_runner.bridges.tokenizer
     messages = [{"role": "user", "content": text}]
     return Prompt(tokenizer.encode(tokenizer.render(messages, None, generate=True)), messages, None, name)
 
@@ -219,7 +219,7 @@ def test_flushing(renewed: Any, pace: Any) -> None:
     renewed.run(scenario())
 
 
-def test_an_unknown_mode(renewed: Any) -> None:
+def test_an_unknown_mode_of_pausing_is_a_400(renewed: Any) -> None:
     """A 400 that names the modes, and nothing is paused."""
     answer = renewed.post("/engine/pause_generation", json={"mode": "gently"})
     assert answer.status_code == 400

@@ -48,7 +48,7 @@ def steady(tiny_model: Path, in_process: Any) -> Any:
 
 
 def _prompt(served: Any, text: str = "What is 37 plus 58?") -> Prompt:
-    tokenizer = served.taker.bridges.tokenizer
+    tokenizer = served.turn_runner.bridges.tokenizer
     messages = [{"role": "user", "content": text}]
     return Prompt(tokenizer.encode(tokenizer.render(messages, None, generate=True)), messages, None)
 
@@ -121,7 +121,7 @@ def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: Any) -> None:
 
 def test_finish_reasons(steady: Any) -> None:
     """A completion that ends in the end-of-turn token stopped; any other ran out of tokens."""
-    stop = steady.taker.bridges.tokenizer.stop_ids
+    stop = steady.turn_runner.bridges.tokenizer.stop_ids
     made = _generate(steady, *(Sampling(60, 3.0, seed) for seed in range(48)))
     reasons = {g.finish_reason for g in made}
     assert reasons == {"stop", "length"}

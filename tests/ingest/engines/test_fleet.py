@@ -65,7 +65,7 @@ class Server:
     async def ready(self) -> None:
         pass
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, heard: Any) -> Generation:
+    async def generate(self, prompt: Prompt, sampling: Sampling, on_tokens: Any) -> Generation:
         answer = self.running[prompt.request_id] = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -189,9 +189,9 @@ def test_a_trajectory_stays_where_it_was() -> None:
 
     async def scenario(it: Any) -> None:
         assert [await it.ask(f"r{i}", "t") for i in range(3)] == [0, 0, 0]
-        it.fleet.heard(started(0))
+        it.fleet.on_sync(started(0))
         assert await it.ask("r3", "t") == 1
-        it.fleet.heard(finished(0))
+        it.fleet.on_sync(finished(0))
         assert await it.ask("r4", "t") == 1
         assert await it.ask("r5") == 1, "2 run there, and 3 on the other"
 
@@ -233,12 +233,12 @@ def test_what_a_fleet_says_of_itself() -> None:
         fleet = it.fleet
         assert (fleet.name, fleet.honoured, fleet.takes_images) == ("fake", frozenset({"seed"}), True)
         assert fleet.policy_version() == 4
-        fleet.heard(finished(1, 7))
+        fleet.on_sync(finished(1, 7))
         assert fleet.policy_version() == 5
-        fleet.heard(failed(0, 7))
+        fleet.on_sync(failed(0, 7))
         assert fleet.policy_version() == 7
         assert fleet.failure() is None
-        fleet.heard(failed(1, 8))
+        fleet.on_sync(failed(1, 8))
         assert fleet.failure() is not None
         assert fleet.failure().count("half of it came") == 2
 
@@ -253,14 +253,14 @@ def test_a_server_that_is_synced_takes_no_new_requests() -> None:
 
     async def scenario(it: Any) -> None:
         assert await it.ask("r0", "t") == 0
-        it.fleet.heard(started(0))
-        it.fleet.heard(started(9, host="elsewhere"))
+        it.fleet.on_sync(started(0))
+        it.fleet.on_sync(started(9, host="elsewhere"))
         assert await it.ask("r1", "u") == 1
-        it.fleet.heard(started(1))
+        it.fleet.on_sync(started(1))
         assert not await opens(it.fleet)
         assert await it.ask("r2") is None
         assert isinstance(it.asks["r2"].exception(), EngineLostError)
-        it.fleet.heard(finished(0))
+        it.fleet.on_sync(finished(0))
         assert await opens(it.fleet)
         it.servers[0].ends()
         assert (await it.asks["r0"]).finish_reason == "stop"
@@ -274,16 +274,16 @@ def test_a_sync_that_failed_takes_a_server_out() -> None:
     async def scenario(it: Any) -> None:
         assert await it.ask("r0", "t") == 0
         assert await it.ask("r1", "u") == 1
-        it.fleet.heard(started(0))
-        it.fleet.heard(failed(0, 3))
+        it.fleet.on_sync(started(0))
+        it.fleet.on_sync(failed(0, 3))
         await pause()
         error = it.asks["r0"].exception()
         assert isinstance(error, EngineLostError)
         assert "the sync of version 3 failed: half of it came" in str(error)
         assert not it.asks["r1"].done()
-        it.fleet.heard(started(0, sync="again"))
+        it.fleet.on_sync(started(0, sync="again"))
         assert await it.ask("r2", "t") == 1
-        it.fleet.heard(finished(0, sync="again"))
+        it.fleet.on_sync(finished(0, sync="again"))
         assert await it.ask("r3", "v") == 0
         assert it.servers[0].starts == 1, "its connection was whole all the time"
 
@@ -296,7 +296,7 @@ def test_a_failed_sync_and_the_one_that_mends_it_in_one_breath() -> None:
     async def scenario(it: Any) -> None:
         await it.ask("r0")
         for record in (started(0), failed(0), started(0, sync="2"), finished(0, sync="2")):
-            it.fleet.heard(record)
+            it.fleet.on_sync(record)
         await pause()
         assert isinstance(it.asks["r0"].exception(), EngineLostError)
         assert "half of it came" in str(it.asks["r0"].exception())
@@ -311,7 +311,7 @@ def test_who_waits_since_before_a_sync_hears_of_the_next_failure() -> None:
     async def scenario(it: Any) -> None:
         await it.ask("r0")
         for record in (started(0), finished(0), started(0, 2, "2"), failed(0, 2, "2")):
-            it.fleet.heard(record)
+            it.fleet.on_sync(record)
         await pause()
         assert isinstance(it.asks["r0"].exception(), EngineLostError)
 
@@ -323,9 +323,9 @@ def test_a_trainer_that_died_in_a_sync_is_followed_by_another() -> None:
 
     async def scenario(it: Any) -> None:
         for record in (started(0, sync="dead"), started(0, sync="2")):
-            it.fleet.heard(record)
+            it.fleet.on_sync(record)
         assert not await opens(it.fleet)
-        it.fleet.heard(finished(0, sync="2"))
+        it.fleet.on_sync(finished(0, sync="2"))
         assert await opens(it.fleet)
 
     run(scenario, Server())
@@ -348,9 +348,9 @@ def test_what_the_log_says_at_the_beginning() -> None:
         fleet = Fleet({OWN: Server(2)})
         fleet.remember([SyncFailed("actor", 1, "s", "http://10.0.0.1:8000/engine", "no")])
         assert await opens(fleet)
-        fleet.heard(SyncStarted("actor", 3, "t", "http://10.0.0.1:8000/engine/", "disk"))
+        fleet.on_sync(SyncStarted("actor", 3, "t", "http://10.0.0.1:8000/engine/", "disk"))
         assert not await opens(fleet)
-        fleet.heard(SyncFinished("actor", 3, "t", "http://10.0.0.1:8000/engine", 1, 0.1))
+        fleet.on_sync(SyncFinished("actor", 3, "t", "http://10.0.0.1:8000/engine", 1, 0.1))
         assert fleet.policy_version() == 2, "it knows by itself what it serves"
 
     asyncio.run(own())
@@ -410,14 +410,14 @@ def test_a_synced_server_that_was_gone(version: int | None) -> None:
 
     async def scenario(it: Any) -> None:
         server = it.servers[0]
-        it.fleet.heard(finished(0, 3))
+        it.fleet.on_sync(finished(0, 3))
         await it.ask("r0")
         server.version = version
         server.ends(EngineLostError("connection reset"))
         await until(lambda: server.verified > 0)
         await pause()
         assert await opens(it.fleet) == (version == 3)
-        it.fleet.heard(finished(0, 4))
+        it.fleet.on_sync(finished(0, 4))
         assert await it.ask("r1") == 0
 
     run(scenario, Server())
@@ -436,8 +436,8 @@ def test_a_server_that_began_anew_before_this_proxy() -> None:
         assert it.fleet.states()[0]["state"].startswith(
             "waits for a sync: it has other weights than version 5"
         )
-        it.fleet.heard(started(0, 6))
-        it.fleet.heard(finished(0, 6))
+        it.fleet.on_sync(started(0, 6))
+        it.fleet.on_sync(finished(0, 6))
         assert await it.ask("r0") == 0
         await until(lambda: not it.fleet._probing)
 
@@ -449,7 +449,7 @@ def test_a_sync_finishes_while_the_connection_is_made() -> None:
 
     async def scenario(it: Any) -> None:
         server = it.servers[0]
-        it.fleet.heard(finished(0, 3))
+        it.fleet.on_sync(finished(0, 3))
         await it.ask("r0")
 
         async def verify() -> None:
@@ -457,7 +457,7 @@ def test_a_sync_finishes_while_the_connection_is_made() -> None:
             if it.fleet.members[0].version == 4:
                 server.version = 4
             else:
-                it.fleet.heard(finished(0, 4))
+                it.fleet.on_sync(finished(0, 4))
 
         server.verify = verify
         server.ends(EngineLostError("connection reset"))
@@ -473,13 +473,13 @@ def test_a_sync_finishes_before_the_connection_is_back() -> None:
 
     async def scenario(it: Any) -> None:
         server = it.servers[0]
-        it.fleet.heard(finished(0, 3))
+        it.fleet.on_sync(finished(0, 3))
         await it.ask("r0")
         server.reachable = False
         server.ends(EngineLostError("connection reset"))
         await until(lambda: server.starts > 2)
-        it.fleet.heard(started(0, 4))
-        it.fleet.heard(finished(0, 4))
+        it.fleet.on_sync(started(0, 4))
+        it.fleet.on_sync(finished(0, 4))
         assert not await opens(it.fleet)
         server.version, server.reachable = 4, True
         await until(lambda: it.fleet.members[0].usable)
@@ -493,12 +493,12 @@ def test_a_failed_sync_outlasts_a_new_connection() -> None:
 
     async def scenario(it: Any) -> None:
         server = it.servers[0]
-        it.fleet.heard(finished(0, 3))
+        it.fleet.on_sync(finished(0, 3))
         server.version = 3
         await it.ask("r0")
         server.ends(EngineLostError("connection reset"))
         await pause()
-        it.fleet.heard(failed(0, 4))
+        it.fleet.on_sync(failed(0, 4))
         await until(lambda: server.verified > 0 and not it.fleet._probing)
         assert not await opens(it.fleet)
 
@@ -550,7 +550,7 @@ def test_weights_that_nobody_knows() -> None:
         assert (state["policy_version"], state["unverified"]) == (None, "nobody has named them")
         assert (state["state"], it.fleet.policy_version()) == ("usable", None)
         assert await it.ask("r1") == 0
-        it.fleet.heard(finished(0, 3))
+        it.fleet.on_sync(finished(0, 3))
         assert it.fleet.policy_version() == 3
 
     run(scenario, Server(3))
@@ -563,7 +563,7 @@ def test_a_sync_that_never_comes(version: int | None) -> None:
     async def scenario(it: Any) -> None:
         it.fleet._patience_s = 0.05
         server = it.servers[0]
-        it.fleet.heard(finished(0, 5))
+        it.fleet.on_sync(finished(0, 5))
         await it.ask("r0")
         server.version, server.strange = version, None if version else "nobody has named them"
         server.ends()
@@ -572,7 +572,7 @@ def test_a_sync_that_never_comes(version: int | None) -> None:
         assert not await opens(it.fleet)
         await until(lambda: it.fleet.members[0].usable)
         assert it.fleet.policy_version() == version
-        it.fleet.heard(finished(0, 6))
+        it.fleet.on_sync(finished(0, 6))
         assert it.fleet.policy_version() == 6, "its trainer is back"
 
     run(scenario, Server())
@@ -584,17 +584,17 @@ def test_a_router_in_front_of_a_synced_server() -> None:
     async def scenario(it: Any) -> None:
         server = it.servers[0]
         server.strange = "nobody has named them"
-        it.fleet.heard(finished(7, 2))
+        it.fleet.on_sync(finished(7, 2))
         await until(lambda: server.verified == 1)
         server.strange = None
-        it.fleet.heard(finished(7, 3))
+        it.fleet.on_sync(finished(7, 3))
         await pause()
         assert server.verified == 1
 
     run(scenario, Server())
 
 
-def test_a_refusal_is_nobodys_end() -> None:
+def test_an_engine_that_refuses_a_request_stays_in_use() -> None:
     """An engine that cannot serve this request can serve others."""
 
     async def scenario(it: Any) -> None:
@@ -624,11 +624,11 @@ def test_what_is_told_of_engines() -> None:
     """Each with its address, its version, what runs, and why it is not asked."""
 
     async def scenario(at: SimpleNamespace) -> None:
-        at.fleet.heard(finished(0, version=4))
+        at.fleet.on_sync(finished(0, version=4))
         await at.ask("r")
-        at.fleet.heard(started(0, version=5))
-        at.fleet.heard(started(1, version=5))
-        at.fleet.heard(failed(1, version=5))
+        at.fleet.on_sync(started(0, version=5))
+        at.fleet.on_sync(started(1, version=5))
+        at.fleet.on_sync(failed(1, version=5))
         first, second = at.fleet.states()
         told = {"url": url(0), "running": 1, "policy_version": 4, "unverified": None, "state": "syncing"}
         assert first == told

@@ -151,7 +151,7 @@ def held_by(world: World, dtype: str = "float32", told: str | None = None, path:
     return Held("http://e", [RankChecksums(0, 1, dict(checksums))], "cpu", told or dtype)
 
 
-def test_the_same_weights(world: World) -> None:
+def test_the_runs_own_weights_are_version_0(world: World) -> None:
     """Version 0, by the digest that a trainer or the embedded engine would give it."""
     assert compare(world.model, held_by(world)) == (0, digest_tensors(read_weights(world.model)))
 
@@ -238,7 +238,7 @@ def test_a_digest_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"ranks": []}, {"ranks": [{"checksums": {}}]}, None, {"ranks": [3]}])
-def test_no_checksums(answer: Any) -> None:
+def test_an_answer_without_checksums_is_refused(answer: Any) -> None:
     """What names no tensor proves nothing."""
     with pytest.raises(EngineError, match="/weights_checker"):
         read_ranks(answer, "http://e")
@@ -553,7 +553,7 @@ def test_a_log_that_cannot_be_read_for_a_while(world: World, monkeypatch: pytest
     run(scenario)
 
 
-def test_two_keys() -> None:
+def test_control_routes_have_a_key_of_their_own() -> None:
     """Routes that control a server have a key of their own, where there is one."""
     address = EngineAddress.of("http://e")
     told = [

@@ -18,10 +18,10 @@ import orjson
 import pytest
 from told_weights import ToldWeights
 
-from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, unheard
+from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.parts import joined, may_go_on, routing_of, the_rest
-from rollbook.ingest.engines.sglang.wire import Part, Routing, part, request_body, sampling_params
+from rollbook.ingest.engines.sglang.protocol import Part, Routing, part, request_body, sampling_params
 from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import VersionSpan, token_ids
@@ -99,7 +99,7 @@ def test_a_request_that_a_pause_ended_goes_on(run: Any, stream: bool, incrementa
         heard.extend(ids)
         told.extend(logprobs)
 
-    made = _generate(run, app, SAMPLING, hear if stream else unheard)
+    made = _generate(run, app, SAMPLING, hear if stream else ignore_tokens)
     sizes = [len(seen["output_ids"]) for seen in app.seen]
     assert len(sizes) == 3
     assert sum(sizes) == len(made.completion_ids) >= 3 + 4
@@ -128,7 +128,7 @@ def test_a_request_that_a_pause_ended_goes_on(run: Any, stream: bool, incrementa
 def test_a_constrained_request_does_not_go_on(run: Any) -> None:
     """A grammar would begin anew in the middle of its text: what there is is the answer."""
     app = Pausing(3)
-    made = _generate(run, app, replace(SAMPLING, constraint={"regex": "a+"}), unheard)
+    made = _generate(run, app, replace(SAMPLING, constraint={"regex": "a+"}), ignore_tokens)
     assert (made.finish_reason, len(app.seen)) == ("abort", 1)
     assert len(made.completion_ids) >= 3
 
@@ -195,7 +195,7 @@ def test_parts_without_a_token_are_given_up() -> None:
     assert may_go_on([_part([]), _part([]), _part([1]), _part([]), _part([])], SAMPLING)
 
 
-def test_what_does_not_go_on() -> None:
+def test_a_request_that_ended_by_itself_does_not_go_on() -> None:
     """What has ended by itself, and what has all the tokens that were asked for."""
     assert not may_go_on([_part([1], "stop")], SAMPLING)
     assert not may_go_on([_part([1], "length")], SAMPLING)
@@ -216,7 +216,7 @@ def test_the_rest_that_is_asked_for() -> None:
     assert the_rest(PROMPT, sampling, [_part([5, 6, 7, 8, 9])])[1].min_new_tokens == 0
 
 
-def test_joined_parts() -> None:
+def test_parts_are_joined_with_spans_and_counts() -> None:
     """Spans move on, and join where the version is the same; numbers are added; penalties are told."""
     spans = (VersionSpan("actor", 1, 0, 1), VersionSpan("actor", 2, 1, 2))
     parts = [

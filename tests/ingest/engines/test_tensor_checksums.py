@@ -58,7 +58,7 @@ def test_tiled_as_the_kernel_computes_it(size: int) -> None:
         assert _in_pieces(TiledChecksum(), data, cuts) == TILED[size], cuts
 
 
-def test_nothing() -> None:
+def test_a_tensor_without_elements_has_a_checksum() -> None:
     """A tensor without elements: SGLang answers 0, and SHA-256 has its own answer."""
     empty = torch.empty(0, 4)
     assert _in_pieces(TiledChecksum(), empty, []) == "0" * 16
@@ -100,14 +100,14 @@ def test_the_bytes_in_row_order(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("start", [1, 2, 3, 4])
-def test_anywhere_in_memory(start: int) -> None:
+def test_unaligned_bytes_have_the_same_checksum(start: int) -> None:
     """Bytes that do not begin at a word's border."""
     data = _bytes(100_001)
     lent = torch.cat([torch.zeros(start, dtype=torch.uint8), data])[start:]
     assert _in_pieces(TiledChecksum(), lent, []) == TILED[100_001]
 
 
-def test_asking_twice() -> None:
+def test_a_digest_may_be_read_before_the_end() -> None:
     """A digest is of the bytes so far, and more may come."""
     for make in (Sha256Checksum, TiledChecksum):
         checksum, data = make(), _bytes(100_001)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
 from rollbook.ingest.engines.weights.tensor_checksums import Sha256Checksum
-from rollbook.ingest.engines.weights.tensor_layout import Expected, Place, place_of, shard
+from rollbook.ingest.engines.weights.tensor_layout import Expected, TensorPart, part_of, shard
 from rollbook.store.errors import EngineError
 
 LOADED: dict[str, list[int]] = orjson.loads((Path(__file__).parent / "sglang_loaders.json").read_bytes())
@@ -91,7 +91,7 @@ def test_as_sglang_pads_vocabularies(key: str, name: str) -> None:
     assert [len(held), used[0], used[-1]] == LOADED[key]
 
 
-def test_places() -> None:
+def test_tensors_are_found_in_merged_and_expert_tensors() -> None:
     """Merged, of experts, of shared experts, alone, nowhere."""
     experts = "model.layers.1.mlp.experts"
     shared = "model.layers.1.mlp.shared_expert"
@@ -100,19 +100,19 @@ def test_places() -> None:
         | {f"{shared}.gate_up_proj.weight", f"{shared}.down_proj.weight"}
     )
     wanted = {
-        f"{ATTENTION}.v_proj.bias": Place(f"{ATTENTION}.qkv_proj.bias", 2),
-        f"{MLP}.up_proj.weight": Place(f"{MLP}.gate_up_proj.weight", 1),
-        f"{experts}.0.gate_proj.weight": Place(f"{experts}.w13_weight", 0),
-        f"{experts}.10.up_proj.weight": Place(f"{experts}.w13_weight", 21),
-        f"{experts}.10.down_proj.weight": Place(f"{experts}.w2_weight", 10),
-        f"{shared}.gate_proj.weight": Place(f"{shared}.gate_up_proj.weight", 0),
-        "model.layers.1.mlp.gate.weight": Place("model.layers.1.mlp.gate.weight", 0),
+        f"{ATTENTION}.v_proj.bias": TensorPart(f"{ATTENTION}.qkv_proj.bias", 2),
+        f"{MLP}.up_proj.weight": TensorPart(f"{MLP}.gate_up_proj.weight", 1),
+        f"{experts}.0.gate_proj.weight": TensorPart(f"{experts}.w13_weight", 0),
+        f"{experts}.10.up_proj.weight": TensorPart(f"{experts}.w13_weight", 21),
+        f"{experts}.10.down_proj.weight": TensorPart(f"{experts}.w2_weight", 10),
+        f"{shared}.gate_proj.weight": TensorPart(f"{shared}.gate_up_proj.weight", 0),
+        "model.layers.1.mlp.gate.weight": TensorPart("model.layers.1.mlp.gate.weight", 0),
         f"{experts}.gate_up_proj": None,
         "model.layers.9.self_attn.q_proj.weight": None,
         "model.layers.9.mlp.experts.0.up_proj.weight": None,
         "lm_head.bias": None,
     }
-    assert {name: place_of(name, held) for name in wanted} == wanted
+    assert {name: part_of(name, held) for name in wanted} == wanted
 
 
 def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -140,7 +140,7 @@ def _expected(size: int = 1) -> Expected:
 
 @settings(deadline=None)
 @given(st.permutations(sorted(DENSE)), st.sampled_from([1, 2, 4]))
-def test_in_any_order(names: list[str], size: int) -> None:
+def test_parts_may_come_in_any_order(names: list[str], size: int) -> None:
     """Parts of a merged tensor may come in any order, in memory that is used again after each."""
     expected, new = _expected(size), _tensors(1)
     for name in names:

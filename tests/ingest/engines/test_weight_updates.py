@@ -177,7 +177,7 @@ def test_the_form_of_the_checksums(renewed: Any, tiny_model: Path) -> None:
     assert "action" in _post(renewed, "/weights_checker", status=400, action="reset_tensors")["message"]
 
 
-def test_what_it_says_of_itself(renewed: Any, tiny_model: Path) -> None:
+def test_server_info_names_the_engine_its_ranks_and_weights(renewed: Any, tiny_model: Path) -> None:
     """The kind, so that a client can tell it from SGLang, its ranks and its weights."""
     told = renewed.run(renewed.client.get("/engine/server_info")).json()
     assert (told["engine"], told["tp_size"], told["dp_size"], told["device"]) == (
@@ -455,7 +455,7 @@ def test_requests_that_stood_still_fail_with_mixed_weights(
 @pytest.mark.parametrize(
     "route", ["init_weights_update_group", "update_weights_from_distributed", "update_weights_from_ipc"]
 )
-def test_other_ways_are_refused(renewed: Any, route: str) -> None:
+def test_other_ways_to_update_weights_are_refused(renewed: Any, route: str) -> None:
     """A 400 that says which ways there are."""
     assert "from disk or from tensors" in _post(renewed, f"/{route}", status=400, names=[])["message"]
 

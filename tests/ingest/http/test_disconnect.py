@@ -59,7 +59,7 @@ def test_leaving_in_the_middle(proxy: Any, kind: str, stream: bool) -> None:
         await asyncio.sleep(0.02)
         reply.leave()
         await reply.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
         return reply
 
     reply = proxy.run(scenario())
@@ -95,7 +95,7 @@ def test_all_choices_are_aborted(proxy: Any) -> None:
         await asyncio.sleep(0.02)
         reply.leave()
         await reply.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     turns = proxy.trajectories()["choices"].turns
@@ -121,7 +121,7 @@ def test_an_engine_that_cannot_abort_runs_to_its_end(proxy: Any, monkeypatch: py
         await reply.end()
         for _ in range(50):
             engine.pace.release()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     (turn,) = proxy.trajectories()["whole"].turns.values()
@@ -140,7 +140,7 @@ def test_an_abort_before_the_first_token(proxy: Any) -> None:
         await reply.until(lambda: engine.prompts)
         reply.leave()
         await reply.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     (turn,) = proxy.trajectories()["nothing"].turns.values()
@@ -171,7 +171,7 @@ def test_leaving_when_all_is_said_marks_nothing(proxy: Any, monkeypatch: pytest.
         await asyncio.sleep(0.01)
         written.set()
         await reply.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
         return reply
 
     reply = proxy.run(scenario())
@@ -223,7 +223,7 @@ def test_waiting_clients_that_leave_are_not_answered(proxy: Any) -> None:
         reply.leave()
         await reply.end()
         engine.doors.set()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     (turn,) = proxy.trajectories()["held"].turns.values()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rollbook import store as rb
 from rollbook.client.tail import read_messages
 from rollbook.ingest.http import event_streams, memory
-from rollbook.ingest.http.error_replies import add_error_replies, error_form
+from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.event_feed import ArrowFeed, Feed, SseFeed
 from rollbook.ingest.http.event_streams import EventStreams
 from rollbook.store import Event, Store
@@ -147,7 +147,7 @@ class Streams:
         self.runner = asyncio.Runner()
         self.streams = EventStreams(log, most)
         self.app = FastAPI()
-        add_error_replies(self.app, error_form, self.refused.append)
+        add_error_replies(self.app, self.refused.append)
 
         @self.app.get("/events")
         async def events() -> Any:

@@ -25,7 +25,7 @@ from rollbook.client.tail import HttpTail, Message, read_messages
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.http import event_streams
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.detect import FAMILIES
 from rollbook.ingest.serve.proxy import build_app
 from rollbook.ingest.tokens.bridge import Bridges
@@ -115,7 +115,7 @@ def test_the_whole_log_and_the_rest_from_any_id(server: Any, log: Store, monkeyp
         assert again == rest
 
 
-def test_what_is_wanted(server: Any, log: Store, story: Any) -> None:
+def test_kinds_and_runs_are_filtered(server: Any, log: Store, story: Any) -> None:
     """Kinds and runs are filtered, cursors come only when asked for, and the head says what was passed."""
     kinds = {"turn.completed", "reward.assigned"}
     found = _messages(server.url, kinds=",".join(kinds))
@@ -151,7 +151,9 @@ def test_what_is_wanted(server: Any, log: Store, story: Any) -> None:
         ({"form": "head"}, 400, "bad_query", "'form'.*follow"),
     ],
 )
-def test_what_is_refused(server: Any, query: Any, status: int, code: str, text: str) -> None:
+def test_queries_that_cannot_be_answered_are_refused(
+    server: Any, query: Any, status: int, code: str, text: str
+) -> None:
     """A query that cannot be answered says what is wrong with it and what to do."""
     import re
 
@@ -200,7 +202,7 @@ def test_the_same_events_as_locally_bit_for_bit(server: Any, log: Store, plain: 
     assert odd.logprobs.view(np.uint32).tolist()[3] == 0xFFC00001
 
 
-def test_it_follows(server: Any, log: Store) -> None:
+def test_new_events_wake_the_tail_and_come_once(server: Any, log: Store) -> None:
     """New events of any lane wake `wait` and come once, with the cut closed after each poll."""
     with HttpTail(server.url, log.head(), run="followed") as remote:
         assert remote.poll() == []
@@ -285,8 +287,8 @@ class Hosted:
         self.store = rb.open(path, create=True)
         recorder = Recorder(self.store, "serve", "default")
         engine = ScriptedEngine(tokenizer, lambda messages, tools: "yes")
-        taker = TurnTaker(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
-        self.app = build_app(taker)
+        turn_runner = TurnRunner(recorder, engine, Bridges.tested(tokenizer), FAMILIES["hermes"])
+        self.app = build_app(turn_runner)
         self.streams = self.app.state.streams
         self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error"))
         self.streams.stopping = lambda: self.server.should_exit
@@ -513,7 +515,7 @@ def test_the_command_prints_the_same_from_both_places(server: Any, log: Store, p
         assert _run(*place, "--no-follow", "--run", "nobody") == ""
 
 
-def test_a_line_for_people(server: Any) -> None:
+def test_rollbook_tail_prints_a_line_an_event(server: Any) -> None:
     """Time, place, kind, trajectory and a summary, on one line each."""
     lines = _run("--store", str(server.path), "--no-follow", "--from", "empty", "--events").splitlines()
     by_place = {line.split()[2]: line for line in lines}

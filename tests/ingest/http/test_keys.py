@@ -101,7 +101,7 @@ def test_a_file_that_others_may_use(tmp_path: Path, mode: int) -> None:
     assert read_keys(_file(tmp_path, GOOD, 0o440))[0][0].name == "a"
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
     """A folder, a pipe that nobody writes, nothing, something huge or not text: an error at once."""
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "huge").touch(0o600)
@@ -230,7 +230,7 @@ def test_what_is_kept_of_given_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["*", "localhost", "10.0.0.1/8", ""])
-def test_addresses_of_proxies(tmp_path: Path, address: str) -> None:
+def test_forwarded_from_takes_addresses_and_networks_alone(tmp_path: Path, address: str) -> None:
     """Anybody's word is nobody's: an address or a network, and nothing else."""
     with pytest.raises(ConfigError, match="--forwarded-from"):
         ServeOptions(tmp_path, forwarded_from=(address,))
@@ -240,7 +240,7 @@ def test_addresses_of_proxies(tmp_path: Path, address: str) -> None:
 # Making keys ----------------------------------------------------------------------------------------
 
 
-def test_making_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_made_key_opens_and_is_stored_as_a_hash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is new, opens what it is for, and stands in the file as a hash alone; comments stay."""
     file = tmp_path / "keys.toml"
     first = add_key(file, "ops", "operator", None)
@@ -270,7 +270,7 @@ def test_making_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_prints_the_key_alone(tmp_path: Path) -> None:
     """The key alone goes to stdout, so that it can be piped into a secret's place."""
     file = str(tmp_path / "keys.toml")
     made = CliRunner().invoke(

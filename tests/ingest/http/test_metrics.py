@@ -92,7 +92,7 @@ def test_what_nobody_took_is_counted_too(proxy: Any) -> None:
         await asyncio.sleep(0.01)
         one.leave()
         await one.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     page = _page(proxy)

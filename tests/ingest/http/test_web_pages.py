@@ -87,7 +87,7 @@ def test_hosts(host: str, loopback: int | None, beyond: int | None) -> None:
     assert _refused(BEYOND, ("host", host)) == beyond
 
 
-def test_no_host_and_several() -> None:
+def test_a_host_is_needed_once() -> None:
     """HTTP/1.0 knew no Host; later versions send one, and of two nobody knows which is meant."""
     assert _refused(LOOPBACK, version="1.0") is None
     assert _refused(LOOPBACK) == 400
@@ -136,7 +136,7 @@ def test_any_host_is_ours_or_refused(host: str) -> None:
         ("http://[", "127.0.0.1:8000", 403),
     ],
 )
-def test_origins(origin: str, host: str, status: int | None) -> None:
+def test_foreign_origins_are_refused(origin: str, host: str, status: int | None) -> None:
     """A page of our own, or of an origin that is allowed; any other is foreign, whatever it is."""
     for method in ("GET", "POST", "OPTIONS"):
         assert _refused(LOOPBACK, ("host", host), ("origin", origin), method=method) == status
@@ -191,7 +191,7 @@ def test_sites(site: str, mode: str, dest: str, method: str, status: int | None)
         (None, 415),
     ],
 )
-def test_bodies(kind: str | None, status: int | None) -> None:
+def test_bodies_that_pages_send_unasked_are_refused(kind: str | None, status: int | None) -> None:
     """A page of our own asks first, or says JSON; a client that is no browser may send what it likes."""
     typed = [] if kind is None else [("content-type", kind)]
     length, ours = ("content-length", "2"), ("origin", "http://localhost")
@@ -213,7 +213,7 @@ def test_settings_that_cannot_be_meant(hosts: list[str], origins: list[str]) -> 
         own("127.0.0.1", "m", hosts, origins)
 
 
-def test_loopback() -> None:
+def test_loopback_addresses_are_known_in_any_form() -> None:
     """Addresses of this host's own, in any form."""
     assert [a for a in ("127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1") if not is_loopback(a)] == []
     assert [a for a in ("192.0.2.1", "::", "0.0.0.0", "", "localhost", "testclient") if is_loopback(a)] == []
@@ -252,7 +252,7 @@ def test_every_route_is_behind_it(proxy: Any, method: str, path: str) -> None:
     assert proxy.trajectories() == {}
 
 
-def test_a_page_of_ones_own(proxy: Any) -> None:
+def test_an_allowed_page_may_send_and_read(proxy: Any) -> None:
     """It may ask first, send, and read; its browser is told so, and no other's."""
     page = {"origin": "http://localhost:3000"}
     preflight = page | {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}

@@ -141,7 +141,7 @@ def test_no_secret_reaches_the_disk_or_the_model(played: Any) -> None:
     assert list(proxy.store.path.rglob("*.parquet"))
 
 
-def test_the_rest_is_untouched(proxy: Any) -> None:
+def test_what_matches_no_pattern_is_kept(proxy: Any) -> None:
     """What matches nothing is kept as it came, and an empty secret is none."""
     body = asked("chat", "sk-short is no key", api_key=None, user="sk-")
     assert proxy.ask(f"/t/plain{PATHS['chat']}", body).status == 200

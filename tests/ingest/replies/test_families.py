@@ -109,7 +109,9 @@ FORMS: list[tuple[str, str, tuple[tuple[str, str], ...]]] = [
 
 
 @pytest.mark.parametrize(("family", "text", "calls"), FORMS)
-def test_real_forms(tools: Any, family: str, text: str, calls: tuple[tuple[str, str], ...]) -> None:
+def test_forms_that_models_sample_are_parsed(
+    tools: Any, family: str, text: str, calls: tuple[tuple[str, str], ...]
+) -> None:
     """What models sample, and the calls it says; JSON they sampled is kept to the letter."""
     expected = Parsed(None, "", tuple(Call(*call) for call in calls), ())
     assert _parse(family, text, tools) == expected

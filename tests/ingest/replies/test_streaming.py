@@ -90,7 +90,9 @@ def _check_law(name: str, text: str, tools: Any, in_reasoning: bool) -> None:
 @example(text="So: \n<tool_call>{oops</tool_call>", offered=True, in_reasoning=False)
 @example(text=" \n<think> Hm \n</think>\n\n A <tool_c", offered=True, in_reasoning=False)
 @example(text="Hm </thin </think> \n", offered=True, in_reasoning=True)
-def test_what_streamed_was_no_lie(name: str, text: str, offered: bool, in_reasoning: bool) -> None:
+def test_what_streams_is_a_prefix_of_the_whole_reply(
+    name: str, text: str, offered: bool, in_reasoning: bool
+) -> None:
     """The law, at every split of any text, for every family."""
     _check_law(name, text, [TOOL] if offered else None, in_reasoning)
 

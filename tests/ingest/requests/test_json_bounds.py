@@ -16,7 +16,7 @@ from streamed import KINDS, PATHS, asked
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.requests import json_bounds
 from rollbook.ingest.requests.json_bounds import MOST_DEPTH, MOST_WEIGHT, check_depth, check_weight
-from rollbook.ingest.turns import call_bounds
+from rollbook.ingest.turns import request_limits
 from rollbook.store.errors import LimitError
 
 VALUES = st.recursive(
@@ -47,7 +47,7 @@ def _weight(value: Any) -> int:
 
 
 @given(VALUES)
-def test_depth(value: Any) -> None:
+def test_a_hundred_levels_of_nesting_pass(value: Any) -> None:
     """What is a hundred deep passes, whatever else it holds; what is one deeper does not."""
     deep = _nested(MOST_DEPTH - _depth(value), value)
     check_depth(deep)
@@ -57,7 +57,7 @@ def test_depth(value: Any) -> None:
 
 
 @given(VALUES, st.integers(1, 64))
-def test_weight(value: Any, chunk: int) -> None:
+def test_weight_is_counted_outside_strings(value: Any, chunk: int) -> None:
     """It is counted outside strings alone, whatever they hold, and wherever the text is cut into chunks."""
     raw = orjson.dumps(value)
     with pytest.MonkeyPatch.context() as patched:
@@ -184,7 +184,7 @@ def test_what_is_beside_the_conversation(played: Any) -> None:
 
 def test_too_many_messages(proxy: Any) -> None:
     """Ten thousand pass, as far as the context goes; one more does not."""
-    messages = [{"role": "user", "content": "x"}] * (call_bounds.MOST_MESSAGES + 1)
+    messages = [{"role": "user", "content": "x"}] * (request_limits.MOST_MESSAGES + 1)
     assert _refused(proxy, "/t/many/v1/chat/completions", {"messages": messages}) == (400, "field_too_large")
 
 

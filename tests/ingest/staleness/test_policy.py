@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.ingest.staleness.policy import Order, StalenessPolicy, Unit
+from rollbook.ingest.staleness.policy import Order, PromptGroup, StalenessPolicy
 
 counts = st.integers(1, 4)
 limits = st.integers(0, 4)
@@ -43,7 +43,7 @@ class Loop:
     version: int = 0
     served: int = 0
     running: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Unit -> (version of its oldest token, ticks until it is complete)."""
+    """PromptGroup -> (version of its oldest token, ticks until it is complete)."""
     ready: dict[str, int] = field(default_factory=dict)
     begun: list[str] = field(default_factory=list)
     used: list[tuple[str, int]] = field(default_factory=list)
@@ -65,9 +65,9 @@ class Loop:
                 self.ready[name] = oldest
         self._step()
 
-    def _units(self) -> list[Unit]:
-        units = [Unit(name, oldest, complete=True) for name, oldest in self.ready.items()]
-        units += [Unit(name, oldest, complete=False) for name, (oldest, _) in self.running.items()]
+    def _units(self) -> list[PromptGroup]:
+        units = [PromptGroup(name, oldest, complete=True) for name, oldest in self.ready.items()]
+        units += [PromptGroup(name, oldest, complete=False) for name, (oldest, _) in self.running.items()]
         if self.policy.order == "fifo":
             units.sort(key=lambda unit: self.begun.index(unit.name))
         return units
@@ -129,15 +129,15 @@ def test_age_waits_for_none(data: st.DataObject, batch: int, limit: int) -> None
 # Selection ----------------------------------------------------------------------------------------
 
 
-def _units(*said: tuple[str, int | None, bool]) -> list[Unit]:
-    return [Unit(name, oldest, complete) for name, oldest, complete in said]
+def _units(*said: tuple[str, int | None, bool]) -> list[PromptGroup]:
+    return [PromptGroup(name, oldest, complete) for name, oldest, complete in said]
 
 
-def _evicted(policy: StalenessPolicy, units: Sequence[Unit], version: int) -> list[Unit]:
+def _evicted(policy: StalenessPolicy, units: Sequence[PromptGroup], version: int) -> list[PromptGroup]:
     return [unit for unit in units if unit.complete and policy.stale(unit, version)]
 
 
-def _names(units: list[Unit] | None) -> list[str] | None:
+def _names(units: list[PromptGroup] | None) -> list[str] | None:
     return None if units is None else [unit.name for unit in units]
 
 
@@ -172,7 +172,7 @@ def test_age_uses_the_oldest() -> None:
     assert _names(policy.select(units, 5)) == ["unknown", "a"]
 
 
-def test_what_is_evicted() -> None:
+def test_complete_groups_that_are_too_old_are_evicted() -> None:
     """Complete units that are too old; a running one may lose its oldest member yet."""
     policy = StalenessPolicy(1, 1)
     units = _units(("old", 3, True), ("runs", 3, False), ("just", 4, True), ("unknown", None, True))

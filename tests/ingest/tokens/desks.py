@@ -12,19 +12,18 @@ import numpy as np
 import orjson
 from tests.ingest.conftest import Desk, NoisyEngine
 
-from rollbook.ingest.endpoints.chat import ChatCompletions
-from rollbook.ingest.endpoints.completions import Completions
+from rollbook.ingest.endpoints import chat, completions
 from rollbook.ingest.engines.engine import Generation
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.runner import TurnTaker
+from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.requests.fields import OpenTrajectory
 from rollbook.ingest.tokens.bridge import TreePolicy
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.trajectories.live import LiveTrajectory
-from rollbook.ingest.turns.completed import AnsweredTurn
-from rollbook.ingest.turns.in_flight import RunningCall
+from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import Json, VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory
 
@@ -49,7 +48,7 @@ class SeenEngine(NoisyEngine):
     swaps: int | None = None
 
     async def generate(
-        self, prompt: Any, sampling: Any, heard: Any = lambda ids, logprobs: None
+        self, prompt: Any, sampling: Any, on_tokens: Any = lambda ids, logprobs: None
     ) -> Generation:
         """The next answer."""
         answer = self.answers(prompt.messages, prompt.tools)
@@ -65,7 +64,7 @@ class SeenEngine(NoisyEngine):
         made = Generation(
             token_ids(ids), logprobs, self._spans(len(ids)), finish, {"kind": "sampled", "temperature": 0.5}
         )
-        heard(ids, logprobs.tolist())
+        on_tokens(ids, logprobs.tolist())
         self.sent.append(prompt.ids)
         self.made.append(made)
         self.seen[prompt.request_id] = Made(prompt.ids, made, prompt.images)
@@ -96,34 +95,34 @@ class TokenDesk(Desk):
     ) -> None:
         super().__init__(path, tokenizer, answers, policy)
         self.engine = SeenEngine(tokenizer, answers)
-        self._serve(family or self.taker.family)
+        self._serve(family or self.turn_runner.family)
 
     def _serve(self, family: Family) -> None:
-        self.taker = TurnTaker(self.recorder, self.engine, self.taker.bridges, family)
+        self.turn_runner = TurnRunner(self.recorder, self.engine, self.turn_runner.bridges, family)
 
     def restart(self) -> None:
         """Close the recorder, and open another one that has only the log to go by."""
-        self.runner.run(self.taker.drained())
+        self.runner.run(self.turn_runner.drained())
         self.recorder.close()
         self.recorder = Recorder(self.store, "serve", "default")
-        self._serve(self.taker.family)
+        self._serve(self.turn_runner.family)
 
-    def begin(self, messages: list[Any], name: str = "t", **body: Any) -> tuple[LiveTrajectory, RunningCall]:
+    def begin(self, messages: list[Any], name: str = "t", **body: Any) -> tuple[LiveTrajectory, InFlightCall]:
         """One request, begun."""
         return self.begin_body({"messages": messages} | body, name)
 
-    def begin_body(self, body: Json, name: str = "t") -> tuple[LiveTrajectory, RunningCall]:
+    def begin_body(self, body: Json, name: str = "t") -> tuple[LiveTrajectory, InFlightCall]:
         """One request for a chat completion, or for the completion of a prompt, begun."""
         live = self.recorder.find(name) or self.recorder.draft(OpenTrajectory(id=name))
         raw = orjson.dumps(body)
-        endpoint = Completions() if "prompt" in body else ChatCompletions()
+        endpoint = completions.API if "prompt" in body else chat.API
         call = endpoint.read(orjson.loads(raw), lambda turn_id: None)
-        return live, self.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0))
+        return live, self.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0))
 
-    def take_all(self, *bodies: Json, name: str = "t", delivered: bool = True) -> list[list[AnsweredTurn]]:
+    def take_all(self, *bodies: Json, name: str = "t", delivered: bool = True) -> list[list[CompletedTurn]]:
         """Requests at once: the siblings that each became."""
 
-        async def take() -> list[list[AnsweredTurn]]:
+        async def take() -> list[list[CompletedTurn]]:
             begun = [self.begin_body(body, name) for body in bodies]
             answered = [await asyncio.shield(running.done) for _, running in begun]
             for (live, _), turns in zip(begun, answered, strict=True):
@@ -133,7 +132,7 @@ class TokenDesk(Desk):
 
         return self.runner.run(take())
 
-    def complete(self, prompt: Any, name: str = "t", **body: Any) -> AnsweredTurn:
+    def complete(self, prompt: Any, name: str = "t", **body: Any) -> CompletedTurn:
         """The completion of a raw prompt."""
         [[turn]] = self.take_all({"prompt": prompt} | body, name=name)
         return turn

@@ -47,7 +47,7 @@ def test_a_client_that_leaves_in_mid_stream_comes_again(played: Any) -> None:
         await exchange.until(lambda: exchange.parts)
         exchange.leave()
         await exchange.end()
-        await p.taker.drained()
+        await p.turn_runner.drained()
 
     p.run(leave())
     p.engine.pace = None

@@ -161,7 +161,7 @@ class _Told:
     ids: Any
     cut: bool = False
 
-    def told(self) -> list[Any]:
+    def conversation(self) -> list[Any]:
         return [*self.messages, self.reply]
 
 
@@ -197,7 +197,7 @@ def _between(bridges: Bridges, turns: int) -> Any:
     parent = _Told(_talk(turns), {"role": "assistant", "content": "then"}, [bridges.tokenizer.stop_ids[0]])
     new = [{"role": "user", "content": "more"}]
     whole = bridge(bridges.tokenizer, parent.messages, parent.reply, new, None, int(parent.ids[-1]))
-    found = bridges.between(parent, parent.told(), new, None, {})
+    found = bridges.between(parent, parent.conversation(), new, None, {})
     return found if isinstance(found, NoBridge) else found.ids, whole
 
 

@@ -98,7 +98,7 @@ def test_any_text_has_the_ids_of_the_whole(qwen: Tokenizer, text: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_programs_and_prose(qwen: Tokenizer, seed: int) -> None:
+def test_programs_and_prose_have_the_ids_of_the_whole(qwen: Tokenizer, seed: int) -> None:
     """Texts as people and programs write them, in many scripts."""
     text = _text(seed, 900)
     assert encode_text(qwen, text).tolist() == _ids(qwen, text)
@@ -113,7 +113,7 @@ def test_other_kinds_of_tokenizers(name: str) -> None:
         assert encode_text(tokenizer, text).tolist() == _ids(tokenizer, text)
 
 
-def test_pieces_are_used(qwen: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_encoded_in_pieces(qwen: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole is not encoded where it can be taken apart; one endless word cannot be."""
     seen: list[int] = []
     whole = long_text._whole
@@ -148,7 +148,7 @@ print(count, (now("VmHWM") - before) // 1024)
 """
 
 
-def test_memory(qwen: Tokenizer, tmp_path: Path) -> None:
+def test_long_texts_take_little_memory(qwen: Tokenizer, tmp_path: Path) -> None:
     """3 MB of text, 600,000 tokens, in less than 100 MB, where the whole at once takes 250."""
     qwen.save(str(tmp_path / "tokenizer.json"))
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "tokenizer.json")]

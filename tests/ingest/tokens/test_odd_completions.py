@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from rollbook.ingest.endpoints.chat import ChatCompletions
+from rollbook.ingest.endpoints import chat
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.turn_records import Arrival
 from rollbook.ingest.tokens.normal_form import chain_all
@@ -310,8 +310,8 @@ def test_a_quarantined_conversation_goes_on_after_a_restart(desk: Any) -> None:
     async def take(messages: list[Any]) -> tuple[str, str]:
         live = d.recorder.unnamed(chain_all(messages))
         raw = orjson.dumps({"messages": messages})
-        call = ChatCompletions().read(orjson.loads(raw), lambda turn_id: None)
-        [turn] = await d.taker.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done
+        call = chat.API.read(orjson.loads(raw), lambda turn_id: None)
+        [turn] = await d.turn_runner.begin(live, call, Arrival.of(call.endpoint, raw, 0)).done
         return live.opened.name, turn.turn_id
 
     name, first = d.runner.run(take(asked))

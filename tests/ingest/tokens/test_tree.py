@@ -272,7 +272,7 @@ def test_the_sentinel_in_user_text_makes_a_root(desk: Any) -> None:
 def test_a_tokenizer_that_merges_the_end_never_extends(desk: Any) -> None:
     """F2: where the self-test fails, every turn is a root that says so."""
     d = desk(_script("Sunny.", "Rain."), "not_atomic")
-    assert d.taker.bridges.refused == "end_of_turn_not_atomic"
+    assert d.turn_runner.bridges.refused == "end_of_turn_not_atomic"
     one = d.take([USER])
     two = d.take([USER, one.reply, _user()])
     assert [d.link(one), d.link(two)] == ["root:extension_refused", "root:extension_refused"]

@@ -71,7 +71,7 @@ def _code(error: RequestError) -> tuple[int, str]:
         ("/t/%D0%B4%D0%BE%D0%BC/v1/x", {"id": "дом"}),
     ],
 )
-def test_what_a_path_says(path: str, said: Any) -> None:
+def test_paths_are_split_into_trajectory_and_endpoint(path: str, said: Any) -> None:
     """An id with slashes or without, escaped or not, and what stands behind it in any order."""
     assert split_path(path) == (said, "/v1/x")
 
@@ -207,7 +207,7 @@ EXPLICIT = ORDER[:3]
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(ORDER, 2)))
-def test_precedence(proxy: Any, first: str, second: str, name: str) -> None:
+def test_explicit_names_come_before_hints(proxy: Any, first: str, second: str, name: str) -> None:
     """What comes first in the order names it; two explicit ones that differ are a 400."""
     headers: dict[str, str] = {}
     fields: dict[str, Any] = {}
@@ -266,7 +266,7 @@ def test_keys_that_name_nothing() -> None:
     assert key_name("trajectory:org:7") == "org:7"
 
 
-def test_what_headers_say(proxy: Any, name: str) -> None:
+def test_headers_give_group_task_split_and_labels(proxy: Any, name: str) -> None:
     """Group, task, split and labels; UTF-8 in them is text."""
     headers = {
         "X-Rollbook-Trajectory": f"{name}-é".encode().decode("latin-1"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollbook.ingest.replies.detect import FAMILIES
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.turns.reply import Reading, Reply
+from rollbook.ingest.turns.reply import Reply, ReplyReader
 from rollbook.store.events import token_ids
 
 Chat = Callable[..., ChatTokenizer]
@@ -27,7 +27,7 @@ def read(chat: Chat) -> Callable[..., Reply]:
     def read_text(text: str, finish: str = "stop", *, tools: bool = True, turn: str = "t1") -> Reply:
         tokenizer = chat()
         ids = [*tokenizer.encode(text), *(tokenizer.stop_ids[:1] if finish == "stop" else ())]
-        return Reading(tokenizer, FAMILIES["hermes"], TOOLS if tools else None).reply(
+        return ReplyReader(tokenizer, FAMILIES["hermes"], TOOLS if tools else None).reply(
             token_ids(ids), finish, turn
         )
 
@@ -148,14 +148,14 @@ def test_control_tokens_sampled_inside_are_not_shown(chat: Chat) -> None:
     tokenizer = chat()
     stop = tokenizer.stop_ids[0]
     ids = token_ids([*tokenizer.encode("a"), stop, *tokenizer.encode("b"), stop])
-    reply = Reading(tokenizer, FAMILIES["hermes"]).reply(ids, "stop", "t")
+    reply = ReplyReader(tokenizer, FAMILIES["hermes"]).reply(ids, "stop", "t")
     assert reply.message["content"] == "ab"
 
 
 def test_half_a_character_is_replaced(chat: Chat) -> None:
     """A completion cut inside a UTF-8 sequence is still valid text."""
     tokenizer = chat()
-    reply = Reading(tokenizer, FAMILIES["hermes"], TOOLS).reply(tokenizer.encode("天")[:2], "length", "t")
+    reply = ReplyReader(tokenizer, FAMILIES["hermes"], TOOLS).reply(tokenizer.encode("天")[:2], "length", "t")
     assert reply.message["content"] == "\ufffd"
 
 

@@ -13,7 +13,7 @@ import streamed
 from streamed import KINDS, PATHS, asked
 
 from rollbook import store
-from rollbook.ingest.turns import respond
+from rollbook.ingest.http import turn_response
 from rollbook.store.errors import EngineError
 from rollbook.store.fold.trajectory import fold
 
@@ -166,7 +166,7 @@ def test_a_retry_of_what_was_aborted_is_a_new_attempt(proxy: Any) -> None:
         await asyncio.sleep(0.01)
         first.leave()
         await first.end()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
     proxy.run(scenario())
     engine.pace = None
@@ -192,9 +192,9 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: p
         await first.end()
         for _ in range(50):
             engine.pace.release()
-        await proxy.taker.drained()
+        await proxy.turn_runner.drained()
 
-    class Gone(respond._Client):
+    class Gone(turn_response._Client):
         """One that went in the very moment in which the reply was there."""
 
         def __init__(self, *ends: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_reply_that_nobody_took_is_taken_by_a_retry(proxy: Any, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(engine, "abort", nothing)
         proxy.run(scenario())
-        patch.setattr(respond, "_Client", Gone)
+        patch.setattr(turn_response, "_Client", Gone)
         proxy.ask(f"/t/taken{CHAT}", asked("chat"), headers=AGAIN)
     (turn,) = _turns(proxy, "taken")
     assert (turn.completed.finish_reason, turn.delivered) == ("stop", None)

@@ -45,7 +45,7 @@ def _trajectory(served: Any, name: str, turns: int) -> Trajectory:
         time.sleep(0.02)
 
 
-def test_an_agents_loop(client: openai.OpenAI, front: Any, behind: Any, tools: Any) -> None:
+def test_an_agents_loop_is_one_trajectory(client: openai.OpenAI, front: Any, behind: Any, tools: Any) -> None:
     """Calls, their results, a stream, several choices: one trajectory there, and one behind it."""
     messages: list[Any] = [{"role": "user", "content": "call two"}]
     first = client.chat.completions.create(model="m", messages=messages, tools=tools)

@@ -12,7 +12,7 @@ import pytest
 from http_upstream import chat_reply, streamed, whole
 from upstream_replies import ENDPOINTS
 
-from rollbook.ingest.upstream import record
+from rollbook.ingest.upstream import recorder
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.sql.incomplete import incomplete_turns
 
@@ -42,7 +42,9 @@ def _settled(passed: Any, lost: int) -> None:
     assert _gap(passed)[:2] == (lost, lost)
 
 
-def test_before_a_request(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_failed_before_lets_requests_pass(
+    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A store that has failed already: all passes, each turn is counted, and each reply says so."""
     assert "x-rollbook-unrecorded" not in passed.chat(USER).headers
     passed.turn()
@@ -65,7 +67,9 @@ def test_before_a_request(passed: Any, upstream: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("when", ["during", "at the end"])
-def test_during_a_request(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_a_disk_that_fails_meanwhile_costs_the_client_no_byte(
+    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     """The disk fails while a reply streams, or with its last event: the client gets every byte of it."""
     hold = threading.Event()
     upstream.answers.append(streamed(STREAM, [100, len(STREAM) - 20], hold=hold, held=2))
@@ -211,13 +215,15 @@ def test_a_reply_that_says_nothing(passed: Any, upstream: Any, path: str, said: 
     assert passed.metric("rollbook_unrecorded_total") == 0
 
 
-def test_a_fault_of_ours(passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_recording_harms_no_reply(
+    passed: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bug where a request or a reply is recorded is counted, and nobody's reply suffers."""
 
     def fault(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a bug")
 
-    for place, name in ((record, "asked_prompts"), (record, "completed_turn")):
+    for place, name in ((recorder, "which_prompt"), (recorder, "completed_turn")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, fault)
             assert passed.chat(USER, name=name).json() == chat_reply()
@@ -245,8 +251,8 @@ def test_record_only_counts_what_is_not_recorded(
     for _ in range(260):
         nested = [nested]
     upstream.answers += [whole(chat_reply()), whole(chat_reply())]
-    monkeypatch.setattr("rollbook.ingest.upstream.record.check_recordable", lambda *_: None)
-    monkeypatch.setattr("rollbook.ingest.upstream.proxy.check_depth", lambda *_: None)
+    monkeypatch.setattr("rollbook.ingest.upstream.recorder.check_recordable", lambda *_: None)
+    monkeypatch.setattr("rollbook.ingest.upstream.routes.check_depth", lambda *_: None)
     assert passed.chat(USER, name="bad", metadata={"deep": nested}).status_code == 200
     assert passed.chat(USER, name="good").status_code == 200
     assert passed.turns("good")[0].completed is not None

@@ -12,6 +12,7 @@ import pytest
 from bombs import bomb
 from http_upstream import Answer, chat_reply, whole
 
+from rollbook.ingest.endpoints import chat
 from rollbook.ingest.upstream.reply_copy import ReplyCopy, ReplyRoom
 from rollbook.ingest.upstream.stream import EndFinder
 
@@ -138,7 +139,7 @@ def test_the_end_of_a_stream_is_found_in_any_packets(size: int, where: str) -> N
     if size < 65536:
         stream = stream[-5000:] if where == "within" else b"data: {}\n\n" + stream[-3000:]
         stream = b"data: x" + stream
-    finder, begun = EndFinder(CHAT), time.monotonic()
+    finder, begun = EndFinder(chat.API.upstream.last_event), time.monotonic()
     found = [at for at in range(0, len(stream), size) if finder.feed(stream[at : at + size])]
     assert found == [(len(stream) - 1) // size * size]
     assert time.monotonic() - begun < 5

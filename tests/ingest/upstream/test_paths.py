@@ -17,7 +17,7 @@ from rollbook.ingest.http.access import Role
 from rollbook.ingest.http.keys import Key, Keys, digest_of
 from rollbook.ingest.serve.options import ServeOptions, upstream_of
 from rollbook.ingest.trajectories.identity import trajectory_key
-from rollbook.ingest.upstream.paths import ALLOWED, meant, paths_of, response_named
+from rollbook.ingest.upstream.paths import allowed, meant, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError
 from rollbook.store.secret import store_secret
 
@@ -70,7 +70,7 @@ def test_what_is_meant_is_plain(path: str) -> None:
     assert found == "/" or not set(parts) & {"", ".", ".."}
 
 
-PASSING = [rule.split() for rule in ALLOWED]
+PASSING = [rule.split() for rule in allowed()]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,9 @@ PASSING = [rule.split() for rule in ALLOWED]
         ("POST", "/v1/responses/r/cancel/x"),
     ],
 )
-def test_other_paths_do_not_pass(passing: Any, upstream: Any, method: str, path: str) -> None:
+def test_other_paths_are_refused_before_the_upstream_is_asked(
+    passing: Any, upstream: Any, method: str, path: str
+) -> None:
     """Nor is the upstream asked; the refusal says what to do."""
     passed = passing(key="engine")
     for prefix in ("", "/t/a"):
@@ -141,7 +143,7 @@ def test_without_a_key_everything_passes(passed: Any, upstream: Any) -> None:
     assert passed.metric("rollbook_passed_total") == 2
 
 
-def test_more_paths() -> None:
+def test_more_paths_may_be_allowed_one_by_one() -> None:
     """By setting: a method and a path; nothing that would open everything."""
     paths = paths_of(["POST /v1/rerank", "GET /v1/files/*", "GET /v1/tree/**"])
     for method, path in (("POST", "/v1/rerank"), ("GET", "/v1/files/f"), ("GET", "/v1/tree/a/b")):
@@ -254,7 +256,7 @@ def test_a_stream_and_one_in_the_background(keyed: Any, upstream: Any) -> None:
     assert keyed.metric("rollbook_unrecorded_total") == 1
 
 
-def test_after_a_restart(passing: Any, upstream: Any) -> None:
+def test_responses_keep_their_owner_over_a_restart(passing: Any, upstream: Any) -> None:
     """A response of an open trajectory is still its own."""
     passed = passing(key="engine")
     upstream.answers.append(whole(_response("resp_1")))

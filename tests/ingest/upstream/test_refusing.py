@@ -87,7 +87,7 @@ def test_a_request_without_a_stored_form(refusing: Any, upstream: Any, body: byt
     assert refusing.metric("rollbook_unrecorded_total") == 0
 
 
-def test_it_is_recorded() -> None:
+def test_the_choice_to_refuse_is_recorded_with_the_run() -> None:
     """With what else the proxy was told."""
     assert ProxyOptions(on_store_failure="refuse").as_json()["on_store_failure"] == "refuse"
     assert ProxyOptions().as_json()["on_store_failure"] == "pass"

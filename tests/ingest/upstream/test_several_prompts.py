@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from http_upstream import sse, streamed, whole
 
-from rollbook.ingest.endpoints.completions import Completions
-from rollbook.ingest.upstream.prompts import asked_prompts, prompt_ids
-from rollbook.ingest.upstream.references import References
-from rollbook.ingest.upstream.reply import read_reply, read_stream
-from rollbook.ingest.upstream.request import read_call
+from rollbook.ingest.endpoints import completions
+from rollbook.ingest.upstream.prompt_ids import prompt_ids
+from rollbook.ingest.upstream.reply import gathered, read_reply
 from rollbook.train.data.samples import all_samples
 
 PATH = "/v1/completions"
+FORM = completions.API.upstream
 PROMPTS = ["one", "two"]
 IDS = {0: [1, 2], 1: [3, 4, 5]}
 """Of the prompts."""
@@ -141,8 +140,7 @@ def test_each_prompt_goes_on_over_a_restart(passing: Any, upstream: Any) -> None
 
 
 def _prompts(body: dict[str, Any], reply: Any) -> dict[int, list[int]]:
-    call = read_call(Completions(), body, References())
-    return prompt_ids(asked_prompts(call), reply)
+    return prompt_ids(FORM.prompts(FORM.read(body, None)), reply)
 
 
 @pytest.mark.parametrize("prompt", ["x", ["x"], [7, 8], [[7, 8]]])
@@ -154,9 +152,9 @@ def test_one_prompt_may_be_told_in_any_place(prompt: Any) -> None:
         _reply(_choice(0, ids), _choice(1, ids)),
         _reply(_choice(0, ids), _choice(1, None)),
     ):
-        assert _prompts({"prompt": prompt, "n": 2}, read_reply(PATH, reply)) == {0: ids, 1: ids}
+        assert _prompts({"prompt": prompt, "n": 2}, read_reply(FORM, reply)) == {0: ids, 1: ids}
     disagreeing = _reply(_choice(0, ids), _choice(1, None), prompt_token_ids=[9])
-    assert _prompts({"prompt": prompt, "n": 2}, read_reply(PATH, disagreeing)) == {}
+    assert _prompts({"prompt": prompt, "n": 2}, read_reply(FORM, disagreeing)) == {}
 
 
 def test_a_stream_that_takes_back_its_ids_is_not_believed() -> None:
@@ -165,11 +163,11 @@ def test_a_stream_that_takes_back_its_ids_is_not_believed() -> None:
         {"choices": [{"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [5]}]},
         {"choices": [{"index": 0, "text": "b", "token_ids": [2], "prompt_token_ids": [6]}]},
     ]
-    assert _prompts({"prompt": "x"}, read_stream(PATH, events)) == {}
+    assert _prompts({"prompt": "x"}, read_reply(FORM, gathered(FORM, events) or {})) == {}
 
 
 def test_a_prompt_sent_as_ids_may_be_told_with_one_in_front() -> None:
     """An upstream puts its first token before them, or cuts a long prompt at its beginning."""
     for told in ([0, 7, 8], [8], [7, 8]):
-        reply = read_reply(PATH, _reply(_choice(0, told), _choice(1, IDS[0])))
+        reply = read_reply(FORM, _reply(_choice(0, told), _choice(1, IDS[0])))
         assert _prompts({"prompt": [[7, 8], IDS[0]]}, reply) == {0: told, 1: IDS[0]}

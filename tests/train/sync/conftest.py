@@ -27,7 +27,7 @@ from rollbook.testing.scripted_faults import Fault
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.sync.control import EngineControl
-from rollbook.train.sync.session import Manner, Release, Syncer
+from rollbook.train.sync.session import Release, Syncer, SyncOptions
 from rollbook.train.sync.transports import FromDisk, FromTensors, Transport
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -131,7 +131,7 @@ class World:
     ) -> Syncer:
         """Closed at the end of the test."""
         engines = [EngineControl(url, timeout_s) for url in urls]
-        made = Syncer(engines, transport, self.write, Manner(pause, drain_s=2.0))
+        made = Syncer(engines, transport, self.write, SyncOptions(pause, drain_s=2.0))
         self.stack.callback(made.close)
         return made
 

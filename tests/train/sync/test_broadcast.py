@@ -116,12 +116,12 @@ import torch
 from rollbook.store.errors import EngineError
 from rollbook.store.events import SyncFailed
 from rollbook.train.sync.control import EngineControl
-from rollbook.train.sync.session import Manner, Release, Syncer
+from rollbook.train.sync.session import SyncOptions, Release, Syncer
 from rollbook.train.sync.broadcast import OUTLIVING
 from rollbook.train.sync.transports import ByBroadcast
 
 engines = [EngineControl(url, 5.0) for url in sys.argv[1:]]
-syncer = Syncer(engines, ByBroadcast(600, "127.0.0.1", 5.0), lambda *records: None, Manner())
+syncer = Syncer(engines, ByBroadcast(600, "127.0.0.1", 5.0), lambda *records: None, SyncOptions())
 weights = {"model.norm.weight": torch.zeros(8), "model.embed_tokens.weight": torch.zeros(70, 8)}
 try:
     syncer.sync(Release("actor", 1, "w", "", 4, "run"), lambda: iter(weights.items()))

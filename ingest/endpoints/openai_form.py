@@ -1,0 +1,28 @@
+"""What OpenAI's APIs have in common in their replies: errors, usage, finish reasons. Pure."""
+
+from __future__ import annotations
+
+from rollbook.ingest.turns.completed import CompletedTurn, usage_tokens
+from rollbook.store.events import Json
+
+MODEL = "rollbook"
+"""What a reply calls the model where the request named none."""
+_ERROR_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def openai_error(status: int, code: str, message: str) -> Json:
+    """{"error": ...}"""
+    kind = _ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "code": code, "param": None}}
+
+
+def chat_usage(turns: list[CompletedTurn]) -> Json:
+    """Token counts; the prompt, which siblings share, counts once."""
+    asked, sampled = usage_tokens(turns)
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def finish_of(turn: CompletedTurn) -> str:
+    """OpenAI's finish reason; it has none for an aborted turn."""
+    reason = turn.completed.finish_reason
+    return "stop" if reason == "abort" else reason

@@ -1,0 +1,42 @@
+"""How a request becomes a prompt, and how its completions will be read. Pure."""
+
+from __future__ import annotations
+
+from rollbook.ingest.replies.detect import opens_reasoning
+from rollbook.ingest.replies.family import Family
+from rollbook.ingest.tokens.bridge import Bridges
+from rollbook.ingest.tokens.raw_prompt import plan_prompt
+from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
+from rollbook.ingest.turns.model_call import ModelCall, check_ids
+from rollbook.ingest.turns.reply import ReplyReader
+
+RAW = "raw prompts"
+
+PromptPlan = tuple[Plan, str]
+"""The plan of a request's prompt, and its context key."""
+
+
+def plan_call(bridges: Bridges, tree: TurnTree, call: ModelCall) -> PromptPlan:
+    """The prompt of a request that goes on from the turns of a tree, or begins anew.
+
+    Raises:
+        RequestError: 400, the chat template refuses the messages, or the model has no such ids.
+    """
+    tokenizer = bridges.tokenizer
+    check_ids(call, tokenizer.vocabulary)
+    if call.prompt is not None:
+        key = context_key([], RAW, tokenizer.tokenizer_digest, {})
+        return plan_prompt(tree, tokenizer, call.prompt, key), key
+    digests = (tokenizer.template_digest, tokenizer.tokenizer_digest)
+    key = context_key(call.tools, *digests, call.template_kwargs)
+    return plan_turn(tree, bridges, call.messages, call.tools, key, call.template_kwargs), key
+
+
+def reader_of(bridges: Bridges, family: Family, call: ModelCall, plan: Plan) -> ReplyReader:
+    """The reader for the completions of a planned request."""
+    tokenizer = bridges.tokenizer
+    raw = call.prompt is not None
+    # The end of a prompt says whether the model answers inside a reasoning block; 16 ids hold its marker.
+    end = "" if raw else tokenizer.decode(plan.prompt_ids[-16:], special=True)
+    tools = call.tools if call.tool_calls_wanted else None
+    return ReplyReader(tokenizer, family, tools, opens_reasoning(end), call.stops, raw)

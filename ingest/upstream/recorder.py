@@ -1,0 +1,325 @@
+"""Records forwarded turns: request, reply, and whether the reply is exact or text only.
+
+Recording does not block traffic: what cannot be recorded is forwarded and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from rollbook.ingest.endpoints.api import AgentApi
+from rollbook.ingest.endpoints.upstream_reply import UpstreamReply
+from rollbook.ingest.http.access import Caller, Role
+from rollbook.ingest.http.metrics import Metrics
+from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.recording.run_writer import all_durable, any_lost
+from rollbook.ingest.recording.turn_records import Arrival, known_items
+from rollbook.ingest.requests.fields import check_recordable
+from rollbook.ingest.tokens.normal_form import chain_all
+from rollbook.ingest.tokens.tree import TreeTurn
+from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.ingest.turns.completed import CompletedTurn
+from rollbook.ingest.turns.model_call import ModelCall
+from rollbook.ingest.upstream.completed import completed_turn
+from rollbook.ingest.upstream.forwarded_call import (
+    CONTEXT,
+    ForwardedCall,
+    Placed,
+    grown_turn,
+    of_choice,
+    sent_items,
+    which_prompt,
+)
+from rollbook.ingest.upstream.prompt_ids import prompt_ids
+from rollbook.ingest.upstream.reply_copy import ReplyRoom
+from rollbook.store.errors import RequestError, UnstorableError, WriteFailedError
+from rollbook.store.events import Json, Record, TurnCompleted, TurnFailed, TurnRequested
+from rollbook.store.fold.siblings import as_sibling
+from rollbook.store.ids import new_id
+from rollbook.store.redaction import shown
+
+logger = logging.getLogger(__name__)
+
+MOST_REPLY_BYTES = 64 * 2**20
+RESPONSES_KEPT = 16_384
+"""How many responses' owners are remembered; owners in open trajectories are always known."""
+UNRESOLVED = "unresolved_reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The owner of a response: the trajectory of its request, and the name of the key.
+
+    Attributes:
+        key: None: keys are not checked, or it is not known any more.
+    """
+
+    trajectory: str
+    key: str | None
+
+    def lets(self, caller: Caller, named: str | None) -> bool:
+        """Whether a caller may see it, who names a trajectory or None."""
+        if named == self.trajectory:
+            return True
+        if caller.name is None:  # without keys agents are told apart only by the trajectories that they name
+            return named is None
+        return caller.role is Role.operator or (caller.role is Role.writer and caller.name == self.key)
+
+
+@dataclass(slots=True, eq=False)
+class UpstreamRecorder:
+    """Records forwarded traffic. If the log fails, it raises only with `refuses`."""
+
+    recorder: Recorder
+    metrics: Metrics
+    redactor: Redactor = field(default_factory=Redactor)
+    policy: str = "actor"
+    unrecorded: int = 0
+    refuses: bool = False
+    """Whether requests that cannot be recorded are refused; else they pass and are counted."""
+    room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
+    _owners: OrderedDict[str, Owner] = field(default_factory=OrderedDict)
+    _said: int = -1
+
+    def referred(self, api: AgentApi, body: Json, caller: Caller) -> LiveTrajectory | None:
+        """The open trajectory that has a response which a request names, or an item of one.
+
+        Args:
+            caller: who asks, without naming a trajectory; another's is not for him to go on with.
+        """
+        for named in () if api.ids is None else api.ids.in_body(body):
+            owner, live = self.owner(named), self.recorder.trajectories.of_response(named)
+            if live is not None and owner and owner.lets(caller, None):
+                return live
+        return None
+
+    def owner(self, response_id: str) -> Owner | None:
+        """Whose a response is, or an item of one, if it passed here; later, if its trajectory is open."""
+        if response_id in self._owners:
+            return self._owners[response_id]
+        live = self.recorder.trajectories.of_response(response_id)
+        return None if live is None else Owner(live.opened.name, None)
+
+    def unrecordable(self, turns: int, why: str = "") -> None:
+        """Count a request that passes unrecorded, or refuse it.
+
+        Args:
+            why: what is wrong with it; none: the store fails.
+
+        Raises:
+            RequestError: 503, the store fails; 400, it has no stored form.
+        """
+        if not self.refuses:
+            self.lost(turns, why)
+            return
+        remedy = "what cannot be recorded is refused (--on-store-failure refuse)"
+        if why:
+            raise RequestError(400, "not_recordable", f"{why}: {remedy}")
+        raise RequestError(503, "store_failed", f"{self._trouble()}: {remedy}")
+
+    def _trouble(self) -> str:
+        writer = self.recorder.writer
+        return writer.failure or writer.waiting or "it does not become durable in time"
+
+    async def kept(self, forwarded: ForwardedCall) -> None:
+        """With `refuses`, wait until the records of a request so far are durable.
+
+        Raises:
+            RequestError: 503, it is not.
+        """
+        if not self.refuses:
+            return
+        try:
+            await all_durable([*forwarded.depends_on, forwarded.written])
+        except (WriteFailedError, UnstorableError) as error:
+            text = f"{error}: what cannot be recorded is refused (--on-store-failure refuse)"
+            raise RequestError(503, "store_failed", text) from error
+
+    def lost(self, turns: int, why: str = "") -> None:
+        """Count what passes unrecorded, and warn: once in each spell of a failing store, and for every other
+        cause."""
+        spells = self.recorder.writer.spells
+        if self._said != spells or why:
+            self._said = spells
+            why = why or f"the store fails: {self._trouble()}"
+            logger.warning(
+                "traffic passes and is NOT recorded, see rollbook_unrecorded_total: %s", shown(why)
+            )
+        self.unrecorded += turns
+        self.metrics.unrecorded.inc(turns)
+
+    def asked(
+        self,
+        api: AgentApi,
+        live: LiveTrajectory,
+        call: ModelCall,
+        arrival: Arrival,
+        *,
+        redacted: bool = False,
+    ) -> ForwardedCall | None:
+        """Record a request, before it is passed on. None: it could not be."""
+        asked = api.upstream.prompts(call)
+        if self.recorder.writer.failure:
+            self.unrecordable(asked.choices)
+            return None
+        wire: Json = {"endpoint": call.endpoint, "digest": arrival.digest}
+        wire |= {"retry": arrival.retry} if arrival.retry else {}
+        wire |= {"key": arrival.key} if arrival.key is not None else {}
+        wire |= {"unresolved": list(call.unresolved)} if call.unresolved else {}
+        request_id = new_id()
+        placed = [
+            self._placed(live, call, messages, request_id, wire | which_prompt(asked, prompt))
+            for prompt, messages in enumerate(asked.prompts)
+        ]
+        forwarded = ForwardedCall(api, live, call, asked, placed, [], redacted)
+        forwarded.requested = [of_choice(forwarded, choice) for choice in range(asked.choices)]
+        first = forwarded.requested[0]
+        check_recordable([call.rest, *([p.requested.messages, p.requested.wire] for p in placed)])
+        siblings = (as_sibling(turn, first) for turn in forwarded.requested[1:])
+        forwarded.depends_on = [self.recorder.record_opening(live, first, *siblings)]
+        self.recorder.flush()  # at once, so that the log holds the request whatever becomes of it
+        forwarded.depends_on.insert(0, live.opening)
+        for prompt in placed:
+            if prompt.echoed is not None:
+                self.recorder.mark_delivered(live, prompt.echoed.turn_id, "echoed")
+        return forwarded
+
+    def _placed(
+        self, live: LiveTrajectory, call: ModelCall, sent: list[Json], request_id: str, wire: Json
+    ) -> Placed:
+        """A prompt and the request for the first of its completions."""
+        messages, hashes = live.tree.known_part(sent) if sent else ([], chain_all([]))
+        # A request that lacks messages only appears to continue a turn that it matches.
+        candidates = [] if call.unresolved else live.tree.parents(messages, hashes, CONTEXT)
+        # Whether its ids continue its parent's is not known yet, so the parent may only be a turn of text.
+        parent = next((c.turn for c in candidates if c.turn.length == 0), None)
+        base, shared = live.tree.base(messages, parent)
+        reason = "upstream_renders" if candidates else "no_matching_turn" if live.tree.turns else "first_turn"
+        requested = TurnRequested(
+            trajectory_id=live.opened.trajectory_id,
+            turn_id=new_id(),
+            request_id=request_id,
+            parent_turn_id=parent.turn_id if parent else None,
+            root_reason=UNRESOLVED if call.unresolved else None if parent else reason,
+            base_turn_id=base.turn_id if base else None,
+            shared_messages=shared,
+            messages=messages[shared:],
+            request=call.rest,
+            requested_model=call.fields.model,
+            sampling={},
+            honoured={},
+            context_key=CONTEXT,
+            wire=wire | sent_items(live, base, call),
+        )
+        return Placed(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
+
+    def _append(self, forwarded: ForwardedCall, *records: Record) -> None:
+        """Append at once, behind what was noted: whoever settles from now on waits for these too.
+
+        Nothing is written of a request that the log does not have: `durable` counts it.
+        """
+        if not any_lost(forwarded.depends_on):
+            forwarded.written = self.recorder.append(*records)
+
+    def settle(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> None:
+        """Record what came back, at once: the client's next request may arrive before the write is durable.
+
+        Args:
+            ended: the reply came to its end by itself.
+        """
+        forwarded.settled = True
+        self._own(forwarded, reply)
+        if ended and reply.rest.get("status") in ("queued", "in_progress"):
+            self.lost(1, "a response in the background is asked for later, by requests that only pass")
+        if any_lost(forwarded.depends_on):
+            return  # of a request that the log does not have, nothing is known: `durable` counts it
+        try:
+            records = self._outcome(forwarded, reply, ended=ended)
+        except Exception as error:
+            forwarded.answered.clear()
+            self.lost(len(forwarded.requested), f"a reply has no stored form: {error!r}")
+            logging.getLogger(__name__).exception("rollbook: a reply cannot be recorded")
+            self._append(forwarded, *_failed(forwarded, f"the reply cannot be recorded: {error!r}"))
+            return
+        self._append(forwarded, *records)
+
+    def _own(self, forwarded: ForwardedCall, reply: UpstreamReply) -> None:
+        """Remember the owner of a response and its items: later requests may name their ids."""
+        if forwarded.api.ids is not None:
+            owner = Owner(forwarded.live.opened.name, forwarded.requested[0].wire.get("key"))
+            self._owners.update(dict.fromkeys(forwarded.api.ids.of_reply(reply), owner))
+            while len(self._owners) > RESPONSES_KEPT:
+                self._owners.popitem(last=False)
+
+    def _outcome(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> list[Record]:
+        """The records of a reply; its completed turns may be extended from now on."""
+        if not reply.choices:
+            text = "the upstream's reply holds no completion, or ended before one"
+            return _failed(forwarded, f"the upstream says: {reply.error}" if reply.error else text)
+        if forwarded.redacted:
+            reply = reply.without_tokens()
+        took = {"engine_us": int((time.perf_counter() - forwarded.begun_s) * 1e6)}
+        unasked = [c.index for c in reply.choices if c.index >= len(forwarded.requested)]
+        siblings = [of_choice(forwarded, index) for index in unasked]
+        choices = {choice.index: choice for choice in reply.choices}
+        prompts = prompt_ids(forwarded.asked, reply)
+        records: list[Record] = [as_sibling(turn, forwarded.requested[0]) for turn in siblings]
+        made: list[tuple[TurnRequested, TurnCompleted, TreeTurn]] = []
+        for requested in (*forwarded.requested, *siblings):
+            choice = choices.get(requested.wire.get("choice", 0))
+            if choice is None:
+                text = "the upstream gave no such choice"
+                records.append(TurnFailed(requested.trajectory_id, requested.turn_id, text))
+                continue
+            completed = completed_turn(
+                requested,
+                choice,
+                reply,
+                prompt_ids=prompts.get(choice.index),
+                policy=self.policy,
+                timings=took,
+                ended=ended and not reply.error,
+                redacted=forwarded.redacted,
+            )
+            check_recordable([completed.reply, completed.upstream])
+            records.append(completed)
+            made.append((requested, completed, grown_turn(forwarded, requested, completed)))
+        forwarded.requested += siblings
+        for requested, completed, turn in made:
+            forwarded.answered.append(CompletedTurn(requested, completed))
+            self._take(forwarded, requested, completed, turn)
+        return records
+
+    def _take(
+        self, forwarded: ForwardedCall, requested: TurnRequested, completed: TurnCompleted, turn: TreeTurn
+    ) -> None:
+        live = forwarded.live
+        if live.contents is None:
+            return  # dropped from memory meanwhile: it is read back from the log
+        items, _ = known_items(live, requested.base_turn_id, forwarded.call)
+        self.recorder.trajectories.take(live, turn, requested.request, items, completed)
+
+    def failed(self, forwarded: ForwardedCall, error: str) -> None:
+        """Record that nothing came back."""
+        forwarded.settled = True
+        self._append(forwarded, *_failed(forwarded, error))
+
+    async def durable(self, forwarded: ForwardedCall, *, delivered: bool) -> None:
+        """Wait for the disk, and count what it did not take."""
+        try:
+            await all_durable([*forwarded.depends_on, forwarded.written])
+        except (WriteFailedError, UnstorableError) as error:
+            self.lost(len(forwarded.requested), "" if isinstance(error, WriteFailedError) else str(error))
+            return
+        for turn in forwarded.answered:
+            if delivered:
+                self.recorder.mark_delivered(forwarded.live, turn.turn_id, "sent")
+            self.metrics.answered(turn, delivered=delivered)
+
+
+def _failed(forwarded: ForwardedCall, error: str) -> list[Record]:
+    return [TurnFailed(r.trajectory_id, r.turn_id, error) for r in forwarded.requested]

@@ -1,0 +1,84 @@
+"""While weights are replaced: requests wait, and those that wait too long are told when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from streamed import KINDS, PATHS, asked, text_in, together
+
+from rollbook.ingest.trajectories.live import LiveTrajectory
+
+
+@pytest.fixture
+def proxy(played: Any) -> Any:
+    """A proxy that holds requests for 0.15 s, with an engine whose doors are closed."""
+    proxy = played()
+    proxy.turn_runner.hold_s = 0.15
+    proxy.engine.doors.clear()
+    return proxy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_too_long_is_sent_away_for_a_while(proxy: Any, kind: str) -> None:
+    """503, streamed or not; no more than 50 s, and worth trying again; the turn has failed in the log."""
+
+    async def scenario() -> Any:
+        begun = time.monotonic()
+        both = [
+            proxy.exchange(f"/t/held-{stream}{PATHS[kind]}", asked(kind, stream=stream)) for stream in (0, 1)
+        ]
+        return [await one.end() for one in both], time.monotonic() - begun
+
+    replies, took = proxy.run(scenario())
+    assert 0.15 <= took < 1
+    for reply in replies:
+        assert reply.status == 503
+        assert 1 <= int(reply.headers["retry-after"]) <= 50
+        assert reply.headers["x-should-retry"] == "true"
+        assert reply.json["error"]["code"] == "engine_held"
+        assert reply.json["error"]["type"] == ("overloaded_error" if kind == "messages" else "server_error")
+    assert proxy.engine.prompts == []
+    for trajectory in proxy.trajectories().values():
+        (turn,) = trajectory.turns.values()
+        assert turn.completed is None
+        assert "engine_held" in turn.failed.error or "being replaced" in turn.failed.error
+
+
+def test_who_waits_not_too_long_is_answered(proxy: Any) -> None:
+    """All that came in meanwhile, by the weights that are there then."""
+
+    async def scenario() -> Any:
+        waiting = [
+            proxy.exchange(f"/t/wait-{kind}-{stream}{PATHS[kind]}", asked(kind, stream=stream))
+            for kind in KINDS
+            for stream in (False, True)
+        ]
+        await asyncio.sleep(0.05)
+        assert not any(one.status for one in waiting)
+        assert proxy.engine.prompts == []
+        proxy.engine.version = 6
+        proxy.engine.doors.set()
+        return [await one.end() for one in waiting]
+
+    replies = proxy.run(scenario())
+    for kind, whole, pieces in zip(KINDS, replies[::2], replies[1::2], strict=True):
+        assert text_in(kind, whole.json) == text_in(kind, together(kind, pieces.data)) == "Hello"
+    turns = [t for one in proxy.trajectories().values() for t in one.turns.values()]
+    assert {t.completed.policy_version for t in turns} == {6}
+    assert len(turns) == 8
+
+
+def test_a_retry_after_a_503_is_answered(proxy: Any) -> None:
+    """The failed turn stays; the retry is a new one behind the same history."""
+    body = asked("chat")
+    assert proxy.ask("/t/back/v1/chat/completions", body).status == 503
+    proxy.engine.doors.set()
+    reply = proxy.ask("/t/back/v1/chat/completions", body, headers={"x-stainless-retry-count": "1"})
+    assert reply.status == 200
+    one, two = proxy.trajectories()["back"].turns.values()
+    assert (one.completed, two.delivered, two.requested.wire["retry"]) == (None, "sent", 1)
+    live: LiveTrajectory = proxy.recorder.find("back")
+    assert (live.running, live.sending) == (0, 0)
