@@ -531,9 +531,9 @@ class Served:
         return self.process.returncode
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
-    """Starts servers; stops those that still run."""
+    """Starts servers; stops those that still run, since each and its sealer cost time as long as they do."""
     made: list[Served] = []
 
     def make(*arguments: str, descriptors: int | None = None, folder: Path | None = None) -> Served:
