@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -182,6 +183,13 @@ def test_the_walk_sees_every_kind_of_import() -> None:
     )
     assert _layers(_imports(source)) == {"train", "replay", "ingest"}
     assert "torch.nn" in _imports(source)
+
+
+def test_the_page_draws_these_rooms(root: Path) -> None:
+    """The table of docs/architecture.md has the rooms of each layer in the order that is held here."""
+    page = (root / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (store|ingest|train) \| (\w+) \| ", page, re.MULTILINE)
+    assert rows == [(layer, room) for layer, rooms in ROOMS.items() for room in rooms]
 
 
 def test_an_upward_import_and_a_circle_are_found() -> None:

@@ -2,7 +2,7 @@
 
 Open ones are all here by name. Their contents are kept within a budget: the least recently used of those in
 which nothing is under way go first, and are read back from the log when they are asked for again. Of
-finished ones there is what `ingest.ended_names` holds.
+finished ones there is what `trajectories.ended_names` holds.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class TurnRequested:
     `messages`, the messages as sent: the first `shared_items` of the base turn's, then `items`.
 
     A request for n completions is stored once: of its later turns `sibling_of` names the first one, and
-    `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`store.siblings`).
+    `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`fold.siblings`).
     """
 
     KIND: ClassVar[str] = "turn.requested"
@@ -151,8 +151,8 @@ class TurnCompleted:
     `logprobs` is null where the engine gave none (a teacher). `logprob_semantics` says what each
     number is a logprob of; `flags` names oddities (`malformed_tool_call`). `upstream` is what an upstream
     that was only recorded said besides, such as its id and usage. `routed_experts`, empty where the engine
-    was not asked, is what `store.routed_experts` packs: the experts of the positions of prompt and completion
-    from `start` on, but for the last, which was sampled and never passed through the model.
+    was not asked, is what `events.routed_experts` packs: the experts of the positions of prompt and
+    completion from `start` on, but for the last, which was sampled and never passed through the model.
     """
 
     KIND: ClassVar[str] = "turn.completed"

@@ -10,7 +10,7 @@ from rollbook.store.events.about import About, marked
 
 @dataclass(frozen=True, slots=True)
 class BodyStored:
-    """A large JSON value that requests of this segment name by its digest (see `store.bodies`)."""
+    """A large JSON value that requests of this segment name by its digest (see `events.blobs`)."""
 
     KIND: ClassVar[str] = "body.stored"
     ABOUT: ClassVar[About] = About(text={"body": marked})

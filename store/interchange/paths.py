@@ -1,6 +1,6 @@
 """A root-to-leaf path of a trajectory as one row: its chat, its turns, its tokens. Pure.
 
-The token arrays are those a trainer would see (`store.path_tokens`).
+The token arrays are those a trainer would see (`fold.path_tokens`).
 """
 
 from __future__ import annotations

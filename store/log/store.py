@@ -242,7 +242,7 @@ class Store:
         return Tail(self.path, start or {}, wanted)
 
     def consumer(self, name: str, lane: str | None = None) -> Consumer:
-        """A tail that remembers in the log how far it has come; see `store.consumer`."""
+        """A tail that remembers in the log how far it has come; see `log.consumer`."""
         return Consumer(self.path, name, self.writer, lane)
 
     @contextlib.contextmanager

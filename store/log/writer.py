@@ -1,6 +1,6 @@
 """The one writer of a lane: appends in groups, and says so only when the bytes are durable.
 
-One thread collects what is waiting and encodes it as one frame; another (`lane.flusher`) writes it, calls
+One thread collects what is waiting and encodes it as one frame; another (`wal.flusher`) writes it, calls
 `fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
 one `append` share a frame, so they are all there after a crash or none is.
 

@@ -1,7 +1,8 @@
 """The view of where every sampled token went, and the query beneath it. Pure; see `store.sql.views`.
 
-What decides is what the trainer does (`train.samples`, `train.recipe`): a turn belongs to the sample of the
-first leaf above it in turn order, and goes where that sample went. `store.ledger` is the same as a fold.
+What decides is what the trainer does (`train.data.samples`, `train.data.recipe`): a turn belongs to the
+sample of the first leaf above it in turn order, and goes where that sample went. `fold.ledger` is the same as
+a fold.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _ORDER = f"""
         ON s.trajectory_id = d.trajectory_id AND s.lane = d.lane AND d.seq >= s.seq
       LEFT JOIN tenure t ON t.trajectory_id = s.trajectory_id AND t.lane = s.lane AND t.seq = s.seq
     )"""
-"""Turn order where lanes wrote a trajectory one after the other, as `store.tenure` has it."""
+"""Turn order where lanes wrote a trajectory one after the other, as `fold.ownership` has it."""
 
 _OWNER = """
     leaf AS MATERIALIZED (

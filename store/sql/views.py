@@ -1,8 +1,8 @@
 """All SQL views over the log. Pure.
 
 Each is a query over the relations of `store.sql.relations`: `_turn_events` and `_mark_events`, which together
-are the log (its columns, see `store.schema`, with `lane` first), and what is derived from them. `docs/sql.md`
-is generated from here.
+are the log (its columns, see `events.schema`, with `lane` first), and what is derived from them.
+`docs/sql.md` is generated from here.
 """
 
 from __future__ import annotations

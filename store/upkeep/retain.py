@@ -65,7 +65,7 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
     """Drop the sealed units that `keep` does not keep and nothing needs.
 
     Args:
-        keep: `7d`, `500GiB` or `versions:20`; see `store.sealed.keep`.
+        keep: `7d`, `500GiB` or `versions:20`; see `upkeep.retention_spec`.
 
     Raises:
         UpkeepError: `keep` cannot be read.

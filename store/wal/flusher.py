@@ -8,7 +8,7 @@ one torn, and recovery could not tell that from damage.
 Where descriptors or memory are short, opening and writing are tried again: that is no fault of the disk, and
 a repeated write puts the same bytes in the same place. After any other failure nothing more is acknowledged:
 what comes is failed, and fsync is never tried again on that descriptor (its dirty pages may be gone). A
-flusher does not go on after that; `lane.writer` checks the lane and begins with another one.
+flusher does not go on after that; `log.writer` checks the lane and begins with another one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A segment is a row of frames, each a 64-byte header and a payload padded to 64 bytes. The first frame
 of a segment carries the Arrow schema (with the lane, segment number and store id as its metadata),
 every other one carries events: as an Arrow IPC record batch message, or, where they are few, as rows
-(`lane.rows`). `docs/format.md` draws every byte.
+(`wal.rows`). `docs/format.md` draws every byte.
 """
 
 from __future__ import annotations

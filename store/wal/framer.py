@@ -1,6 +1,6 @@
 """What a lane's writer puts on the disk next: groups of appends as frames, and where segments begin.
 
-No file is touched here; the jobs it makes are for `lane.flusher`, in the order they were made.
+No file is touched here; the jobs it makes are for `wal.flusher`, in the order they were made.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class SyncConfig(Table):
 
 
 class AdmissionConfig(Table):
-    """How data is kept from becoming too old before it is used; see `ingest.admission.policy`."""
+    """How data is kept from becoming too old before it is used; see `ingest.staleness.policy`."""
 
     hold: bool = True
     """Have the proxies hold trajectories that would exceed the recipe's `max_staleness`."""

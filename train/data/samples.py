@@ -1,6 +1,6 @@
 """Trajectories to Samples: each root-to-leaf path as aligned arrays. Pure, and without torch.
 
-Each sampled token belongs to exactly one sample (`store.path_tokens` says to which).
+Each sampled token belongs to exactly one sample (`fold.path_tokens` says to which).
 """
 
 from __future__ import annotations

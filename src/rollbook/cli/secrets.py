@@ -1,4 +1,4 @@
-"""`rollbook store secrets`: what `store.find_secrets` finds, with a bar, and what to do about it."""
+"""`rollbook store secrets`: what `upkeep.find_secrets` finds, with a bar, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollbook store verify`: the report of `store.verify`, with a progress bar on stderr."""
+"""`rollbook store verify`: the report of `upkeep.verify`, with a progress bar on stderr."""
 
 from __future__ import annotations
 

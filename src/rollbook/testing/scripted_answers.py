@@ -1,6 +1,6 @@
 """What a scripted SGLang answers: a script's ids, cut where the real one would stop. Pure.
 
-The server that says it is `bench.scripted_sglang`.
+The server that says it is `testing.scripted_sglang`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A scripted server of SGLang's native protocol (0.5.23), for tests and benchmarks: no model, little CPU.
 
 It answers `POST /generate` and the routes that control a server, in the shapes of the real one; what it
-"samples" comes from a script (`bench.scripted_answers`). As a process of its own, on a port that it prints:
+"samples" comes from a script (`testing.scripted_answers`). As a process of its own, on a port that it prints:
 
     python -m rollbook.testing.scripted_serve --port 0 --length 64 --stop-id 2
 
