@@ -32,6 +32,20 @@ def model_file(model: Path, name: str) -> Path | None:
     return file
 
 
+def require_folder(model: Path, named_by: str) -> None:
+    """See that a model directory is there at all.
+
+    Args:
+        named_by: the option or key that names it, for the message.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if not model.is_dir():
+        what = "is no folder" if model.exists() else "is not there"
+        raise ModelError(f"the model {model} {what}: let {named_by} name a Hugging Face model directory")
+
+
 def weight_files(model: Path) -> list[Path]:
     """The safetensors files of a model directory, as its index names them or all there are, in order.
 

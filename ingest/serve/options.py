@@ -11,6 +11,7 @@ from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Engine
 from rollbook.ingest.engines.fleet import Fleet
 from rollbook.ingest.engines.identify import Identity
+from rollbook.ingest.engines.model_files import require_folder
 from rollbook.ingest.engines.scripted import ScriptedEngine, load_script
 from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.parts import routing_of
@@ -242,12 +243,14 @@ def model_of(options: ServeOptions) -> Path:
     """The model's directory, which all but an upstream need: its tokenizer and chat template make the ids.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: none is named.
+        ModelError: it is not there.
     """
     if options.model is None:
         raise ConfigError(
             f"--engine {options.engine} needs --model DIR: its tokenizer and template make the ids"
         )
+    require_folder(options.model, "--model")
     return options.model
 
 

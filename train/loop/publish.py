@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollbook.ingest.engines.identify import binding
-from rollbook.ingest.engines.model_files import weight_files
+from rollbook.ingest.engines.model_files import require_folder, weight_files
 from rollbook.ingest.engines.weights.digests import (
     Tensors,
     digest_tensors,
@@ -52,6 +52,8 @@ def check_model(config: TrainConfig, versions: VersionDigests) -> None:
     """
     model, version = config.model, 0
     bound = versions.of(config.run, config.policy, version)
+    if bound is None:
+        require_folder(model, "the CONFIG's `model`")
     if bound is None or not weight_files(model):
         return
     manifest = read_manifest(model)

@@ -83,7 +83,9 @@ def sql(
 ) -> None:
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
-    Views: events, runs, trajectories, turns, tokens, rewards, policies, steps, samples, drops.
+    Views: events, runs, trajectories, turns, tokens, rewards, paths,
+    outliers, bodies; policies, syncs, steps, samples, drops, lineage, ledger.
+    Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
     from rollbook.cli.sql import run_query
 
