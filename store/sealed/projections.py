@@ -49,14 +49,20 @@ _MERGED = (
     "highest_token",
 )
 
+_TRUE = (
+    "coalesce("
+    + " AND ".join(f"{{0}} <> '{nothing}'" for nothing in ("", "false", "0", "[]", "{{}}", "null"))
+    + ", false)"
+)
+"""Whether JSON as text is something; each comparison by itself, since a list of them would be a join."""
+
 _TRAINED = {
     "delta_length": "coalesce(len(prompt_ids), 0)",
     "known_tokens": """CAST(coalesce(list_sum(list_transform(
         version_spans, lambda s: s."end" - s.start)), 0) AS BIGINT)""",
     "exact_logprobs": """logprobs IS NOT NULL
         AND NOT coalesce(list_bool_or(list_transform(logprobs, lambda p: isnan(p))), false)""",
-    "altered": """coalesce(json_extract_string(extra, '$.logprob_semantics.altered')
-        NOT IN ('', 'false', '0', '[]', chr(123) || chr(125), 'null'), false)""",
+    "altered": _TRUE.format("json_extract_string(extra, '$.logprob_semantics.altered')"),
     "erased": """contains(extra, '"tokens_erased"')""",
     "temperature": """coalesce(nullif(CAST(
         json_extract_string(extra, '$.logprob_semantics.temperature') AS DOUBLE), 0), 1)""",

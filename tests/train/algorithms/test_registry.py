@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 
-from rollbook.ingest.staleness.units import training_of
+from rollbook.ingest.staleness.online_training import training_of
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
