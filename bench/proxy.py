@@ -87,7 +87,7 @@ class Stage:
         words = ["--script", "rollbook.testing.dialogues:by_mark", "--given", self.folder / "replies.json"]
         words += ["--log", 1, "--images", "--stream-interval", 8]
         words += ["--model-path", self.folder / "model", "--weights", "float32"]
-        name = "rollbook.testing.scripted_sglang"
+        name = "rollbook.testing.scripted_serve"
         return Process("engine", module(name, *words), self.folder, self.cores)
 
     def proxy(self, engine: str, name: str) -> tuple[Process, str]:
