@@ -9,41 +9,32 @@ from __future__ import annotations
 
 from rollbook.store.sealed.projections import ONE_VERSION
 from rollbook.store.sql import columns
-from rollbook.store.sql.view import View, json, text
+from rollbook.store.sql.view import View, text
 
 _DONE = """
     done AS MATERIALIZED (
       SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
-             policy, policy_version, one_version, delivered, true AS asked
+             policy, policy_version, one_version, delivered, true AS asked,
+             coalesce(altered, false) AS altered, coalesce(erased, false) AS erased
       FROM _turn_scalars WHERE completed IS NOT NULL
       UNION ALL
       SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
-             any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false
+             any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false,
+             coalesce(any_value(altered), false), coalesce(any_value(erased), false)
       FROM _turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
       HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
     )"""
 """Completed turns; those whose request lies outside the cut as well, so that no token is left out."""
 
-_BARRED = f"""
-    barred AS MATERIALIZED (
-      SELECT * FROM (
-        SELECT trajectory_id, turn_id,
-               coalesce(CAST({json("logprob_semantics.altered")} AS VARCHAR)
-                 NOT IN ('null', 'false', '0', '""', '[]', '{{}}'), false) AS altered,
-               list_contains(CAST({json("flags")} AS VARCHAR[]), 'tokens_erased') AS erased
-        FROM _turn_events
-        WHERE kind = 'turn.completed' AND (contains(extra, '"altered"') OR contains(extra, 'tokens_erased')))
-      WHERE altered OR erased
-    )"""
-"""The two conditions of the WHERE pass over nearly all turns without taking their JSON apart."""
-
 _ORDER = f"""
-    tenure_start AS MATERIALIZED (
+    adopted AS MATERIALIZED (
       SELECT trajectory_id, lane, seq, {text("last_event_id")} AS last_event_id
       FROM _mark_events WHERE kind = 'trajectory.adopted'
+    ), tenure_start AS MATERIALIZED (
+      SELECT * FROM adopted
       UNION ALL
       SELECT trajectory_id, lane, seq, NULL FROM _mark_events WHERE kind = 'trajectory.opened'
-         AND trajectory_id IN (SELECT trajectory_id FROM _mark_events WHERE kind = 'trajectory.adopted')
+         AND trajectory_id IN (SELECT trajectory_id FROM adopted)
     ), named_event AS MATERIALIZED (
       SELECT trajectory_id, event_id, lane, seq
       FROM (SELECT trajectory_id, event_id, lane, seq FROM _turn_events
@@ -92,18 +83,11 @@ _OWNER = """
       SELECT c.trajectory_id, c.leaf_turn_id, c.place, t.turn_id, t.parent_turn_id
       FROM climb c JOIN inner_turn t
         ON t.trajectory_id = c.trajectory_id AND t.turn_id = c.parent_turn_id
-    ), path AS MATERIALIZED (
-      SELECT trajectory_id, leaf_turn_id, place, turn_id FROM climb
-      UNION ALL
-      SELECT trajectory_id, leaf_turn_id, NULL, turn_id FROM done JOIN single USING (trajectory_id)
     ), owner AS MATERIALIZED (
-      SELECT trajectory_id, turn_id, leaf_turn_id
-      FROM path WHERE place IS NULL
-      UNION ALL
-      SELECT trajectory_id, turn_id, arg_min(leaf_turn_id, place)
-      FROM path WHERE place IS NOT NULL GROUP BY trajectory_id, turn_id
+      SELECT trajectory_id, turn_id, arg_min(leaf_turn_id, place) AS leaf_turn_id
+      FROM climb GROUP BY trajectory_id, turn_id
     )"""
-"""Where a trajectory has one leaf, it owns all turns; only in others does anyone have to climb."""
+"""A trajectory's only leaf owns all its turns (`single`); where there are several, `owner` has each turn's."""
 
 _USE = f"""
     attempt AS MATERIALIZED (
@@ -126,36 +110,49 @@ _USE = f"""
     ), held AS MATERIALIZED (
       SELECT cut, string_split(part, '=')[1] AS lane, TRY_CAST(string_split(part, '=')[2] AS BIGINT) AS count
       FROM (SELECT cut, unnest(string_split(cut, ',')) AS part FROM (SELECT DISTINCT cut FROM attempt))
-    ), finish AS (
-      SELECT trajectory_id, lane, seq FROM _mark_events WHERE kind = 'trajectory.finished'
+    ), finish AS MATERIALIZED (
+      SELECT u.trajectory_id, u.cut, f.lane, f.seq
+      FROM (SELECT DISTINCT trajectory_id, cut FROM use) u
+      JOIN _mark_events f ON f.trajectory_id = u.trajectory_id AND f.kind = 'trajectory.finished'
     ), known AS MATERIALIZED (
-      SELECT DISTINCT u.trajectory_id, u.cut
-      FROM use u JOIN finish f ON f.trajectory_id = u.trajectory_id
-      JOIN held h ON h.cut = u.cut AND h.lane = f.lane AND f.seq < h.count
+      SELECT DISTINCT f.trajectory_id, f.cut
+      FROM finish f JOIN held h ON h.cut = f.cut AND h.lane = f.lane AND f.seq < h.count
     ), decided AS MATERIALIZED (
-      SELECT o.trajectory_id, o.turn_id, coalesce(bool_or(u.rule IS NULL), false) AS trained,
-             min(u.rule) AS rule
-      FROM use u
-      JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id
-      JOIN (SELECT trajectory_id, turn_id, lane, seq FROM _mark_events WHERE kind = 'turn.delivered') v
-        ON v.trajectory_id = o.trajectory_id AND v.turn_id = o.turn_id
-      LEFT JOIN held h ON h.cut = u.cut AND h.lane = v.lane
-      LEFT JOIN known k ON k.trajectory_id = u.trajectory_id AND k.cut = u.cut
+      SELECT v.trajectory_id, v.turn_id, coalesce(bool_or(x.rule IS NULL), false) AS trained,
+             min(x.rule) AS rule
+      FROM (
+        SELECT u.trajectory_id, NULL AS turn_id, u.cut, u.rule
+        FROM use u
+        JOIN single s ON s.trajectory_id = u.trajectory_id AND s.leaf_turn_id = u.leaf_turn_id
+        UNION ALL
+        SELECT u.trajectory_id, o.turn_id, u.cut, u.rule
+        FROM use u
+        JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id) x
+      JOIN _mark_events v
+        ON v.trajectory_id = x.trajectory_id AND v.kind = 'turn.delivered'
+       AND (x.turn_id IS NULL OR v.turn_id = x.turn_id)
+      LEFT JOIN held h ON h.cut = x.cut AND h.lane = v.lane
+      LEFT JOIN known k ON k.trajectory_id = x.trajectory_id AND k.cut = x.cut
       WHERE v.seq < h.count OR k.cut IS NULL
-      GROUP BY o.trajectory_id, o.turn_id
+      GROUP BY v.trajectory_id, v.turn_id
     ), used AS (
       SELECT DISTINCT trajectory_id, leaf_turn_id FROM use
     )"""
-"""What committed attempts consumed and dropped, at the cuts of their plans: what came later was masked."""
+"""What committed attempts consumed and dropped, at the cuts of their plans: what came later was masked.
+
+`finish` is joined before `held`: every end with every cut would be a row for each pair of them."""
 
 _TURN = """
     spoiled AS MATERIALIZED (
-      SELECT DISTINCT p.trajectory_id, p.leaf_turn_id
-      FROM path p JOIN barred b ON b.trajectory_id = p.trajectory_id AND b.turn_id = p.turn_id AND b.erased
+      SELECT l.trajectory_id, l.leaf_turn_id
+      FROM done d JOIN single l ON l.trajectory_id = d.trajectory_id WHERE d.erased
+      UNION
+      SELECT c.trajectory_id, c.leaf_turn_id
+      FROM done d JOIN climb c ON c.trajectory_id = d.trajectory_id AND c.turn_id = d.turn_id WHERE d.erased
     ), turn AS MATERIALIZED (
       SELECT d.*, CASE WHEN d.tokens = 0 THEN 'kept out'
                        WHEN t.opened IS NULL OR NOT d.asked THEN 'in flight'
-                       WHEN b.altered THEN 'kept out'
+                       WHEN d.altered THEN 'kept out'
                        WHEN g.trained THEN 'trained'
                        WHEN g.rule IS NOT NULL THEN 'dropped'
                        WHEN t.split <> 'train' OR s.leaf_turn_id IS NOT NULL THEN 'kept out'
@@ -164,7 +161,7 @@ _TURN = """
                        ELSE 'waiting' END AS term,
              CASE WHEN d.tokens = 0 THEN 'text only'
                   WHEN t.opened IS NULL OR NOT d.asked THEN NULL
-                  WHEN b.altered THEN 'altered'
+                  WHEN d.altered THEN 'altered'
                   WHEN g.trained THEN NULL
                   WHEN g.rule IS NOT NULL THEN g.rule
                   WHEN t.split <> 'train' THEN t.split
@@ -173,12 +170,14 @@ _TURN = """
                   WHEN d.delivered IS NULL THEN 'undelivered'
                   WHEN u.leaf_turn_id IS NOT NULL THEN 'late' END AS rule
       FROM done d
+      LEFT JOIN single l ON l.trajectory_id = d.trajectory_id
       LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
       LEFT JOIN _trajectory_scalars t ON t.trajectory_id = d.trajectory_id
-      LEFT JOIN barred b ON b.trajectory_id = d.trajectory_id AND b.turn_id = d.turn_id
       LEFT JOIN decided g ON g.trajectory_id = d.trajectory_id AND g.turn_id = d.turn_id
-      LEFT JOIN spoiled s ON s.trajectory_id = o.trajectory_id AND s.leaf_turn_id = o.leaf_turn_id
-      LEFT JOIN used u ON u.trajectory_id = o.trajectory_id AND u.leaf_turn_id = o.leaf_turn_id
+      LEFT JOIN spoiled s ON s.trajectory_id = d.trajectory_id
+        AND s.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
+      LEFT JOIN used u ON u.trajectory_id = d.trajectory_id
+        AND u.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
     )"""
 
 _SPAN = f"""
@@ -191,7 +190,7 @@ _SPAN = f"""
 _UNDECIDED = "(term IN ('in flight', 'waiting') OR (term = 'kept out' AND rule IN ('undelivered', 'late')))"
 
 SHARES = f"""
-    WITH RECURSIVE {", ".join([_DONE, _BARRED, _ORDER, _OWNER, _USE, _TURN, _SPAN])}, share AS (
+    WITH RECURSIVE {", ".join([_DONE, _ORDER, _OWNER, _USE, _TURN, _SPAN])}, share AS (
       SELECT run, trajectory_id, turn_id, policy, policy_version, term, rule, tokens
       FROM turn WHERE one_version AND tokens > 0
       UNION ALL

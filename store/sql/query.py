@@ -12,7 +12,8 @@ from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
 from rollbook.store.sealed.leases import lease_units
 from rollbook.store.spill import Spill
-from rollbook.store.sql.object_storage import outage, read_object_storage
+from rollbook.store.sql.lazy_views import LazyViews
+from rollbook.store.sql.object_storage import read_object_storage
 from rollbook.store.sql.relations import LIVE, definitions, snapshot
 from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
 from rollbook.store.sql.views import VIEWS
@@ -51,7 +52,6 @@ def connect_at(
     connection = duckdb.connect(":memory:", config=closed | spill.config)
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
-    connection.register(LIVE, live)
     if of.is_remote():
         read_object_storage(connection, store.settings().remote)
     # The connection holds the function, which holds the lease, so that compaction removes none of its files;
@@ -60,12 +60,8 @@ def connect_at(
     try:
         if not allow_files:
             close_doors(connection, folders_of(of.folders()))
-        for name, query in definitions(replace(of, live=live.num_rows > 0)):
-            connection.execute(f"CREATE VIEW {name} AS {query}")
-        for view in VIEWS:
-            connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
-    except duckdb.Error as error:  # DuckDB has read the files' footers by now
-        if (away := outage(error)) is not None:
-            raise away from error
+    except duckdb.Error as error:
         raise explained(error) from error
-    return Connection(connection, allow_files=allow_files)
+    relations = definitions(replace(of, live=live.num_rows > 0))
+    views = LazyViews([*relations, *((view.name, view.sql) for view in VIEWS)], {LIVE: live})
+    return Connection(connection, views, allow_files=allow_files)

@@ -43,8 +43,11 @@ LIVE = "_live"
 EXACT_TURNS, KEY = "exact_turns", "key"
 """The youngest columns of two derived files."""
 
-MOST_BRANCHES = 16
-"""More queries in a relation would take longer to plan than they save."""
+MOST_BRANCHES = 8
+"""More queries in a relation would take longer to plan than they save: each reads a file's footer."""
+LEAST_FILES = 2
+"""Of a query. One over a single file has all its row groups looked at while any query is planned, even one
+that in the end does not read it."""
 
 _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
 
@@ -188,7 +191,7 @@ def _branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
     sees while it plans which of the queries can have no row, and never looks at their files; of a file it
     does look at, it passes over row groups one by one, at some 40 µs each.
     """
-    together = -(-len(units) // MOST_BRANCHES) or 1
+    together = max(LEAST_FILES, -(-len(units) // MOST_BRANCHES))
     queries: list[str] = []
     for i in range(0, len(units), together):
         group = units[i : i + together]

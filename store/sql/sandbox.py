@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Self, TypeVar
 
 import duckdb
 
 from rollbook.store.errors import QueryError
+from rollbook.store.sql.lazy_views import LazyViews
 
 WORDS = ("copy", "export", "attach")
 """Words of SQL that make DuckDB write a file, or open one for writing."""
@@ -30,6 +31,9 @@ _CONFIG = {
 }
 _MAY_CHANGE = ("threads", "timezone", "calendar", "default_order", "default_null_order", "explain_output")
 """Switches that change no more than how a query runs, or how its rows come out."""
+_RESULT = ("fetch", "description", "rowcount", "df", "pl", "arrow", "to_arrow", "register", "unregister")
+"""Beginnings of the names of what needs no view."""
+_T = TypeVar("_T")
 _REMEDY = "add --allow-files to the command, or allow_files=True to connect()"
 
 
@@ -70,18 +74,38 @@ def refuse_writing(query: str) -> None:
 class Connection:
     """A DuckDB connection over the log. All that DuckDB's has, and queries that write files are refused.
 
-    It is used like DuckDB's own: `execute(...).fetchall()`, `sql(...).df()`, `with`, `close`. `raw` is
-    DuckDB's, for a library that asks for it; its queries are not looked through, so sealed files can be
-    overwritten with it.
+    It is used like DuckDB's own: `execute(...).fetchall()`, `sql(...).df()`, `with`, `close`. Views are made
+    when a query names them.
     """
 
-    def __init__(self, raw: duckdb.DuckDBPyConnection, *, allow_files: bool = False) -> None:
-        self.raw = raw
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, views: LazyViews, *, allow_files: bool = False
+    ) -> None:
+        self._connection, self._views = connection, views
+        views.open_to(connection)
         self._allow_files = allow_files
 
-    def _look_through(self, query: Any) -> None:
+    @property
+    def raw(self) -> duckdb.DuckDBPyConnection:
+        """DuckDB's own, with all views, for a library that asks for it. Its queries are not looked through, so
+        sealed files can be overwritten with it."""
+        self._views.make_all(self._connection)
+        return self._connection
+
+    def _run(self, run: Callable[..., _T], query: Any, *arguments: Any, **options: Any) -> _T:
+        text = query if isinstance(query, str) else str(query.query)
         if not self._allow_files:
-            refuse_writing(query if isinstance(query, str) else str(query.query))
+            refuse_writing(text)
+        self._views.make_for(self._connection, text)
+        try:
+            return run(query, *arguments, **options)
+        except duckdb.CatalogException:
+            # It may name a view in a way that its words do not show; a misspelt one is suggested from all
+            # that there are. One statement alone had no effect yet.
+            alone = len(self._connection.extract_statements(text)) == 1
+            if not alone or not self._views.make_all(self._connection):
+                raise
+            return run(query, *arguments, **options)
 
     def execute(self, query: Any, parameters: Any = None) -> Self:
         """Run statements; the last one's rows are fetched with `fetchall` and the like.
@@ -90,8 +114,7 @@ class Connection:
             QueryError: one would write a file.
             duckdb.Error: as DuckDB's own.
         """
-        self._look_through(query)
-        self.raw.execute(query, parameters)
+        self._run(self._connection.execute, query, parameters)
         return self
 
     def executemany(self, query: Any, parameters: Any = None) -> Self:
@@ -100,8 +123,7 @@ class Connection:
         Raises:
             QueryError, duckdb.Error: as `execute`.
         """
-        self._look_through(query)
-        self.raw.executemany(query, parameters)
+        self._run(self._connection.executemany, query, parameters)
         return self
 
     def sql(self, query: Any, **options: Any) -> Any:
@@ -110,20 +132,19 @@ class Connection:
         Raises:
             QueryError, duckdb.Error: as `execute`.
         """
-        self._look_through(query)
-        return self.raw.sql(query, **options)
+        return self._run(self._connection.sql, query, **options)
 
     query = from_query = sql
 
     def cursor(self) -> Connection:
         """Another connection to the same views, for another thread."""
-        return Connection(self.raw.cursor(), allow_files=self._allow_files)
+        return Connection(self._connection.cursor(), self._views, allow_files=self._allow_files)
 
     duplicate = cursor
 
     def close(self) -> None:
         """Give the sealed files back."""
-        self.raw.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +153,8 @@ class Connection:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw, name)
+        # What ends a query is asked for after each; other ways to a view are as DuckDB has them.
+        return getattr(self._connection if name.startswith(_RESULT) else self.raw, name)
 
 
 def explained(error: duckdb.Error) -> QueryError:
