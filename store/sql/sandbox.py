@@ -87,8 +87,10 @@ class Connection:
 
     @property
     def raw(self) -> duckdb.DuckDBPyConnection:
-        """DuckDB's own, with all views, for a library that asks for it. Its queries are not looked through, so
-        sealed files can be overwritten with it."""
+        """DuckDB's own, with all views, for a library that asks for it.
+
+        Its queries are not looked through, so sealed files can be overwritten with it.
+        """
         self._views.make_all(self._connection)
         return self._connection
 
