@@ -179,7 +179,9 @@ def trajectory_parts(events: str) -> str:
            any_value({opened.format("time")}) AS opened, any_value({finished.format("time")}) AS finished,
            any_value(status) AS status, any_value(success) AS success,
            count(*) FILTER (kind = 'turn.completed') AS turns,
-           count(*) FILTER (kind = 'turn.completed' AND len(completion_ids) > 0) AS exact_turns,
+           count(*) FILTER (kind = 'turn.completed' AND NOT erased AND len(completion_ids) > 0)
+             AS exact_turns,
+           count(*) FILTER (kind = 'turn.completed' AND erased) AS erased_turns,
            min(list_min(versions)) AS min_version, max(list_max(versions)) AS max_version,
            coalesce(bool_or(kind = 'trajectory.opened') AND bool_or(kind = 'trajectory.finished'), false)
              AS whole
@@ -188,7 +190,7 @@ def trajectory_parts(events: str) -> str:
              {opened.format("CAST(json_extract(extra, '$.labels') AS VARCHAR)")} AS labels,
              {finished.format("json_extract_string(extra, '$.status')")} AS status,
              {finished.format("CAST(json_extract_string(extra, '$.success') AS BOOLEAN)")} AS success,
-             list_transform(version_spans, lambda s: s.version) AS versions
+             list_transform(version_spans, lambda s: s.version) AS versions, {_TRAINED["erased"]} AS erased
       FROM {events} WHERE kind IN ('trajectory.opened', 'trajectory.finished', 'turn.completed'))
     GROUP BY trajectory_id
     """
@@ -212,26 +214,14 @@ def trajectory_scalars(parts: str) -> str:
     names = ", ".join(same)
     merged = ", ".join(f"any_value({name}) AS {name}" for name in same)
     return f"""
-    SELECT trajectory_id, {names}, turns, exact_turns, min_version, max_version FROM {parts} WHERE whole
+    SELECT trajectory_id, {names}, turns, exact_turns, erased_turns, min_version, max_version
+    FROM {parts} WHERE whole
     UNION ALL
     SELECT trajectory_id, {merged}, CAST(sum(turns) AS BIGINT) AS turns,
            CAST(sum(exact_turns) AS BIGINT) AS exact_turns,
+           CAST(sum(erased_turns) AS BIGINT) AS erased_turns,
            min(min_version) AS min_version, max(max_version) AS max_version
     FROM {parts} WHERE NOT whole GROUP BY trajectory_id HAVING any_value(opened) IS NOT NULL
-    """
-
-
-def with_exact_turns(parts: str, turns: str) -> str:
-    """Rows of `trajectory_parts` as they were before they told exact turns, with what they tell now.
-
-    Args:
-        turns: the `turn_parts` rows of the same events.
-    """
-    return f"""
-    SELECT p.*, CAST(coalesce(e.exact_turns, 0) AS BIGINT) AS exact_turns
-    FROM {parts} p
-    LEFT JOIN (SELECT trajectory_id, count(*) AS exact_turns
-               FROM {turns} WHERE completion_length > 0 GROUP BY trajectory_id) e USING (trajectory_id)
     """
 
 

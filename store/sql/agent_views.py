@@ -122,8 +122,8 @@ TURNS = View(
            coalesce(CAST(json_extract_string(d.asked, '$.wire.choice') AS BIGINT), 0) AS choice,
            coalesce(CAST(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.retry') AS BIGINT), 0)
              AS retry,
-           CASE WHEN s.completed IS NULL THEN NULL
-                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens,
+           CASE WHEN s.completed IS NULL THEN NULL WHEN s.erased THEN 'erased'
+                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS fidelity,
            json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key
     FROM _turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
@@ -138,9 +138,9 @@ TRAJECTORIES = View(
     SELECT o.run, o.trajectory, o.trajectory_id, o."group", o.task, o.split, CAST(o.labels AS JSON) AS labels,
            coalesce(o.status, 'open') AS status, o.success, r.reward, o.turns, o.min_version, o.max_version,
            o.opened, o.finished, o.lane,
-           CASE WHEN o.turns > 0 THEN
-             CASE o.exact_turns WHEN o.turns THEN 'exact' WHEN 0 THEN 'text_only' ELSE 'mixed' END
-           END AS tokens
+           CASE WHEN o.turns = 0 THEN NULL WHEN o.erased_turns = o.turns THEN 'erased'
+                WHEN o.exact_turns = o.turns THEN 'exact'
+                WHEN o.exact_turns + o.erased_turns = 0 THEN 'text_only' ELSE 'mixed' END AS fidelity
     FROM _trajectory_scalars o
     LEFT JOIN (SELECT trajectory_id, any_value(reward) AS reward
                FROM {_in_force("turn_id IS NULL")} GROUP BY trajectory_id) r

@@ -114,7 +114,7 @@ TURNS = (
     ViewColumn("endpoint", "VARCHAR", "path of the API that the request came to"),
     ViewColumn("choice", "BIGINT", "place among the completions of one request, from 0"),
     ViewColumn("retry", "BIGINT", "how often the client says it has tried before"),
-    ViewColumn("tokens", "VARCHAR", "exact, or text_only: it has no token ids; null unless completed"),
+    ViewColumn("fidelity", "VARCHAR", "exact, erased, or text_only: it never had ids; null unless completed"),
     ViewColumn("key", "VARCHAR", "name of the API key that asked; null where keys are not checked"),
 )
 
@@ -135,7 +135,7 @@ TRAJECTORIES = (
     ViewColumn("opened", "TIMESTAMP", "UTC"),
     ViewColumn("finished", "TIMESTAMP", "UTC; null while it is open"),
     LANE,
-    ViewColumn("tokens", "VARCHAR", "of its completed turns: exact, text_only or mixed; null without any"),
+    ViewColumn("fidelity", "VARCHAR", "that of all its completed turns, or mixed; null without any"),
 )
 
 TOKENS = (

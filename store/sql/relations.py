@@ -33,15 +33,14 @@ from rollbook.store.sealed.projections import (
     trajectory_scalars,
     turn_parts,
     turn_scalars,
-    with_exact_turns,
 )
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_folder
 
 LIVE = "_live"
 """Name of the registered Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
 
-EXACT_TURNS, KEY = "exact_turns", "key"
-"""The youngest columns of two derived files."""
+KEY = "key"
+"""The youngest column of the rewards that are derived."""
 
 MOST_BRANCHES = 16
 """More queries in a relation would take longer to plan than they save."""
@@ -120,26 +119,13 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         ("_rest", "SELECT * FROM _rest_turns UNION ALL SELECT * FROM _rest_marks"),
         ("_turn_parts", known(SCALARS, turn_parts("_rest"))),
         ("_turn_scalars", turn_scalars("_turn_parts")),
-        ("_trajectory_parts", _trajectories(of, derived, computed=bool(computed))),
+        ("_trajectory_parts", known(TRAJECTORIES, trajectory_parts("_rest"))),
         ("_trajectory_scalars", trajectory_scalars("_trajectory_parts")),
         ("_rewards", _all_rewards(of, derived, computed=bool(computed))),
         ("_several_turns", _events(of, several, TURNS, fat)),
         ("_tokens", tokens("_turn_events", "_several_turns")),
         ("_outliers", known(OUTLIERS, outliers("_rest_turns"))),
     ]
-
-
-def _trajectories(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
-    """The rows of `trajectory_parts`: derived ones, such as an older release derived, and the rest."""
-    queries = [f"SELECT * FROM ({trajectory_parts('_rest')})"] if computed else []
-    folders = [derived_folder(of.store, unit) for unit in derived]
-    older = [folder for folder in folders if not _tells(folder / TRAJECTORIES, EXACT_TURNS)]
-    if newer := [str(folder / TRAJECTORIES) for folder in folders if folder not in older]:
-        queries.append(f"SELECT * FROM {_read(newer)}")
-    if older:
-        parts, turns = (_read([str(folder / name) for folder in older]) for name in (TRAJECTORIES, SCALARS))
-        queries.append(with_exact_turns(parts, turns))
-    return " UNION ALL BY NAME ".join(queries)
 
 
 def _all_rewards(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
