@@ -124,7 +124,8 @@ TURNS = View(
              AS retry,
            CASE WHEN s.completed IS NULL THEN NULL WHEN s.erased THEN 'erased'
                 WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS fidelity,
-           json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key
+           json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key,
+           s.upstream_prompt_tokens, s.upstream_completion_tokens, s.upstream_total_tokens
     FROM _turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,
