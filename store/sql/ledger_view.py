@@ -15,11 +15,11 @@ _DONE = """
     done AS MATERIALIZED (
       SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
              policy, policy_version, one_version, delivered, true AS asked
-      FROM _turn_scalars WHERE completed IS NOT NULL
+      FROM internal.turn_scalars WHERE completed IS NOT NULL
       UNION ALL
       SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
              any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false
-      FROM _turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
+      FROM internal.turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
       HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
     )"""
 """Completed turns; those whose request lies outside the cut as well, so that no token is left out."""
@@ -31,7 +31,7 @@ _BARRED = f"""
                coalesce(CAST({json("logprob_semantics.altered")} AS VARCHAR)
                  NOT IN ('null', 'false', '0', '""', '[]', '{{}}'), false) AS altered,
                list_contains(CAST({json("flags")} AS VARCHAR[]), 'tokens_erased') AS erased
-        FROM _turn_events
+        FROM internal.turn_events
         WHERE kind = 'turn.completed' AND (contains(extra, '"altered"') OR contains(extra, 'tokens_erased')))
       WHERE altered OR erased
     )"""
@@ -40,14 +40,15 @@ _BARRED = f"""
 _ORDER = f"""
     tenure_start AS MATERIALIZED (
       SELECT trajectory_id, lane, seq, {text("last_event_id")} AS last_event_id
-      FROM _mark_events WHERE kind = 'trajectory.adopted'
+      FROM internal.mark_events WHERE kind = 'trajectory.adopted'
       UNION ALL
-      SELECT trajectory_id, lane, seq, NULL FROM _mark_events WHERE kind = 'trajectory.opened'
-         AND trajectory_id IN (SELECT trajectory_id FROM _mark_events WHERE kind = 'trajectory.adopted')
+      SELECT trajectory_id, lane, seq, NULL FROM internal.mark_events WHERE kind = 'trajectory.opened'
+         AND trajectory_id IN (
+           SELECT trajectory_id FROM internal.mark_events WHERE kind = 'trajectory.adopted')
     ), named_event AS MATERIALIZED (
       SELECT trajectory_id, event_id, lane, seq
-      FROM (SELECT trajectory_id, event_id, lane, seq FROM _turn_events
-            UNION ALL SELECT trajectory_id, event_id, lane, seq FROM _mark_events)
+      FROM (SELECT trajectory_id, event_id, lane, seq FROM internal.turn_events
+            UNION ALL SELECT trajectory_id, event_id, lane, seq FROM internal.mark_events)
       WHERE event_id IN (SELECT last_event_id FROM tenure_start WHERE last_event_id IS NOT NULL)
     ), earlier_tenure AS MATERIALIZED (
       SELECT a.trajectory_id, a.lane, a.seq, coalesce(b.lane, o.lane) AS before_lane,
@@ -112,8 +113,8 @@ _USE = f"""
       SELECT d.*, p.policy FROM (
         SELECT lane, seq, run, step, trajectory_id, turn_id, {text("rule")} AS rule,
                CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
-        FROM _mark_events WHERE kind = 'sample.dropped') d
-      ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM _mark_events WHERE kind = 'step.planned') p
+        FROM internal.mark_events WHERE kind = 'sample.dropped') d
+      ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM internal.mark_events WHERE kind = 'step.planned') p
         ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
     ), use AS MATERIALIZED (
       SELECT ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
@@ -127,7 +128,7 @@ _USE = f"""
       SELECT cut, string_split(part, '=')[1] AS lane, TRY_CAST(string_split(part, '=')[2] AS BIGINT) AS count
       FROM (SELECT cut, unnest(string_split(cut, ',')) AS part FROM (SELECT DISTINCT cut FROM attempt))
     ), finish AS (
-      SELECT trajectory_id, lane, seq FROM _mark_events WHERE kind = 'trajectory.finished'
+      SELECT trajectory_id, lane, seq FROM internal.mark_events WHERE kind = 'trajectory.finished'
     ), known AS MATERIALIZED (
       SELECT DISTINCT u.trajectory_id, u.cut
       FROM use u JOIN finish f ON f.trajectory_id = u.trajectory_id
@@ -137,7 +138,8 @@ _USE = f"""
              min(u.rule) AS rule
       FROM use u
       JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id
-      JOIN (SELECT trajectory_id, turn_id, lane, seq FROM _mark_events WHERE kind = 'turn.delivered') v
+      JOIN (SELECT trajectory_id, turn_id, lane, seq FROM internal.mark_events
+            WHERE kind = 'turn.delivered') v
         ON v.trajectory_id = o.trajectory_id AND v.turn_id = o.turn_id
       LEFT JOIN held h ON h.cut = u.cut AND h.lane = v.lane
       LEFT JOIN known k ON k.trajectory_id = u.trajectory_id AND k.cut = u.cut
@@ -174,7 +176,7 @@ _TURN = """
                   WHEN u.leaf_turn_id IS NOT NULL THEN 'late' END AS rule
       FROM done d
       LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
-      LEFT JOIN _trajectory_scalars t ON t.trajectory_id = d.trajectory_id
+      LEFT JOIN internal.trajectory_scalars t ON t.trajectory_id = d.trajectory_id
       LEFT JOIN barred b ON b.trajectory_id = d.trajectory_id AND b.turn_id = d.turn_id
       LEFT JOIN decided g ON g.trajectory_id = d.trajectory_id AND g.turn_id = d.turn_id
       LEFT JOIN spoiled s ON s.trajectory_id = o.trajectory_id AND s.leaf_turn_id = o.leaf_turn_id
@@ -184,7 +186,7 @@ _TURN = """
 _SPAN = f"""
     span AS MATERIALIZED (
       SELECT trajectory_id, turn_id, span.policy, span.version, span."end" - span.start AS tokens
-      FROM (SELECT trajectory_id, turn_id, unnest(version_spans) AS span FROM _several_turns
+      FROM (SELECT trajectory_id, turn_id, unnest(version_spans) AS span FROM internal.several_turns
             WHERE kind = 'turn.completed' AND NOT {ONE_VERSION})
     )"""
 

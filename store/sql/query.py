@@ -13,7 +13,7 @@ from rollbook.store.open import open_store
 from rollbook.store.sealed.leases import lease_units
 from rollbook.store.spill import Spill
 from rollbook.store.sql.object_storage import outage, read_object_storage
-from rollbook.store.sql.relations import LIVE, definitions, snapshot
+from rollbook.store.sql.relations import INTERNAL, LIVE, definitions, snapshot
 from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
 from rollbook.store.sql.views import VIEWS
 
@@ -51,7 +51,10 @@ def connect_at(
     connection = duckdb.connect(":memory:", config=closed | spill.config)
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
-    connection.register(LIVE, live)
+    # A view, not a registered table: that would be listed among the views, and not be there for cursors.
+    connection.execute(f"CREATE SCHEMA {INTERNAL}; USE {INTERNAL}")
+    connection.from_arrow(live).create_view(LIVE)
+    connection.execute("USE main")
     if of.is_remote():
         read_object_storage(connection, store.settings().remote)
     # The connection holds the function, which holds the lease, so that compaction removes none of its files;
