@@ -20,7 +20,7 @@ from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
 
-SCALARS, TRAJECTORIES, REWARDS = "scalars.2.parquet", "trajectories.parquet", "rewards.parquet"
+SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.2.parquet", "rewards.parquet"
 OUTLIERS, LOCATIONS = "outliers.parquet", "locations.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
 DERIVED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS, LOCATIONS)

@@ -47,6 +47,9 @@ _MERGED = (
     "prompt_sha256",
     "lowest_token",
     "highest_token",
+    "upstream_prompt_tokens",
+    "upstream_completion_tokens",
+    "upstream_total_tokens",
 )
 
 _TRUE = (
@@ -73,6 +76,32 @@ _TRAINED = {
 known, whether each has a logprob, whether those are of altered logits, whether tokens were erased, the
 temperature (greedy turns have the distribution of 1), and the lowest and the highest id among its tokens."""
 
+_USAGE = (
+    "prompt_tokens",
+    "input_tokens",
+    "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+    "completion_tokens",
+    "output_tokens",
+    "total_tokens",
+)
+"""Fields of an upstream's usage in the APIs that are recorded: OpenAI's and Anthropic's names."""
+
+
+def _reported() -> str:
+    """The columns of an upstream's usage, from the list `usage` of the texts of `_USAGE`.
+
+    What is no count is null. Anthropic counts cached tokens of the prompt apart, OpenAI among the others.
+    """
+    count = {name: f"CAST(TRY_CAST(usage[{i}] AS UINTEGER) AS BIGINT)" for i, name in enumerate(_USAGE, 1)}
+    cached = "".join(f" + coalesce({count[name]}, 0)" for name in _USAGE if name.startswith("cache_"))
+    columns = {
+        "upstream_prompt_tokens": f"coalesce({count['prompt_tokens']}, {count['input_tokens']}{cached})",
+        "upstream_completion_tokens": f"coalesce({count['completion_tokens']}, {count['output_tokens']})",
+        "upstream_total_tokens": count["total_tokens"],
+    }
+    return ", ".join(f"any_value({query}) AS {name}" for name, query in columns.items())
+
 
 def turn_parts(events: str) -> str:
     """One row per turn in the relation `events`: its scalars, as far as these events tell them.
@@ -84,6 +113,7 @@ def turn_parts(events: str) -> str:
     done = "CASE WHEN kind = 'turn.completed' THEN {} END"
     fields_asked = "json_extract_string(extra, ['$.parent_turn_id', '$.root_reason', '$.requested_model'])"
     fields_done = "json_extract_string(extra, ['$.prompt_length', '$.finish_reason', '$.prompt_sha256'])"
+    usage = f"json_extract_string(extra, {[f'$.upstream.usage.{name}' for name in _USAGE]})"
     return f"""
     SELECT trajectory_id, turn_id, any_value(run) AS run,
            any_value({asked.format("lane")}) AS lane,
@@ -102,7 +132,7 @@ def turn_parts(events: str) -> str:
            any_value({done.format("lane")}) AS completed_lane,
            any_value({done.format("seq")}) AS completed_seq,
            {", ".join(f"any_value({name}) AS {name}" for name in _TRAINED)},
-           any_value(unhex(done[3])) AS prompt_sha256,
+           any_value(unhex(done[3])) AS prompt_sha256, {_reported()},
            any_value(error) AS error, max(delivered) AS delivered,
            bool_and(one_version) AS one_version,
            coalesce(bool_or(kind = 'turn.requested') AND (
@@ -110,6 +140,7 @@ def turn_parts(events: str) -> str:
              OR (bool_or(kind = 'turn.completed') AND max(delivered) = 'sent')), false) AS whole
     FROM (
       SELECT *, {asked.format(fields_asked)} AS asked, {done.format(fields_done)} AS done,
+             {done.format(usage)} AS usage,
              CASE WHEN kind = 'turn.failed' THEN json_extract_string(extra, '$.error') END AS error,
              CASE WHEN kind = 'turn.delivered' THEN json_extract_string(extra, '$.how') END AS delivered,
              list_transform(version_spans, lambda s: s.version) AS versions,
@@ -179,7 +210,9 @@ def trajectory_parts(events: str) -> str:
            any_value({opened.format("time")}) AS opened, any_value({finished.format("time")}) AS finished,
            any_value(status) AS status, any_value(success) AS success,
            count(*) FILTER (kind = 'turn.completed') AS turns,
-           count(*) FILTER (kind = 'turn.completed' AND len(completion_ids) > 0) AS exact_turns,
+           count(*) FILTER (kind = 'turn.completed' AND NOT erased AND len(completion_ids) > 0)
+             AS exact_turns,
+           count(*) FILTER (kind = 'turn.completed' AND erased) AS erased_turns,
            min(list_min(versions)) AS min_version, max(list_max(versions)) AS max_version,
            coalesce(bool_or(kind = 'trajectory.opened') AND bool_or(kind = 'trajectory.finished'), false)
              AS whole
@@ -188,7 +221,7 @@ def trajectory_parts(events: str) -> str:
              {opened.format("CAST(json_extract(extra, '$.labels') AS VARCHAR)")} AS labels,
              {finished.format("json_extract_string(extra, '$.status')")} AS status,
              {finished.format("CAST(json_extract_string(extra, '$.success') AS BOOLEAN)")} AS success,
-             list_transform(version_spans, lambda s: s.version) AS versions
+             list_transform(version_spans, lambda s: s.version) AS versions, {_TRAINED["erased"]} AS erased
       FROM {events} WHERE kind IN ('trajectory.opened', 'trajectory.finished', 'turn.completed'))
     GROUP BY trajectory_id
     """
@@ -212,26 +245,14 @@ def trajectory_scalars(parts: str) -> str:
     names = ", ".join(same)
     merged = ", ".join(f"any_value({name}) AS {name}" for name in same)
     return f"""
-    SELECT trajectory_id, {names}, turns, exact_turns, min_version, max_version FROM {parts} WHERE whole
+    SELECT trajectory_id, {names}, turns, exact_turns, erased_turns, min_version, max_version
+    FROM {parts} WHERE whole
     UNION ALL
     SELECT trajectory_id, {merged}, CAST(sum(turns) AS BIGINT) AS turns,
            CAST(sum(exact_turns) AS BIGINT) AS exact_turns,
+           CAST(sum(erased_turns) AS BIGINT) AS erased_turns,
            min(min_version) AS min_version, max(max_version) AS max_version
     FROM {parts} WHERE NOT whole GROUP BY trajectory_id HAVING any_value(opened) IS NOT NULL
-    """
-
-
-def with_exact_turns(parts: str, turns: str) -> str:
-    """Rows of `trajectory_parts` as they were before they told exact turns, with what they tell now.
-
-    Args:
-        turns: the `turn_parts` rows of the same events.
-    """
-    return f"""
-    SELECT p.*, CAST(coalesce(e.exact_turns, 0) AS BIGINT) AS exact_turns
-    FROM {parts} p
-    LEFT JOIN (SELECT trajectory_id, count(*) AS exact_turns
-               FROM {turns} WHERE completion_length > 0 GROUP BY trajectory_id) e USING (trajectory_id)
     """
 
 

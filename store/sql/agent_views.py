@@ -6,13 +6,13 @@ from rollbook.store.sql import columns
 from rollbook.store.sql.view import View, json, text
 
 _NAMES = """(SELECT trajectory_id, any_value(trajectory) AS trajectory
-               FROM _trajectory_parts GROUP BY trajectory_id)"""
+               FROM internal.trajectory_parts GROUP BY trajectory_id)"""
 """Grouped, so that DuckDB sees it is one row each and leaves the join out where no name is asked for."""
 
 EVENTS = View(
     "events",
     "Every event of the log, one row each, as stored; `extra` holds the kind's rarer fields as JSON.",
-    "SELECT * FROM _turn_events UNION ALL SELECT * FROM _mark_events",
+    "SELECT * FROM internal.turn_events UNION ALL SELECT * FROM internal.mark_events",
     columns.EVENTS,
 )
 
@@ -22,7 +22,7 @@ RUNS = View(
     f"""
     SELECT run, time AS opened, lane, {text("command")} AS command, {text("model")} AS model,
            {json("config")} AS config, {json("environment")} AS environment
-    FROM _mark_events WHERE kind = 'run.opened'
+    FROM internal.mark_events WHERE kind = 'run.opened'
     """,
     columns.RUNS,
 )
@@ -33,7 +33,7 @@ BODIES = View(
     f"""
     SELECT {text("digest")} AS digest, any_value({json("body")}) AS body, count(*) AS copies,
            CAST(any_value(length({text("body")})) AS BIGINT) AS length
-    FROM _mark_events WHERE kind = 'body.stored' GROUP BY digest
+    FROM internal.mark_events WHERE kind = 'body.stored' GROUP BY digest
     """,
     columns.BODIES,
 )
@@ -41,8 +41,9 @@ BODIES = View(
 _REWARDS = """(
     SELECT r.run, r.trajectory_id, r.turn_id, r.reward, r.source, r.event_id, r.time, r.lane, r.seq,
            s.supersedes IS NOT NULL AS superseded, r.key
-    FROM _rewards r
-    LEFT JOIN (SELECT trajectory_id, supersedes FROM _rewards WHERE supersedes IS NOT NULL GROUP BY ALL) s
+    FROM internal.rewards r
+    LEFT JOIN (SELECT trajectory_id, supersedes FROM internal.rewards
+               WHERE supersedes IS NOT NULL GROUP BY ALL) s
       ON s.trajectory_id = r.trajectory_id AND s.supersedes = r.event_id)"""
 
 REWARDS = View(
@@ -67,8 +68,8 @@ def _in_force(which: str) -> str:
 _FIRST_ASKED = """(
         SELECT s.trajectory_id, s.turn_id, f.extra AS first_asked
         FROM (SELECT trajectory_id, turn_id, json_extract_string(extra, '$.sibling_of') AS first_turn_id
-              FROM _turn_events WHERE kind = 'turn.requested' AND contains(extra, '"sibling_of":"')) s
-        JOIN (SELECT trajectory_id, turn_id, extra FROM _turn_events WHERE kind = 'turn.requested') f
+              FROM internal.turn_events WHERE kind = 'turn.requested' AND contains(extra, '"sibling_of":"')) s
+        JOIN (SELECT trajectory_id, turn_id, extra FROM internal.turn_events WHERE kind = 'turn.requested') f
           ON f.trajectory_id = s.trajectory_id AND f.turn_id = s.first_turn_id)"""
 """The request of each turn that is stored as a sibling: that of the first turn, which holds it."""
 
@@ -82,11 +83,12 @@ _DETAIL = f"""(
         SELECT trajectory_id, turn_id, version_spans, prompt_ids, completion_ids, logprobs,
                CASE WHEN kind = 'turn.requested' THEN extra END AS asked,
                CASE WHEN kind = 'turn.completed' THEN extra END AS answered
-        FROM _turn_events
+        FROM internal.turn_events
         UNION ALL BY NAME
-        SELECT trajectory_id, turn_id, prompt_ids FROM _mark_events WHERE kind = 'turn.failed'
+        SELECT trajectory_id, turn_id, prompt_ids FROM internal.mark_events WHERE kind = 'turn.failed'
         UNION ALL BY NAME
-        SELECT trajectory_id, turn_id, trajectory FROM _turn_scalars JOIN {_NAMES} USING (trajectory_id)
+        SELECT trajectory_id, turn_id, trajectory
+        FROM internal.turn_scalars JOIN {_NAMES} USING (trajectory_id)
         UNION ALL BY NAME
         SELECT * FROM {_FIRST_ASKED}
         UNION ALL BY NAME
@@ -122,10 +124,11 @@ TURNS = View(
            coalesce(CAST(json_extract_string(d.asked, '$.wire.choice') AS BIGINT), 0) AS choice,
            coalesce(CAST(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.retry') AS BIGINT), 0)
              AS retry,
-           CASE WHEN s.completed IS NULL THEN NULL
-                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS tokens,
-           json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key
-    FROM _turn_scalars s
+           CASE WHEN s.completed IS NULL THEN NULL WHEN s.erased THEN 'erased'
+                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS fidelity,
+           json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key,
+           s.upstream_prompt_tokens, s.upstream_completion_tokens, s.upstream_total_tokens
+    FROM internal.turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,
     columns.TURNS,
@@ -138,10 +141,10 @@ TRAJECTORIES = View(
     SELECT o.run, o.trajectory, o.trajectory_id, o."group", o.task, o.split, CAST(o.labels AS JSON) AS labels,
            coalesce(o.status, 'open') AS status, o.success, r.reward, o.turns, o.min_version, o.max_version,
            o.opened, o.finished, o.lane,
-           CASE WHEN o.turns > 0 THEN
-             CASE o.exact_turns WHEN o.turns THEN 'exact' WHEN 0 THEN 'text_only' ELSE 'mixed' END
-           END AS tokens
-    FROM _trajectory_scalars o
+           CASE WHEN o.turns = 0 THEN NULL WHEN o.erased_turns = o.turns THEN 'erased'
+                WHEN o.exact_turns = o.turns THEN 'exact'
+                WHEN o.exact_turns + o.erased_turns = 0 THEN 'text_only' ELSE 'mixed' END AS fidelity
+    FROM internal.trajectory_scalars o
     LEFT JOIN (SELECT trajectory_id, any_value(reward) AS reward
                FROM {_in_force("turn_id IS NULL")} GROUP BY trajectory_id) r
       ON r.trajectory_id = o.trajectory_id
@@ -152,14 +155,14 @@ TRAJECTORIES = View(
 TOKENS = View(
     "tokens",
     "One sampled token: its place in the turn's completion, its logprob and policy version.",
-    "SELECT * FROM _tokens",
+    "SELECT * FROM internal.tokens",
     columns.TOKENS,
 )
 
 OUTLIERS = View(
     "outliers",
     "A sampled token whose logprob is below -8 (one in 2,980): view tokens, but ready-made when sealed.",
-    "SELECT * FROM _outliers",
+    "SELECT * FROM internal.outliers",
     columns.TOKENS,
 )
 
@@ -168,7 +171,7 @@ PATHS = View(
     "A root-to-leaf path of completed turns, which is what a sample is made of; named by its leaf.",
     """
     WITH RECURSIVE done AS (
-      SELECT * FROM _turn_scalars WHERE completed IS NOT NULL
+      SELECT * FROM internal.turn_scalars WHERE completed IS NOT NULL
     ), walk AS (
       SELECT run, trajectory_id, turn_id, turn_id AS node, parent_turn_id, prompt_length,
              completion_length, completion_length AS sampled, min_version, max_version, 1 AS turns

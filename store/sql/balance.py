@@ -79,20 +79,20 @@ _AMOUNTS = """
 
 _GENERATED = """
     SELECT run, count(*), CAST(sum(completion_length) AS BIGINT)
-    FROM _turn_parts WHERE completed IS NOT NULL GROUP BY run ORDER BY run"""
+    FROM internal.turn_parts WHERE completed IS NOT NULL GROUP BY run ORDER BY run"""
 
 _VERSIONS = f"""
     WITH made AS (
       SELECT run, policy, policy_version, completion_length AS tokens
-      FROM _turn_parts WHERE completed IS NOT NULL AND one_version
+      FROM internal.turn_parts WHERE completed IS NOT NULL AND one_version
       UNION ALL
       SELECT run, span.policy, span.version, span."end" - span.start
-      FROM (SELECT run, unnest(version_spans) AS span FROM _several_turns
+      FROM (SELECT run, unnest(version_spans) AS span FROM internal.several_turns
             WHERE kind = 'turn.completed' AND NOT {ONE_VERSION})
       UNION ALL
       SELECT run, NULL, NULL, len(completion_ids)
              - coalesce(list_sum(list_transform(version_spans, lambda s: s."end" - s.start)), 0)
-      FROM _several_turns WHERE kind = 'turn.completed' AND NOT {ONE_VERSION}
+      FROM internal.several_turns WHERE kind = 'turn.completed' AND NOT {ONE_VERSION}
     ), went AS (
       SELECT run, policy, policy_version, NULL AS term, tokens FROM made
       UNION ALL
@@ -104,7 +104,7 @@ _VERSIONS = f"""
 _ENDED = """
     SELECT s.run, bool_or(s.term = 'trained') AS trained, CAST(sum(s.tokens) AS DOUBLE) AS tokens,
            date_diff('microsecond', any_value(t.opened), any_value(t.finished)) / 1e6 AS seconds
-    FROM ledger_share s JOIN _trajectory_scalars t USING (trajectory_id)
+    FROM ledger_share s JOIN internal.trajectory_scalars t USING (trajectory_id)
     WHERE t.finished IS NOT NULL
     GROUP BY s.run, s.trajectory_id HAVING bool_or(s.term IN ('trained', 'dropped'))"""
 """A trajectory counts as trained if any token of it was. Late rewards do not make it last longer."""

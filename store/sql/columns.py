@@ -70,6 +70,8 @@ REWARDS = (
     ViewColumn("key", "VARCHAR", "name of the API key that assigned it; null where keys are not checked"),
 )
 
+_USAGE = "as the upstream's usage told, with `--engine upstream`"
+
 TURNS = (
     RUN,
     TRAJECTORY,
@@ -87,10 +89,10 @@ TURNS = (
     ViewColumn("policy_version", "BIGINT", "that sampled its last token; null for a teacher"),
     ViewColumn("version_spans", SPANS, "which version made completion tokens start <= i < end"),
     ViewColumn("prompt_delta", "INTEGER[]", "prompt token ids that the parent turn does not hold"),
-    ViewColumn("prompt_length", "BIGINT", "tokens of the whole prompt that the engine was sent"),
+    ViewColumn("prompt_length", "BIGINT", "tokens of the whole prompt that the engine got; 0 of text only"),
     ViewColumn("completion_ids", "INTEGER[]", "sampled token ids, the end-of-turn token included"),
     ViewColumn("logprobs", "FLOAT[]", "natural-log probability of each; null for a teacher"),
-    ViewColumn("completion_length", "BIGINT", "sampled tokens"),
+    ViewColumn("completion_length", "BIGINT", "sampled tokens; 0 of text only"),
     ViewColumn("finish_reason", "VARCHAR", "stop, length or tool_calls, as the client was told"),
     ViewColumn("content", "VARCHAR", "text of the reply; null where it only calls tools"),
     ViewColumn("reply", "JSON", "the assistant message as sent"),
@@ -114,8 +116,11 @@ TURNS = (
     ViewColumn("endpoint", "VARCHAR", "path of the API that the request came to"),
     ViewColumn("choice", "BIGINT", "place among the completions of one request, from 0"),
     ViewColumn("retry", "BIGINT", "how often the client says it has tried before"),
-    ViewColumn("tokens", "VARCHAR", "exact, or text_only: it has no token ids; null unless completed"),
+    ViewColumn("fidelity", "VARCHAR", "exact, erased, or text_only: it never had ids; null unless completed"),
     ViewColumn("key", "VARCHAR", "name of the API key that asked; null where keys are not checked"),
+    ViewColumn("upstream_prompt_tokens", "BIGINT", f"{_USAGE}; cached ones are counted"),
+    ViewColumn("upstream_completion_tokens", "BIGINT", f"{_USAGE}, over all choices of the request"),
+    ViewColumn("upstream_total_tokens", "BIGINT", f"{_USAGE}; null where it told none"),
 )
 
 TRAJECTORIES = (
@@ -135,7 +140,7 @@ TRAJECTORIES = (
     ViewColumn("opened", "TIMESTAMP", "UTC"),
     ViewColumn("finished", "TIMESTAMP", "UTC; null while it is open"),
     LANE,
-    ViewColumn("tokens", "VARCHAR", "of its completed turns: exact, text_only or mixed; null without any"),
+    ViewColumn("fidelity", "VARCHAR", "that of all its completed turns, or mixed; null without any"),
 )
 
 TOKENS = (

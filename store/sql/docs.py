@@ -34,6 +34,13 @@ What does not fit into memory is put into a folder in `TMPDIR` that only its own
 what is free there. In Python, `connection.raw` is DuckDB's own connection, for a library that asks for one;
 `COPY` is not refused there.
 
+`show tables` lists the views below, `describe turns` the columns of one. What the views read is in the schema
+`internal`, whose names and columns may change in any release.
+
+```bash
+rollbook sql "show tables" --store demo-store
+```
+
 Times are UTC. A JSON column is taken apart with `->>'$.key'`. Lists count from 1, but token positions,
 steps and versions from 0. No view is stored: each is a query over `events`.
 """

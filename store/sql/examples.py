@@ -282,6 +282,16 @@ FROM turns WHERE sum_logprob IS NOT NULL
 GROUP BY policy_version ORDER BY policy_version""",
     ),
     Example(
+        "What did an upstream charge for?",
+        "Tokens as its replies told, whether or not it told their ids. Choices of one request are told\n"
+        "alike, so one of them is counted.",
+        """\
+SELECT requested_model, count(*) AS requests, sum(upstream_prompt_tokens) AS prompt_tokens,
+       sum(upstream_completion_tokens) AS completion_tokens
+FROM turns WHERE upstream_completion_tokens IS NOT NULL AND choice = 0
+GROUP BY requested_model ORDER BY completion_tokens DESC""",
+    ),
+    Example(
         "How much does the log hold?",
         "Events by kind and lane, and when they were written.",
         """\

@@ -12,11 +12,11 @@ from rollbook.store.sql.query import connect_at
 _ROWS = 4096
 _QUERY = """
     SELECT any_value(run) AS run, trajectory_id, turn_id, 'turn.requested' AS missing
-    FROM _turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
+    FROM internal.turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
     HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
     UNION ALL
     SELECT run, trajectory_id, turn_id, 'trajectory.opened'
-    FROM _turn_scalars ANTI JOIN _trajectory_scalars USING (trajectory_id)
+    FROM internal.turn_scalars ANTI JOIN internal.trajectory_scalars USING (trajectory_id)
     ORDER BY ALL"""
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import duckdb
-import pyarrow as pa
 
-_WORD = re.compile(r"[a-z_]\w*", re.IGNORECASE)
-_READ = re.compile(r"\b(?:from|join)\s+\"?(\w+)", re.IGNORECASE)
+from rollbook.store.sql.relations import INTERNAL
+
+_WORD = re.compile(rf"(?:{INTERNAL}\.)?[a-z_]\w*", re.IGNORECASE)
+_READ = re.compile(rf"\b(?:from|join)\s+((?:{INTERNAL}\.)?\w+)", re.IGNORECASE)
 """What a view of ours reads: it is named right behind one of these words."""
 _CATALOG = re.compile(r"\b(?:show|pragma|duckdb_\w+|information_schema|sqlite_\w+|pg_\w+)\b", re.IGNORECASE)
 """What lists views."""
@@ -25,19 +26,12 @@ class LazyViews:
 
     Args:
         queries: (name, query) of each, after those it reads.
-        tables: name -> rows in memory, which the views read, too.
     """
 
-    def __init__(self, queries: Sequence[tuple[str, str]], tables: Mapping[str, pa.Table]) -> None:
+    def __init__(self, queries: Sequence[tuple[str, str]]) -> None:
         self._queries = dict(queries)
-        self._tables = tables
         self._missing = set(self._queries)
         self._lock = threading.Lock()
-
-    def open_to(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Let a connection of the database use the views: each sees only the tables that were given to it."""
-        for name, table in self._tables.items():
-            connection.register(name, table)
 
     def make_for(self, connection: duckdb.DuckDBPyConnection, query: str) -> None:
         """Make what the query may name.
@@ -63,7 +57,7 @@ class LazyViews:
         with self._lock:
             wanted = self._with_read(names)
             for name in [name for name in self._queries if name in wanted and name in self._missing]:
-                connection.execute(f'CREATE VIEW "{name}" AS {self._queries[name]}')
+                connection.execute(f'CREATE VIEW {name} AS {self._queries[name]}')
                 self._missing.discard(name)
 
     def _with_read(self, names: Iterable[str]) -> set[str]:

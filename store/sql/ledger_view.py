@@ -16,12 +16,12 @@ _DONE = """
       SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
              policy, policy_version, one_version, delivered, true AS asked,
              coalesce(altered, false) AS altered, coalesce(erased, false) AS erased
-      FROM _turn_scalars WHERE completed IS NOT NULL
+      FROM internal.turn_scalars WHERE completed IS NOT NULL
       UNION ALL
       SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
              any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false,
              coalesce(any_value(altered), false), coalesce(any_value(erased), false)
-      FROM _turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
+      FROM internal.turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
       HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
     )"""
 """Completed turns; those whose request lies outside the cut as well, so that no token is left out."""
@@ -29,16 +29,16 @@ _DONE = """
 _ORDER = f"""
     adopted AS MATERIALIZED (
       SELECT trajectory_id, lane, seq, {text("last_event_id")} AS last_event_id
-      FROM _mark_events WHERE kind = 'trajectory.adopted'
+      FROM internal.mark_events WHERE kind = 'trajectory.adopted'
     ), tenure_start AS MATERIALIZED (
       SELECT * FROM adopted
       UNION ALL
-      SELECT trajectory_id, lane, seq, NULL FROM _mark_events WHERE kind = 'trajectory.opened'
+      SELECT trajectory_id, lane, seq, NULL FROM internal.mark_events WHERE kind = 'trajectory.opened'
          AND trajectory_id IN (SELECT trajectory_id FROM adopted)
     ), named_event AS MATERIALIZED (
       SELECT trajectory_id, event_id, lane, seq
-      FROM (SELECT trajectory_id, event_id, lane, seq FROM _turn_events
-            UNION ALL SELECT trajectory_id, event_id, lane, seq FROM _mark_events)
+      FROM (SELECT trajectory_id, event_id, lane, seq FROM internal.turn_events
+            UNION ALL SELECT trajectory_id, event_id, lane, seq FROM internal.mark_events)
       WHERE event_id IN (SELECT last_event_id FROM tenure_start WHERE last_event_id IS NOT NULL)
     ), earlier_tenure AS MATERIALIZED (
       SELECT a.trajectory_id, a.lane, a.seq, coalesce(b.lane, o.lane) AS before_lane,
@@ -96,8 +96,8 @@ _USE = f"""
       SELECT d.*, p.policy FROM (
         SELECT lane, seq, run, step, trajectory_id, turn_id, {text("rule")} AS rule,
                CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
-        FROM _mark_events WHERE kind = 'sample.dropped') d
-      ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM _mark_events WHERE kind = 'step.planned') p
+        FROM internal.mark_events WHERE kind = 'sample.dropped') d
+      ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM internal.mark_events WHERE kind = 'step.planned') p
         ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
     ), use AS MATERIALIZED (
       SELECT ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
@@ -113,7 +113,7 @@ _USE = f"""
     ), finish AS MATERIALIZED (
       SELECT u.trajectory_id, u.cut, f.lane, f.seq
       FROM (SELECT DISTINCT trajectory_id, cut FROM use) u
-      JOIN _mark_events f ON f.trajectory_id = u.trajectory_id AND f.kind = 'trajectory.finished'
+      JOIN internal.mark_events f ON f.trajectory_id = u.trajectory_id AND f.kind = 'trajectory.finished'
     ), known AS MATERIALIZED (
       SELECT DISTINCT f.trajectory_id, f.cut
       FROM finish f JOIN held h ON h.cut = f.cut AND h.lane = f.lane AND f.seq < h.count
@@ -128,7 +128,7 @@ _USE = f"""
         SELECT u.trajectory_id, o.turn_id, u.cut, u.rule
         FROM use u
         JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id) x
-      JOIN _mark_events v
+      JOIN internal.mark_events v
         ON v.trajectory_id = x.trajectory_id AND v.kind = 'turn.delivered'
        AND (x.turn_id IS NULL OR v.turn_id = x.turn_id)
       LEFT JOIN held h ON h.cut = x.cut AND h.lane = v.lane
@@ -172,7 +172,7 @@ _TURN = """
       FROM done d
       LEFT JOIN single l ON l.trajectory_id = d.trajectory_id
       LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
-      LEFT JOIN _trajectory_scalars t ON t.trajectory_id = d.trajectory_id
+      LEFT JOIN internal.trajectory_scalars t ON t.trajectory_id = d.trajectory_id
       LEFT JOIN decided g ON g.trajectory_id = d.trajectory_id AND g.turn_id = d.turn_id
       LEFT JOIN spoiled s ON s.trajectory_id = d.trajectory_id
         AND s.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
@@ -183,7 +183,7 @@ _TURN = """
 _SPAN = f"""
     span AS MATERIALIZED (
       SELECT trajectory_id, turn_id, span.policy, span.version, span."end" - span.start AS tokens
-      FROM (SELECT trajectory_id, turn_id, unnest(version_spans) AS span FROM _several_turns
+      FROM (SELECT trajectory_id, turn_id, unnest(version_spans) AS span FROM internal.several_turns
             WHERE kind = 'turn.completed' AND NOT {ONE_VERSION})
     )"""
 

@@ -14,7 +14,7 @@ from rollbook.store.sealed.leases import lease_units
 from rollbook.store.spill import Spill
 from rollbook.store.sql.lazy_views import LazyViews
 from rollbook.store.sql.object_storage import read_object_storage
-from rollbook.store.sql.relations import LIVE, definitions, snapshot
+from rollbook.store.sql.relations import INTERNAL, LIVE, definitions, snapshot
 from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
 from rollbook.store.sql.views import VIEWS
 
@@ -52,6 +52,10 @@ def connect_at(
     connection = duckdb.connect(":memory:", config=closed | spill.config)
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
+    # A view, not a registered table: that would be listed among the views, and not be there for cursors.
+    connection.execute(f"CREATE SCHEMA {INTERNAL}; USE {INTERNAL}")
+    connection.from_arrow(live).create_view(LIVE)
+    connection.execute("USE main")
     if of.is_remote():
         read_object_storage(connection, store.settings().remote)
     # The connection holds the function, which holds the lease, so that compaction removes none of its files;
@@ -63,5 +67,5 @@ def connect_at(
     except duckdb.Error as error:
         raise explained(error) from error
     relations = definitions(replace(of, live=live.num_rows > 0))
-    views = LazyViews([*relations, *((view.name, view.sql) for view in VIEWS)], {LIVE: live})
+    views = LazyViews([*relations, *((view.name, view.sql) for view in VIEWS)])
     return Connection(connection, views, allow_files=allow_files)

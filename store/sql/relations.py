@@ -1,12 +1,12 @@
 """The relations that the views read: sealed files and the live tail of every lane, at one cut.
 
-| relation | rows |
+| relation of schema `internal` | rows |
 |---|---|
-| `_turn_events` | the log's `turn.requested` and `turn.completed` events: the fat ones |
-| `_mark_events` | all other events |
-| `_turn_scalars`, `_trajectory_scalars` | one per turn, per trajectory: all that is small about it |
-| `_rewards` | one per reward |
-| `_tokens`, `_outliers` | one per sampled token; only those below a logprob |
+| `turn_events` | the log's `turn.requested` and `turn.completed` events: the fat ones |
+| `mark_events` | all other events |
+| `turn_scalars`, `trajectory_scalars` | one per turn, per trajectory: all that is small about it |
+| `rewards` | one per reward |
+| `tokens`, `outliers` | one per sampled token; only those below a logprob |
 
 What a unit's derived files hold is read from there; what is not sealed, what a cut holds in part, and what
 has no derived file is computed by the very queries that made those files.
@@ -33,15 +33,16 @@ from rollbook.store.sealed.projections import (
     trajectory_scalars,
     turn_parts,
     turn_scalars,
-    with_exact_turns,
 )
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_folder
 
-LIVE = "_live"
-"""Name of the registered Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
+INTERNAL = "internal"
+"""Schema of the relations, so that whoever lists the tables is shown the views alone."""
+LIVE = "live"
+"""Name there of the Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
 
-EXACT_TURNS, KEY = "exact_turns", "key"
-"""The youngest columns of two derived files."""
+KEY = "key"
+"""The youngest column of the rewards that are derived."""
 
 MOST_BRANCHES = 8
 """More queries in a relation would take longer to plan than they save: each reads a file's footer."""
@@ -116,38 +117,25 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         return " UNION ALL BY NAME ".join(queries)
 
     return [
-        ("_turn_events", _events(of, present, TURNS, fat)),
-        ("_mark_events", _events(of, present, MARKS, small)),
-        ("_rest_turns", _events(of, rest, TURNS, fat)),
-        ("_rest_marks", _events(of, rest, MARKS, small)),
-        ("_rest", "SELECT * FROM _rest_turns UNION ALL SELECT * FROM _rest_marks"),
-        ("_turn_parts", known(SCALARS, turn_parts("_rest"))),
-        ("_turn_scalars", turn_scalars("_turn_parts")),
-        ("_trajectory_parts", _trajectories(of, derived, computed=bool(computed))),
-        ("_trajectory_scalars", trajectory_scalars("_trajectory_parts")),
-        ("_rewards", _all_rewards(of, derived, computed=bool(computed))),
-        ("_several_turns", _events(of, several, TURNS, fat)),
-        ("_tokens", tokens("_turn_events", "_several_turns")),
-        ("_outliers", known(OUTLIERS, outliers("_rest_turns"))),
+        ("internal.turn_events", _events(of, present, TURNS, fat)),
+        ("internal.mark_events", _events(of, present, MARKS, small)),
+        ("internal.rest_turns", _events(of, rest, TURNS, fat)),
+        ("internal.rest_marks", _events(of, rest, MARKS, small)),
+        ("internal.rest", "SELECT * FROM internal.rest_turns UNION ALL SELECT * FROM internal.rest_marks"),
+        ("internal.turn_parts", known(SCALARS, turn_parts("internal.rest"))),
+        ("internal.turn_scalars", turn_scalars("internal.turn_parts")),
+        ("internal.trajectory_parts", known(TRAJECTORIES, trajectory_parts("internal.rest"))),
+        ("internal.trajectory_scalars", trajectory_scalars("internal.trajectory_parts")),
+        ("internal.rewards", _all_rewards(of, derived, computed=bool(computed))),
+        ("internal.several_turns", _events(of, several, TURNS, fat)),
+        ("internal.tokens", tokens("internal.turn_events", "internal.several_turns")),
+        ("internal.outliers", known(OUTLIERS, outliers("internal.rest_turns"))),
     ]
-
-
-def _trajectories(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
-    """The rows of `trajectory_parts`: derived ones, such as an older release derived, and the rest."""
-    queries = [f"SELECT * FROM ({trajectory_parts('_rest')})"] if computed else []
-    folders = [derived_folder(of.store, unit) for unit in derived]
-    older = [folder for folder in folders if not _tells(folder / TRAJECTORIES, EXACT_TURNS)]
-    if newer := [str(folder / TRAJECTORIES) for folder in folders if folder not in older]:
-        queries.append(f"SELECT * FROM {_read(newer)}")
-    if older:
-        parts, turns = (_read([str(folder / name) for folder in older]) for name in (TRAJECTORIES, SCALARS))
-        queries.append(with_exact_turns(parts, turns))
-    return " UNION ALL BY NAME ".join(queries)
 
 
 def _all_rewards(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
     """The rows of `rewards`. Of those that an older release derived nobody knows whose key assigned them."""
-    queries = [f"SELECT * FROM ({rewards('_rest_marks')})"] if computed else []
+    queries = [f"SELECT * FROM ({rewards('internal.rest_marks')})"] if computed else []
     files = [derived_folder(of.store, unit) / REWARDS for unit in derived]
     for tells in (True, False):
         if found := [str(file) for file in files if _tells(file, KEY) is tells]:
@@ -175,7 +163,7 @@ def _events(of: Snapshot, units: Iterable[Unit], name: str, live: str) -> str:
         if unit.file(name)
     ]
     if of.live or not queries:
-        queries.insert(0, f"SELECT * FROM {LIVE} WHERE {live}")
+        queries.insert(0, f"SELECT * FROM {INTERNAL}.{LIVE} WHERE {live}")
     return " UNION ALL ".join(queries)
 
 

@@ -82,7 +82,6 @@ class Connection:
         self, connection: duckdb.DuckDBPyConnection, views: LazyViews, *, allow_files: bool = False
     ) -> None:
         self._connection, self._views = connection, views
-        views.open_to(connection)
         self._allow_files = allow_files
 
     @property

@@ -17,7 +17,7 @@ POLICIES = View(
                     any_value({text("path")})) AS path,
            min(time) FILTER (kind = 'policy.published') AS published,
            min(time) FILTER (kind = 'policy.activated') AS activated
-    FROM _mark_events WHERE kind IN ('policy.published', 'policy.activated')
+    FROM internal.mark_events WHERE kind IN ('policy.published', 'policy.activated')
     GROUP BY run, policy, policy_version
     """,
     columns.POLICIES,
@@ -40,14 +40,14 @@ STEPS = View(
            {json("digests", "c")} AS digests,
            p.extra AS manifest, p.time AS planned, c.time AS committed,
            {text("phase", "p")} AS phase, {text("error", "f")} AS error
-    FROM _mark_events p
-    LEFT JOIN (SELECT * FROM _mark_events WHERE kind = 'step.committed') c
+    FROM internal.mark_events p
+    LEFT JOIN (SELECT * FROM internal.mark_events WHERE kind = 'step.committed') c
       ON c.run = p.run AND c.step = p.step AND c.policy = p.policy
      AND {text("attempt", "c")} = {text("attempt", "p")}
-    LEFT JOIN (SELECT * FROM _mark_events WHERE kind = 'step.failed') f
+    LEFT JOIN (SELECT * FROM internal.mark_events WHERE kind = 'step.failed') f
       ON f.run = p.run AND f.step = p.step AND f.policy = p.policy
      AND {text("attempt", "f")} = {text("attempt", "p")}
-    LEFT JOIN (SELECT * FROM _mark_events WHERE kind = 'step.abandoned') a
+    LEFT JOIN (SELECT * FROM internal.mark_events WHERE kind = 'step.abandoned') a
       ON a.run = p.run AND a.step = p.step AND a.policy = p.policy
      AND {text("attempt", "a")} = {text("attempt", "p")}
     WHERE p.kind = 'step.planned'
@@ -74,7 +74,7 @@ DROPS = View(
     SELECT run, trajectory_id, turn_id, {text("rule")} AS rule, {text("recipe")} AS recipe,
            step, {json("detail")} AS detail, time,
            CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
-    FROM _mark_events WHERE kind = 'sample.dropped'
+    FROM internal.mark_events WHERE kind = 'sample.dropped'
     """,
     columns.DROPS,
 )
@@ -89,10 +89,12 @@ SYNCS = View(
                 ELSE 'running' END AS status,
            CAST({text("bytes", "f")} AS BIGINT) AS bytes, CAST({text("seconds", "f")} AS DOUBLE) AS seconds,
            s.time AS started, coalesce(f.time, x.time) AS ended, {text("error", "x")} AS error
-    FROM _mark_events s
-    LEFT JOIN (SELECT *, {text("sync_id")} AS sync_id FROM _mark_events WHERE kind = 'sync.finished') f
+    FROM internal.mark_events s
+    LEFT JOIN (SELECT *, {text("sync_id")} AS sync_id
+               FROM internal.mark_events WHERE kind = 'sync.finished') f
       ON f.sync_id = {text("sync_id", "s")}
-    LEFT JOIN (SELECT *, {text("sync_id")} AS sync_id FROM _mark_events WHERE kind = 'sync.failed') x
+    LEFT JOIN (SELECT *, {text("sync_id")} AS sync_id
+               FROM internal.mark_events WHERE kind = 'sync.failed') x
       ON x.sync_id = {text("sync_id", "s")}
     WHERE s.kind = 'sync.started'
     """,
@@ -110,7 +112,7 @@ LINEAGE = View(
       UNION ALL
       SELECT walk.run, step, attempt, status, walk.policy, walk.policy_version, position,
              walk.trajectory_id, leaf_turn_id, s.parent_turn_id AS turn_id
-      FROM walk JOIN _turn_scalars s
+      FROM walk JOIN internal.turn_scalars s
         ON s.trajectory_id = walk.trajectory_id AND s.turn_id = walk.turn_id
       WHERE s.parent_turn_id IS NOT NULL
     )

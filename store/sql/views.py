@@ -1,6 +1,6 @@
 """All SQL views over the log. Pure.
 
-Each is a query over the relations of `store.sql.relations`: `_turn_events` and `_mark_events`, which together
+Each is a query over the relations of `store.sql.relations`: `turn_events` and `mark_events`, which together
 are the log (its columns, see `events.schema`, with `lane` first), and what is derived from them.
 `docs/sql.md` is generated from here.
 """

@@ -30,6 +30,7 @@ def _trajectory(name: str, reward: float, version: int, *, logprob: float, deliv
             *(key, turn_id, "actor", version, delta, ids, np.array([-0.5, logprob], np.float32), span),
             *(len(prompt), prompt_sha256(prompt), "stop", {"role": "assistant", "content": text}),
             *({"temperature": 1.0}, [], {"held_us": 0, "engine_us": 900}),
+            {"usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}} if version else {},
         )
 
     return [

@@ -82,4 +82,5 @@ def test_answers(one_of_everything: Store) -> None:
     assert _answer(ask, "long are the sequences") == [(2, 4, 7.0, 7, pytest.approx(4 / 7))]
     assert [row[3] for row in _answer(ask, "weight transfers")] == ["finished", "failed"]
     assert _answer(ask, "large requests") == [("d1", 20, 1, '"a long system prompt"')]
+    assert _answer(ask, "upstream charge") == [("m", 2, 7, 4)]
     assert [row[0::3] for row in _answer(ask, "entropy")] == [(0, -12.0), (1, -0.5)]

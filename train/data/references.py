@@ -28,8 +28,8 @@ Bools = npt.NDArray[np.bool_]
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.trajectory AS name, o."group", o.split, f.lane AS finished_lane,
            f.seq AS finished_seq, r.reward
-    FROM _trajectory_scalars o
-    JOIN (SELECT trajectory_id, max(lane) AS lane, max(seq) AS seq FROM _mark_events
+    FROM internal.trajectory_scalars o
+    JOIN (SELECT trajectory_id, max(lane) AS lane, max(seq) AS seq FROM internal.mark_events
           WHERE kind = 'trajectory.finished' GROUP BY trajectory_id) f USING (trajectory_id)
     LEFT JOIN (SELECT trajectory_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
                WHERE turn_id IS NULL AND NOT superseded AND source = $source
@@ -46,7 +46,7 @@ _TURNS = """
            s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
            s.lowest_token, s.highest_token, s.prompt_sha256
-    FROM _turn_scalars s JOIN chosen t USING (trajectory_id)
+    FROM internal.turn_scalars s JOIN chosen t USING (trajectory_id)
     WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
 
 

@@ -35,6 +35,14 @@ def test_whole_and_streamed_are_one_record(passed: Any, upstream: Any, path: str
     assert one.completed.upstream["id"] == told["whole"]["id"]
     assert one.completed.upstream["usage"] == told["whole"]["usage"]
     assert _record(one) == _record(two)
+    counts = "upstream_prompt_tokens, upstream_completion_tokens, prompt_length, completion_length"
+    usage = told["whole"]["usage"]
+    asked, answered = (
+        next((usage[name] for name in names if name in usage), None)
+        for names in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+    )
+    assert asked
+    assert passed.sql(f"select {counts} from turns") == [(asked, answered, 0, 0)] * 2
     for turn in (one, two):
         assert turn.delivered == "sent"
         assert turn.requested.wire["endpoint"] == path

@@ -11,7 +11,7 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.sql.views import VIEWS
 
-COUNT = "SELECT count(*) FROM duckdb_views() WHERE NOT internal AND view_name <> '_live'"
+COUNT = "SELECT count(*) FROM duckdb_views() WHERE NOT internal AND view_name <> 'live'"
 
 
 def _made(connection: rb.Connection) -> int:

@@ -40,6 +40,28 @@ def test_the_views_are_the_documented_ones() -> None:
     assert all(v.doc.endswith(".") for v in VIEWS)
 
 
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "select name from (show tables)",
+        "select name from (show all tables) where schema = 'main'",
+        "select table_name from information_schema.tables where table_schema = 'main'",
+    ],
+)
+def test_only_the_views_are_listed(told: Store, listing: str) -> None:
+    """What the views read stands in a schema of its own, the live tail too; nothing is temporary."""
+    connection = rb.connect(told.path)
+    assert sorted(_rows(told, listing)) == sorted((view.name,) for view in VIEWS)
+    schemas = connection.execute("select distinct table_schema from information_schema.tables order by 1")
+    assert schemas.fetchall() == [("internal",), ("main",)]
+
+
+def test_a_cursor_sees_what_is_not_sealed(told: Store) -> None:
+    """The views are those of the connection, for another thread too."""
+    with rb.connect(told.path) as connection:
+        assert connection.cursor().execute("select count(*) from events").fetchall() == [(26,)]
+
+
 def test_events(told: Store) -> None:
     """`events` has the log's columns with the lane first, one row per event."""
     connection = rb.connect(told.path)

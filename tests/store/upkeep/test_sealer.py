@@ -64,7 +64,7 @@ def test_a_lane_without_a_writer_is_sealed_to_its_end(tidy: Store, notes: Any) -
     (unit,) = current_units(tidy.path, "a")
     assert (lane.written_bytes, lane.log_bytes) == (unit.bytes, unit.segments[0].bytes)
     assert _wal(tidy) == []
-    assert (tidy.path / "derived" / "a" / unit.name / "scalars.2.parquet").exists()
+    assert (tidy.path / "derived" / "a" / unit.name / "scalars.3.parquet").exists()
     catalog = Catalog.of(tidy.path)
     assert unit.name in str(catalog.rows())
     catalog.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from rollbook import store as rb
@@ -18,10 +17,11 @@ from rollbook.store.events import (
     token_ids,
 )
 from rollbook.store.fold.trajectory import prompt_sha256
-from rollbook.store.sealed.derived import TRAJECTORIES, build_derived
+from rollbook.store.sealed.derived import DERIVED, TRAJECTORIES, build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units, derived_folder
 from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.upkeep.erase import erase_trajectory
 
 ENDED: dict[str, list[list[int] | None]] = {
     "exact": [[1], [2, 3]],
@@ -31,7 +31,7 @@ ENDED: dict[str, list[list[int] | None]] = {
     "none": [],
 }
 """Trajectory -> the ids of each of its turns; none: it did not end."""
-TOKENS = [("both", "mixed"), ("exact", "exact"), ("none", None), ("running", None), ("text", "text_only")]
+FIDELITY = [("both", "mixed"), ("exact", "exact"), ("none", None), ("running", None), ("text", "text_only")]
 
 
 def _requested(name: str, number: int, wire: dict[str, Any]) -> TurnRequested:
@@ -104,14 +104,14 @@ def _sealed(store: Store) -> list[Path]:
     return [derived_folder(store.path, unit) for unit in units]
 
 
-def _tokens(store: Store) -> list[Any]:
-    query = "select trajectory, tokens from trajectories order by trajectory"
+def _fidelity(store: Store) -> list[Any]:
+    query = "select trajectory, fidelity from trajectories order by trajectory"
     return rb.connect(store.path).execute(query).fetchall()
 
 
 def test_how_a_turn_came_in(written: Store) -> None:
     """Its endpoint, choice and retry; what says nothing of it was a chat completion's first attempt."""
-    query = "select turn_id, endpoint, choice, retry, tokens from turns order by turn_id"
+    query = "select turn_id, endpoint, choice, retry, fidelity from turns order by turn_id"
     first, later = ("/v1/chat/completions", 0, 0), ("/v1/messages", 1, 3)
     expected = [
         ("both-0", *first, "text_only"),
@@ -128,21 +128,41 @@ def test_how_a_turn_came_in(written: Store) -> None:
     assert rb.connect(written.path).execute(query).fetchall() == expected
 
 
-def test_a_trajectorys_tokens(written: Store) -> None:
+def test_a_trajectorys_fidelity(written: Store) -> None:
     """Exact, text only or mixed, by its completed turns: live, sealed and derived."""
-    assert _tokens(written) == TOKENS
+    assert _fidelity(written) == FIDELITY
     _sealed(written)
-    assert _tokens(written) == TOKENS
+    assert _fidelity(written) == FIDELITY
 
 
-def test_what_an_older_release_derived_still_answers(written: Store) -> None:
-    """Derived files without the count are read beside those that have it, and beside what is live."""
+def test_what_an_older_release_derived_is_not_read(written: Store) -> None:
+    """Units whose derived files have other names answer from their events, until the files are made anew."""
     folders = _sealed(written)
     for folder in folders[::2]:
-        file = folder / TRAJECTORIES
-        pq.write_table(pq.read_table(file).drop_columns(["exact_turns"]), file)
-    assert _tokens(written) == TOKENS
+        (folder / TRAJECTORIES).rename(folder / "trajectories.parquet")
+    assert _fidelity(written) == FIDELITY
     assert rb.connect(written.path).execute("select sum(turns) from trajectories").fetchall() == [(6,)]
+    _sealed(written)
+    assert all({file.name for file in folder.iterdir()} == set(DERIVED) for folder in folders)
+    assert _fidelity(written) == FIDELITY
+
+
+def test_erased_tokens(written: Store) -> None:
+    """Whose tokens were erased is told, as by `rollbook show`; who kept them is exact as before."""
+    query = "select turn_id, fidelity from turns where fidelity is not null order by turn_id"
+    for name in ("exact", "both"):
+        with written.writer("ends") as writer:
+            writer.append([Event(TrajectoryFinished(f"id-{name}"), "demo")]).result(30)
+        erase_trajectory(written, f"id-{name}", "asked", keep_tokens=name == "both")
+    expected = [(trajectory, "erased" if trajectory == "exact" else said) for trajectory, said in FIDELITY]
+    assert _fidelity(written) == expected
+    assert rb.connect(written.path).execute(query).fetchall() == [
+        *(("both-0", "text_only"), ("both-1", "exact")),
+        *(("exact-0", "erased"), ("exact-1", "erased")),
+        *(("text-0", "text_only"), ("text-1", "text_only")),
+    ]
+    _sealed(written)
+    assert _fidelity(written) == expected
 
 
 def test_who_does_not_ask_does_not_pay(written: Store) -> None:
@@ -155,7 +175,7 @@ def test_who_does_not_ask_does_not_pay(written: Store) -> None:
 
     assert "Join" in plan("select max(reward) from trajectories")
     assert "Join" not in plan("select count(*), max(opened) from trajectories")
-    assert "Join" not in plan("select tokens, count(*) from trajectories group by 1")
-    assert "Join" not in plan("select tokens, max(latency_ms) from turns group by 1")
+    assert "Join" not in plan("select fidelity, count(*) from trajectories group by 1")
+    assert "Join" not in plan("select fidelity, max(latency_ms) from turns group by 1")
     assert "Join" in plan("select endpoint, count(*) from turns group by 1")
     assert "exact_turns" not in plan("select max(opened), max(turns) from trajectories")
