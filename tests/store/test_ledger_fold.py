@@ -25,7 +25,7 @@ from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
-from rollbook.store.sql.relations import LIVE, Snapshot, definitions
+from rollbook.store.sql.relations import INTERNAL, LIVE, Snapshot, definitions
 from rollbook.store.sql.views import VIEWS
 from rollbook.train.data.samples import samples_of
 
@@ -47,7 +47,14 @@ def _sorted(rows: Iterable[Any]) -> list[tuple[Any, ...]]:
 def ask() -> Any:
     """A function from events to the rows of the view over them, without a store."""
     connection = duckdb.connect(":memory:", config={"threads": 1})
-    connection.register(LIVE, pa.Table.from_batches([], TABLE_SCHEMA))
+
+    def put(events: pa.Table) -> None:
+        connection.execute(f"USE {INTERNAL}")
+        connection.from_arrow(events).create_view(LIVE, replace=True)
+        connection.execute("USE main")
+
+    connection.execute(f"CREATE SCHEMA {INTERNAL}")
+    put(pa.Table.from_batches([], TABLE_SCHEMA))
     for name, query in definitions(Snapshot(Path("nowhere"), (), ())):
         connection.execute(f"CREATE VIEW {name} AS {query}")
     for view in VIEWS:
@@ -61,7 +68,7 @@ def ask() -> Any:
                 lanes = pa.repeat(pa.scalar(lane), batch.num_rows)
                 tables.append(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA))
         table = pa.concat_tables(tables) if tables else pa.Table.from_batches([], TABLE_SCHEMA)
-        connection.register(LIVE, table)
+        put(table)
         return _sorted(connection.execute(LEDGER).fetchall())
 
     return run
