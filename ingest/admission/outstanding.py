@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.staleness.online_training import OnlineTraining, training_of
@@ -40,6 +40,27 @@ TRAINABLE = frozenset({"train", "teacher"})
 LOOSE_KEPT = 32_768
 """How many finished trajectories are kept that no training counts yet, the latest: more than any training
 admits ahead. With so many waiting there is no room whatever came earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What the events of a trajectory came to.
+
+    Attributes:
+        finished_us: when; None while it is open.
+        productive: whether one of its turns was delivered that may be trained.
+        oldest: version of its oldest token.
+        sampled: turns that may be trained once they are delivered.
+    """
+
+    trajectory_id: str
+    group: str | None
+    split: str
+    status: str | None
+    finished_us: int | None
+    productive: bool
+    oldest: int | None
+    sampled: Sequence[str]
 
 
 @dataclass(slots=True)
@@ -158,6 +179,22 @@ class Outstanding:
                 self._run_opened(record)
 
     # Trajectories -----------------------------------------------------------------------------
+
+    def restore(self, trajectories: Iterable[Restored]) -> None:
+        """Begin with what these trajectories came to, instead of their events; in the order they opened."""
+        finished = []
+        for one in trajectories:
+            self._trajectories[one.trajectory_id] = _Trajectory(
+                opened=TrajectoryOpened(one.trajectory_id, "", one.group, split=one.split),
+                running=one.finished_us is None,
+                given_up=one.status == "aborted",
+                sampled=None if one.finished_us is not None else set(one.sampled),
+                productive=one.productive,
+                oldest=one.oldest,
+            )
+            if one.finished_us is not None:
+                finished.append((one.finished_us, one.trajectory_id))
+        self._loosen(trajectory_id for _, trajectory_id in sorted(finished))
 
     def _open(self, opened: TrajectoryOpened) -> None:
         known = self._trajectories.setdefault(opened.trajectory_id, _Trajectory())

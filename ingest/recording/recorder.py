@@ -83,9 +83,9 @@ class Recorder(RunWriter):
                 runs.refresh()
                 last = self._restore_open(runs)
             self._adopt(last)
-        for opened, lane in runs.ended():
+        self.trajectories.ended.sealed, ended = runs.ended()
+        for opened, lane in ended:
             self.trajectories.ended.add(opened, lane)
-        runs.forget()
 
     def _restore_open(self, runs: RunReader) -> dict[str, str]:
         """Read back what is open; the last event of each trajectory."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from rollbook.ingest.admission.outstanding import Outstanding
+from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding, Restored
 from rollbook.ingest.engines.weights import log as weight_log
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
+from rollbook.ingest.trajectories.ended_names import SealedNames
 from rollbook.ingest.trajectories.live import Contents
 from rollbook.ingest.turns.reply import STOP_STRING
-from rollbook.store import Store
+from rollbook.store import Store, format_cut
 from rollbook.store.events import (
     Event,
     RunOpened,
@@ -28,14 +29,43 @@ from rollbook.store.events import (
     TrajectoryOpened,
 )
 from rollbook.store.fold.trajectory import Trajectory, Turn
+from rollbook.store.sql.query import connect_at
 
 TOGETHER = 64
 """Open trajectories that are read together."""
 _OF_TRAINERS = (RunOpened, StepPlanned, StepCommitted, SampleDropped, SyncStarted, SyncFinished, SyncFailed)
+_RARE = weight_log.KINDS | {record.KIND for record in _OF_TRAINERS}
+
+_OPEN = """
+    SELECT trajectory_id FROM internal.trajectory_scalars
+    WHERE run = $run AND finished IS NULL ORDER BY opened, trajectory_id"""
+_CANDIDATES = """
+    SELECT trajectory_id, "group", split, status, opened, finished FROM internal.trajectory_scalars
+    WHERE run = $run AND list_contains($splits, split) AND finished IS NULL
+    UNION ALL
+    (SELECT trajectory_id, "group", split, status, opened, finished FROM internal.trajectory_scalars
+     WHERE run = $run AND list_contains($splits, split) AND finished IS NOT NULL
+     ORDER BY finished DESC, trajectory_id DESC LIMIT $latest)"""
+_RESTORED = f"""
+    WITH candidate AS MATERIALIZED ({_CANDIDATES})
+    SELECT c.trajectory_id, c."group", c.split, c.status, epoch_us(c.finished),
+           coalesce(t.productive, false), t.oldest, coalesce(t.sampled, [])
+    FROM candidate c
+    LEFT JOIN (
+      SELECT trajectory_id, bool_or(delivered IS NOT NULL) AS productive, min(min_version) AS oldest,
+             list(turn_id) FILTER (delivered IS NULL) AS sampled
+      FROM internal.turn_scalars
+      WHERE trajectory_id IN (SELECT trajectory_id FROM candidate)
+        AND min_version IS NOT NULL AND NOT coalesce(altered, false)
+      GROUP BY trajectory_id) t USING (trajectory_id)
+    ORDER BY c.opened, c.trajectory_id"""
 
 
 class RunReader:
-    """Which trajectories of a run there are, and the open ones whole.
+    """Which trajectories of a run are open, which are outstanding, and what trainings and syncs there were.
+
+    What the units' scalars tell is not read from events, so that a start takes as long as what is open, and
+    not as long as the log.
 
     Attributes:
         outstanding: those that wait to be trained on.
@@ -45,24 +75,31 @@ class RunReader:
     """
 
     def __init__(self, store: Store, run: str) -> None:
-        self.opened: dict[str, tuple[TrajectoryOpened, str]] = {}
         self.outstanding = Outstanding(run)
         self.syncs: list[SyncStarted | SyncFinished | SyncFailed] = []
         self.weights: list[Event] = []
         self._store, self._run = store, run
-        self._finished: set[str] = set()
-        self.cut: dict[str, int] = {}
-        self.refresh()
+        self.cut = store.head()
+        given = {"run": run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
+        with connect_at(store, format_cut(self.cut)) as connection:
+            self._open = dict.fromkeys(row[0] for row in connection.execute(_OPEN, {"run": run}).fetchall())
+            rows = connection.execute(_RESTORED, given).fetchall()
+        self.outstanding.restore(Restored(*row) for row in rows)
+        self._take(store.events_of(_RARE, self.cut))
 
     def refresh(self) -> None:
-        """Read what became durable since the last time.
-
-        Lanes are read one after the other, so that little is in memory at once. What trainers wrote is kept
-        to the end: trainings and syncs follow each other across lanes.
-        """
+        """Read what became durable since the last time."""
         head = self._store.head()
+        self._take(self._store.events(head, self.cut))
+        self.cut = head
+
+    def _take(self, events: Iterable[Event]) -> None:
+        """Take events, lanes one after the other.
+
+        What trainers wrote is kept to the end: trainings and syncs follow each other across lanes.
+        """
         trainers: defaultdict[str, list[Event]] = defaultdict(list)
-        for event in self._store.events(head, self.cut):
+        for event in events:
             record = event.record
             if event.run != self._run:
                 continue
@@ -73,29 +110,32 @@ class RunReader:
                 continue
             self.outstanding.add(event)
             if isinstance(record, TrajectoryOpened):
-                self.opened[record.trajectory_id] = (record, event.lane)
+                self._open[record.trajectory_id] = None
             elif isinstance(record, TrajectoryFinished):
-                self._finished.add(record.trajectory_id)
+                self._open.pop(record.trajectory_id, None)
         in_time = list(heapq.merge(*trainers.values(), key=lambda event: event.event_id))
         self.outstanding.add_all(in_time)  # with these, everything up to the head is read
         kinds = SyncStarted | SyncFinished | SyncFailed
         self.syncs += [event.record for event in in_time if isinstance(event.record, kinds)]
-        self.cut = head
 
     def open(self) -> Iterator[Trajectory]:
         """The open trajectories in the order they were opened, a few in memory at a time."""
-        ids = iter([trajectory_id for trajectory_id in self.opened if trajectory_id not in self._finished])
+        ids = iter(list(self._open))
         while some := list(islice(ids, TOGETHER)):
             found = self._store.trajectories(self.cut, some)
             yield from (found[trajectory_id] for trajectory_id in some if trajectory_id in found)
 
-    def ended(self) -> Iterator[tuple[TrajectoryOpened, str]]:
-        """The openings of finished trajectories, and their lanes."""
-        return (opened for trajectory_id, opened in self.opened.items() if trajectory_id in self._finished)
-
-    def forget(self) -> None:
-        """Drop what is kept of single trajectories, once the recorder has restored them."""
-        self.opened, self._finished = {}, set()
+    def ended(self) -> tuple[SealedNames, list[tuple[TrajectoryOpened, str]]]:
+        """The names that were used before: sealed ones, and the openings and lanes of ended ones since."""
+        hashes, ends = self._store.sealed_names()
+        opened = [
+            (event.record, event.lane)
+            for event in self._store.events_of({TrajectoryOpened.KIND}, self.cut, ends)
+            if event.run == self._run and isinstance(event.record, TrajectoryOpened)
+        ]
+        return SealedNames(self._run, hashes), [
+            one for one in opened if one[0].trajectory_id not in self._open
+        ]
 
 
 def _slim(event: Event) -> Event:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import xxhash
 
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.store.events import TrajectoryOpened
+from rollbook.store.sealed.names import Hashes, name_hash
 
 RECENT = 8192
 """Trajectories that are known at once; they are asked for most: by whoever is late with a reward."""
@@ -38,11 +40,34 @@ class NameFilter:
         return [(high + i * (low | 1)) % (8 * len(self._bits)) for i in range(HASHES)]
 
 
+@dataclass(frozen=True, slots=True)
+class SealedNames:
+    """The names of a run's trajectories that sealed units opened: eight bytes for each.
+
+    Attributes:
+        hashes: sorted, as `Store.sealed_names` gives them; of other runs as well.
+    """
+
+    run: str
+    hashes: Hashes
+
+    def __contains__(self, name: str) -> bool:
+        """False: there was none. True: there probably was."""
+        wanted = np.uint64(name_hash(self.run, name))
+        place = int(np.searchsorted(self.hashes, wanted))
+        return place < len(self.hashes) and self.hashes[place] == wanted
+
+
 @dataclass(slots=True)
 class EndedNames:
-    """Of all finished trajectories whether a name may be one of theirs; of the latest, which they are."""
+    """Of all finished trajectories whether a name may be one of theirs; of the latest, which they are.
+
+    Attributes:
+        sealed: names that were there when this began, of open trajectories too.
+    """
 
     recent: int = RECENT
+    sealed: SealedNames = SealedNames("", np.empty(0, np.uint64))
     _filter: NameFilter = field(default_factory=NameFilter)
     _latest: OrderedDict[str, LiveTrajectory] = field(default_factory=OrderedDict)
 
@@ -63,4 +88,4 @@ class EndedNames:
 
     def may_hold(self, name: str) -> bool:
         """Whether the name may be one of a finished trajectory that is not among the latest."""
-        return name not in self._latest and name in self._filter
+        return name not in self._latest and (name in self._filter or name in self.sealed)

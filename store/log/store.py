@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -24,7 +25,9 @@ from rollbook.store.log.trajectory_reader import TrajectoryReader
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
+from rollbook.store.sealed.names import Hashes, name_hashes
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
+from rollbook.store.sealed.unit import Unit, while_replaced
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.wal.check import LaneState
 from rollbook.store.wal.files import folders_of_lanes, take_lock
@@ -193,13 +196,32 @@ class Store:
         Raises:
             CorruptionError: a file that may hold it is damaged.
         """
-        trajectory_id = self._points.opened(self.lanes(), run, name)
-        if trajectory_id is None:
-            return None
-        for event in self._points.events(self.lanes(), [trajectory_id]):
-            if isinstance(event.record, TrajectoryOpened):
-                return event.record, event.lane
+        lanes = self.lanes()
+        for trajectory_id in self._points.named(lanes, run, name):
+            for event in self._points.events(lanes, [trajectory_id]):
+                record = event.record
+                if isinstance(record, TrajectoryOpened) and (event.run, record.name) == (run, name):
+                    return record, event.lane
         return None
+
+    def sealed_names(self) -> tuple[Hashes, dict[str, int]]:
+        """Of all sealed events the hashes of the names that opened trajectories, sorted (`sealed.names`).
+
+        Also the cut that these events are.
+
+        Raises:
+            CorruptionError: a file is damaged.
+        """
+
+        def of_lane(units: Sequence[Unit]) -> tuple[list[Hashes], int]:
+            hashes = [name_hashes(self.path, unit) for unit in units]
+            return hashes, units[-1].next_seq if units else 0
+
+        parts, ends = list[Hashes](), dict[str, int]()
+        for lane in self.lanes():
+            found, ends[lane] = while_replaced(self.path, lane, of_lane)
+            parts += found
+        return np.sort(np.concatenate([np.empty(0, np.uint64), *parts]), kind="stable"), ends
 
     def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
         """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, copying nothing."""

@@ -16,7 +16,8 @@ import pyarrow as pa
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import BodyStored, Event, TrajectoryOpened, codec
 from rollbook.store.log.reader import LaneReader
-from rollbook.store.sealed.point_read import opened_in, trajectory_rows, unit_body
+from rollbook.store.sealed.names import opened_in
+from rollbook.store.sealed.point_read import trajectory_rows, unit_body
 from rollbook.store.sealed.unit import Unit, while_replaced
 
 
@@ -85,22 +86,23 @@ class TrajectoryReader:
         with self._lock:
             return self._events(lanes, ids)
 
-    def opened(self, lanes: Sequence[str], run: str, name: str) -> str | None:
-        """Id of the run's trajectory of that client's name, or None. Threads may share it.
+    def named(self, lanes: Sequence[str], run: str, name: str) -> list[str]:
+        """Ids of trajectories that may be the run's one of that client's name. Threads may share it.
 
         Raises:
             CorruptionError: a file that may hold its opening is damaged.
         """
 
-        def of_lane(lane: str, units: Sequence[Unit]) -> str | None:
+        def of_lane(lane: str, units: Sequence[Unit]) -> list[str]:
             live = self._live_lane(lane, units[-1].next_seq if units else 0)
             found = live.opened.get((run, name))
-            sealed = (opened_in(self._store, unit, run, name) for unit in reversed(units))
-            return found or next(filter(None, sealed), None)
+            if found is not None:
+                return [found]
+            return [one for unit in reversed(units) for one in opened_in(self._store, unit, run, name)]
 
         with self._lock:
-            found = (while_replaced(self._store, lane, partial(of_lane, lane)) for lane in lanes)
-            return next(filter(None, found), None)
+            found = [while_replaced(self._store, lane, partial(of_lane, lane)) for lane in lanes]
+            return [one for of_one in found for one in of_one]
 
     def _events(self, lanes: Sequence[str], ids: Collection[str]) -> list[Event]:
         found: list[Event] = []

@@ -1,4 +1,5 @@
-"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, locations.
+"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, locations,
+names.
 
 They stand in `derived/<lane>/<unit>/` and only make questions faster: each can be deleted at any time, and
 comes back the same. A file is written under another name and renamed, so one that is there is whole.
@@ -16,6 +17,7 @@ import pyarrow as pa
 from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.sealed import projections
+from rollbook.store.sealed.names import NAMES, names_of
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
@@ -23,7 +25,9 @@ from rollbook.store.spill import private_database
 SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.2.parquet", "rewards.parquet"
 OUTLIERS, LOCATIONS = "outliers.parquet", "locations.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
-DERIVED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS, LOCATIONS)
+QUERIED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS)
+"""Those that SQL reads."""
+DERIVED = (*QUERIED, LOCATIONS, NAMES)
 LOCATION_SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string()),
@@ -56,7 +60,9 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
     for name in missing:
         temporary = make_empty(folder / f".{name}.{new_id()}")
         if name == LOCATIONS:
-            _write_locations(tables, temporary)
+            _write(locations({name: table["trajectory_id"] for name, table in tables.items()}), temporary)
+        elif name == NAMES:
+            _write(names_of(tables[MARKS]), temporary)
         else:
             _copy(tables, _queries()[name], temporary)
         os.replace(temporary, folder / name)
@@ -107,7 +113,6 @@ def locations(ids: Mapping[str, pa.ChunkedArray]) -> pa.Table:
     return pa.concat_tables(parts).sort_by("trajectory_id").combine_chunks()
 
 
-def _write_locations(tables: dict[str, pa.Table], path: Path) -> None:
-    found = locations({name: table["trajectory_id"] for name, table in tables.items()})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, LOCATION_SCHEMA) as writer:
-        writer.write_table(found)
+def _write(table: pa.Table, path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)

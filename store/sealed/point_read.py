@@ -15,11 +15,10 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError
-from rollbook.store.events import BodyStored, TrajectoryOpened
-from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, TRAJECTORIES, locations
+from rollbook.store.events import BodyStored
+from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, locations
 from rollbook.store.sealed.parquet import FAT_KINDS, TABLE_SCHEMA, checked_parquet, damaged, read_file
 from rollbook.store.sealed.remote import place
 from rollbook.store.sealed.unit import MARKS, MOST, TURNS, Unit, derived_folder
@@ -242,29 +241,6 @@ def rows_of_kinds(store: Path, unit: Unit, kinds: Collection[str]) -> pa.Table:
             except (pa.ArrowException, OSError) as error:
                 raise damaged(store, unit, name, error) from error
     return _in_lane_order(pa.concat_tables(parts))
-
-
-def opened_in(store: Path, unit: Unit, run: str, name: str) -> str | None:
-    """Id of the trajectory of that client's name which the unit opens; None where it opens none.
-
-    Raises:
-        CorruptionError: a file is missing or damaged.
-    """
-    if unit.dropped_us is not None:
-        return None
-    path = derived_folder(store, unit) / TRAJECTORIES
-    condition = (pc.field("trajectory") == name) & (pc.field("run") == run)
-    try:
-        checked_parquet(path)
-        found = pq.read_table(path, columns=["trajectory_id"], filters=condition, use_threads=False)
-        return found["trajectory_id"][0].as_py() if found.num_rows else None
-    except (FileNotFoundError, pa.ArrowException):
-        pass  # it was not derived, or by an older release
-    marks = read_file(store, unit, MARKS, ["kind", "run", "trajectory_id", "extra"])
-    ours = pc.and_(pc.equal(marks["kind"], TrajectoryOpened.KIND), pc.equal(marks["run"], run))
-    opened = marks.filter(ours)
-    ids = zip(opened["trajectory_id"].to_pylist(), opened["extra"].to_pylist(), strict=True)
-    return next((id_ for id_, extra in ids if orjson.loads(extra)["name"] == name), None)
 
 
 def unit_body(store: Path, unit: Unit, digest: str) -> Any:

@@ -57,7 +57,7 @@ class LazyViews:
         with self._lock:
             wanted = self._with_read(names)
             for name in [name for name in self._queries if name in wanted and name in self._missing]:
-                connection.execute(f'CREATE VIEW {name} AS {self._queries[name]}')
+                connection.execute(f"CREATE VIEW {name} AS {self._queries[name]}")
                 self._missing.discard(name)
 
     def _with_read(self, names: Iterable[str]) -> set[str]:

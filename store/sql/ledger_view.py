@@ -87,7 +87,7 @@ _OWNER = """
       SELECT trajectory_id, turn_id, arg_min(leaf_turn_id, place) AS leaf_turn_id
       FROM climb GROUP BY trajectory_id, turn_id
     )"""
-"""A trajectory's only leaf owns all its turns (`single`); where there are several, `owner` has each turn's."""
+"""A trajectory's only leaf owns all its turns (`single`); of several, `owner` says which."""
 
 _USE = f"""
     attempt AS MATERIALIZED (

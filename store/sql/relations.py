@@ -22,7 +22,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rollbook.store.cut import Cut
-from rollbook.store.sealed.derived import DERIVED, OUTLIERS, REWARDS, SCALARS, TRAJECTORIES
+from rollbook.store.sealed.derived import OUTLIERS, QUERIED, REWARDS, SCALARS, TRAJECTORIES
 from rollbook.store.sealed.parquet import FAT_KINDS
 from rollbook.store.sealed.point_read import trajectory_bounds
 from rollbook.store.sealed.projections import (
@@ -103,7 +103,7 @@ def file_path(store: Path, unit: Unit, name: str) -> str:
 def definitions(of: Snapshot) -> list[tuple[str, str]]:
     """(name, query) of every relation, each after those it reads. Pure but for looking which files exist."""
     present = [unit for unit in of.whole if unit.dropped_us is None]
-    derived = [u for u in present if all((derived_folder(of.store, u) / name).exists() for name in DERIVED)]
+    derived = [u for u in present if all((derived_folder(of.store, u) / name).exists() for name in QUERIED)]
     rest = [unit for unit in present if unit not in derived]
     fat, small = f"kind IN ({_FAT})", f"kind NOT IN ({_FAT})"
     several = [unit for unit in present if unit.several]

@@ -15,6 +15,7 @@ from rollbook.store.events import (
     TrajectoryOpened,
     TurnCompleted,
     TurnDelivered,
+    TurnRequested,
     VersionSpan,
     token_ids,
 )
@@ -42,6 +43,11 @@ def begins(size: int = 2, batch: int = 1, limit: int | None = 1, **changes: Any)
 def opened(name: str, group: str | None = None, split: str = "train") -> TrajectoryOpened:
     """A trajectory; its id is its name."""
     return TrajectoryOpened(name, name, group, None, split)
+
+
+def asked(name: str) -> TurnRequested:
+    """The request of a trajectory's turn."""
+    return TurnRequested(name, f"{name}.0", f"r-{name}", None, "no_parent", None, 0, [], {}, None, {}, {}, "")
 
 
 def answered(name: str, version: int | None = 0, *, delivered: bool = True, **semantics: Any) -> list[Record]:

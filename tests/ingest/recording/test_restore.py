@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_told import RUN, answered, begins, committed, dropped, opened, planned
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from training_story import Story
+from training_told import RUN, answered, asked, begins, committed, dropped, opened, planned
 
 from rollbook import store
+from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.store import Event, Store
-from rollbook.store.events import Record, SyncFinished, SyncStarted, TrajectoryFinished
+from rollbook.store.events import Record, SyncFinished, SyncStarted, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.upkeep.sealer import Sealer
 
 
 class Lanes:
@@ -41,7 +46,7 @@ def lanes(tmp_path: Path) -> Iterator[Lanes]:
 
 def ended(name: str, group: str) -> list[Record]:
     """A trajectory that ends with a turn to train on."""
-    return [opened(name, group), *answered(name), TrajectoryFinished(name)]
+    return [opened(name, group), asked(name), *answered(name), TrajectoryFinished(name)]
 
 
 @pytest.mark.parametrize(("first", "second"), [("a-train", "c-train"), ("c-train", "a-train")])
@@ -91,3 +96,38 @@ def test_syncs_are_told_in_the_order_in_which_they_were(lanes: Lanes, first: str
     lanes.tell(first, done[4])
     reader.refresh()
     assert reader.syncs == [done[0], starts, done[2], done[1], done[3], done[4]]
+
+
+@given(data=st.data(), size=st.integers(1, 3), sealed=st.booleans())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_restored_counts_as_what_was_seen(
+    data: st.DataObject, size: int, sealed: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """From columns, sealed or not, and later events comes what the events one by one came to."""
+    log = store.open(tmp_path_factory.mktemp("restored") / "store", create=True)
+    story, seen, reader, at = Story(size), Outstanding(RUN), None, 0
+    story.tell("train", begins(size, limit=1000))
+    for part in range(2):
+        for _ in range(data.draw(st.integers(0, 15))):
+            story.go(data.draw)
+        events = [
+            (lane, Event(record, RUN, time_us=at + i)) for i, (lane, record) in enumerate(story.told[at:])
+        ]
+        at = len(story.told)
+        seen.add_all(event for _, event in events)
+        for lane in ("train", "a-proxy", "z-proxy"):
+            if mine := [event for where, event in events if where == lane]:
+                with log.writer(lane) as writer:
+                    writer.append(mine).result(10)
+        if reader is None:
+            if sealed:
+                Sealer(log).run_once()
+            reader = RunReader(log, RUN)
+        else:
+            reader.refresh()
+        again = reader.outstanding
+        assert (again.count, again.version, again.stalled) == (seen.count, seen.version, seen.stalled), part
+        groups = {record.group for _, record in story.told if isinstance(record, TrajectoryOpened)}
+        assert {group: again.room(group) for group in groups} == {g: seen.room(g) for g in groups}
+        names = {opened.opened.name for opened in reader.open()}
+        assert names == set(story.running)
