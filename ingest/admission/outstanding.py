@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.staleness.online_training import OnlineTraining, training_of
@@ -42,32 +42,12 @@ LOOSE_KEPT = 32_768
 admits ahead. With so many waiting there is no room whatever came earlier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What the events of a trajectory came to.
-
-    Attributes:
-        finished_us: when; None while it is open.
-        productive: whether one of its turns was delivered that may be trained.
-        oldest: version of its oldest token.
-        sampled: turns that may be trained once they are delivered.
-    """
-
-    trajectory_id: str
-    group: str | None
-    split: str
-    status: str | None
-    finished_us: int | None
-    productive: bool
-    oldest: int | None
-    sampled: Sequence[str]
-
-
 @dataclass(slots=True)
 class _Trajectory:
     """What the fold keeps of a trajectory that is not used yet."""
 
-    opened: TrajectoryOpened | None = None
+    group: str | None = None
+    split: str | None = None
     """None: it was adopted, and the lane that holds its beginning is read later."""
     running: bool = True
     given_up: bool = False
@@ -180,26 +160,38 @@ class Outstanding:
 
     # Trajectories -----------------------------------------------------------------------------
 
-    def restore(self, trajectories: Iterable[Restored]) -> None:
-        """Begin with what these trajectories came to, instead of their events; in the order they opened."""
-        finished = []
-        for one in trajectories:
-            self._trajectories[one.trajectory_id] = _Trajectory(
-                opened=TrajectoryOpened(one.trajectory_id, "", one.group, split=one.split),
-                running=one.finished_us is None,
-                given_up=one.status == "aborted",
-                sampled=None if one.finished_us is not None else set(one.sampled),
-                productive=one.productive,
-                oldest=one.oldest,
-            )
-            if one.finished_us is not None:
-                finished.append((one.finished_us, one.trajectory_id))
-        self._loosen(trajectory_id for _, trajectory_id in sorted(finished))
+    def restore(
+        self,
+        trajectory_id: str,
+        group: str | None,
+        split: str,
+        *,
+        running: bool,
+        given_up: bool,
+        productive: bool,
+        oldest: int | None,
+        sampled: Iterable[str],
+    ) -> None:
+        """Take what a trajectory's events came to, instead of them, before any event of another one.
+
+        Trajectories come in the order in which they were opened; `finished_before` then says the other one.
+
+        Args:
+            sampled: turns that may be trained once they are delivered.
+        """
+        waiting = set(sampled) if running else None
+        self._trajectories[trajectory_id] = _Trajectory(
+            group, split, running, given_up, waiting, productive, oldest
+        )
+
+    def finished_before(self, trajectories: Iterable[str]) -> None:
+        """Take the order in which those that were restored had finished."""
+        self._loosen(trajectories)
 
     def _open(self, opened: TrajectoryOpened) -> None:
         known = self._trajectories.setdefault(opened.trajectory_id, _Trajectory())
-        known.opened = replace(opened, name="", task=None, labels={})
-        self._assign(opened)
+        known.group, known.split = opened.group, opened.split
+        self._assign(opened.trajectory_id, known)
         self._remove_if_over(self._group_of.get(opened.trajectory_id))
 
     def _turn(self, record: TurnCompleted | TurnDelivered) -> None:
@@ -269,9 +261,9 @@ class Outstanding:
         """Regroup what is there, as another training counts it."""
         self._groups, self._group_of, self._latest, self._spent = {}, {}, {}, 0
         self._loose = OrderedDict()
-        for known in self._trajectories.values():
-            if known.opened is not None:
-                self._assign(known.opened)
+        for trajectory_id, known in self._trajectories.items():
+            if known.split is not None:
+                self._assign(trajectory_id, known)
         for name in list(self._groups):
             self._remove_if_over(name)
         self._loosen(list(self._trajectories))
@@ -305,11 +297,11 @@ class Outstanding:
     def _size(self) -> int:
         return 1 if self.training is None else self.training.group_size
 
-    def _assign(self, opened: TrajectoryOpened) -> None:
+    def _assign(self, trajectory_id: str, known: _Trajectory) -> None:
         """Count a trajectory into its prompt group."""
-        if self.training is None or not self.training.uses(opened.split, opened.group):
+        if self.training is None or known.split is None or not self.training.uses(known.split, known.group):
             return
-        group = opened.group if self._size > 1 else None
+        group = known.group if self._size > 1 else None
         self._made += 1
         if self.room(group):
             name = self._latest[group or ""]
@@ -319,9 +311,9 @@ class Outstanding:
             if group is not None:
                 self._latest[group] = name
         prompt_group = self._groups[name]
-        prompt_group.members.add(opened.trajectory_id)
-        self._group_of[opened.trajectory_id] = name
-        if opened.trajectory_id in self._closed and not prompt_group.spent:
+        prompt_group.members.add(trajectory_id)
+        self._group_of[trajectory_id] = name
+        if trajectory_id in self._closed and not prompt_group.spent:
             prompt_group.spent = True
             self._spent += 1
 

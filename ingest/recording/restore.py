@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding, Restored
+from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding
 from rollbook.ingest.engines.weights import log as weight_log
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
 from rollbook.ingest.trajectories.ended_names import SealedNames
@@ -33,8 +32,8 @@ from rollbook.store.sql.query import connect_at
 
 TOGETHER = 64
 """Open trajectories that are read together."""
-_OF_TRAINERS = (RunOpened, StepPlanned, StepCommitted, SampleDropped, SyncStarted, SyncFinished, SyncFailed)
-_RARE = weight_log.KINDS | {record.KIND for record in _OF_TRAINERS}
+_RARE = weight_log.KINDS | {r.KIND for r in (RunOpened, StepPlanned, StepCommitted, SampleDropped)}
+"""Kinds of what trainers write, and of syncs: their events follow each other across lanes."""
 
 _OPEN = """
     SELECT trajectory_id FROM internal.trajectory_scalars
@@ -84,8 +83,22 @@ class RunReader:
         with connect_at(store, format_cut(self.cut)) as connection:
             self._open = dict.fromkeys(row[0] for row in connection.execute(_OPEN, {"run": run}).fetchall())
             rows = connection.execute(_RESTORED, given).fetchall()
-        self.outstanding.restore(Restored(*row) for row in rows)
-        self._take(store.events_of(_RARE, self.cut))
+        finished = []
+        for trajectory_id, group, split, status, finished_us, productive, oldest, sampled in rows:
+            self.outstanding.restore(
+                trajectory_id,
+                group,
+                split,
+                running=finished_us is None,
+                given_up=status == "aborted",
+                productive=productive,
+                oldest=oldest,
+                sampled=sampled,
+            )
+            if finished_us is not None:
+                finished.append((finished_us, trajectory_id))
+        self.outstanding.finished_before(trajectory_id for _, trajectory_id in sorted(finished))
+        self._take_rare()
 
     def refresh(self) -> None:
         """Read what became durable since the last time."""
@@ -94,29 +107,44 @@ class RunReader:
         self.cut = head
 
     def _take(self, events: Iterable[Event]) -> None:
-        """Take events, lanes one after the other.
-
-        What trainers wrote is kept to the end: trainings and syncs follow each other across lanes.
-        """
+        """Take events, lanes one after the other; what trainers wrote is kept to the end."""
         trainers: defaultdict[str, list[Event]] = defaultdict(list)
         for event in events:
             record = event.record
             if event.run != self._run:
                 continue
-            if event.kind in weight_log.KINDS:
-                self.weights.append(event)
-            if isinstance(record, _OF_TRAINERS):
-                trainers[event.lane].append(_slim(event))
+            if event.kind in _RARE:
+                trainers[event.lane].append(event)
                 continue
             self.outstanding.add(event)
             if isinstance(record, TrajectoryOpened):
                 self._open[record.trajectory_id] = None
             elif isinstance(record, TrajectoryFinished):
                 self._open.pop(record.trajectory_id, None)
-        in_time = list(heapq.merge(*trainers.values(), key=lambda event: event.event_id))
-        self.outstanding.add_all(in_time)  # with these, everything up to the head is read
-        kinds = SyncStarted | SyncFinished | SyncFailed
-        self.syncs += [event.record for event in in_time if isinstance(event.record, kinds)]
+        self._take_in_time(list(trainers.values()))
+
+    def _take_rare(self) -> None:
+        """Take what trainers wrote up to the cut, one event of each lane in memory at a time."""
+        lanes = [{lane: count} for lane, count in sorted(self.cut.items())]
+        self._take_in_time(
+            [(e for e in self._store.events_of(_RARE, lane) if e.run == self._run) for lane in lanes]
+        )
+
+    def _take_in_time(self, lanes: Sequence[Iterable[Event]]) -> None:
+        """Take events of trainers across lanes in the order of time; with them everything up to here is read.
+
+        Args:
+            lanes: of each its events, in order.
+        """
+        in_time = heapq.merge(*lanes, key=lambda event: event.event_id)
+        self.outstanding.add_all(map(self._noted, in_time))
+
+    def _noted(self, event: Event) -> Event:
+        if event.kind in weight_log.KINDS:
+            self.weights.append(event)
+        if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
+            self.syncs.append(event.record)
+        return event
 
     def open(self) -> Iterator[Trajectory]:
         """The open trajectories in the order they were opened, a few in memory at a time."""
@@ -136,16 +164,6 @@ class RunReader:
         return SealedNames(self._run, hashes), [
             one for one in opened if one[0].trajectory_id not in self._open
         ]
-
-
-def _slim(event: Event) -> Event:
-    """The event; of a plan only which trajectories it uses, since plans are large and a run has many."""
-    record = event.record
-    if not isinstance(record, StepPlanned):
-        return event
-    used = [{"trajectory_id": sample["trajectory_id"]} for sample in record.samples]
-    bare = replace(record, samples=used, partition=[], recipe={}, input_digests={}, environment={})
-    return replace(event, record=bare)
 
 
 def restored(trajectory: Trajectory) -> Contents:

@@ -1,5 +1,5 @@
-"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, locations,
-names.
+"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, where each
+trajectory, name and kind is.
 
 They stand in `derived/<lane>/<unit>/` and only make questions faster: each can be deleted at any time, and
 comes back the same. A file is written under another name and renamed, so one that is there is whole.
@@ -8,7 +8,7 @@ comes back the same. A file is written under another name and renamed, so one th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +18,16 @@ from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.sealed import projections
 from rollbook.store.sealed.names import NAMES, names_of
-from rollbook.store.sealed.parquet import read_file
+from rollbook.store.sealed.parquet import read_file, row_group_ends
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
 
 SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.2.parquet", "rewards.parquet"
-OUTLIERS, LOCATIONS = "outliers.parquet", "locations.arrow"
+OUTLIERS, LOCATIONS, KINDS = "outliers.parquet", "locations.arrow", "kinds.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
 QUERIED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS)
 """Those that SQL reads."""
-DERIVED = (*QUERIED, LOCATIONS, NAMES)
+DERIVED = (*QUERIED, LOCATIONS, NAMES, KINDS)
 LOCATION_SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string()),
@@ -36,6 +36,7 @@ LOCATION_SCHEMA = pa.schema(
         pa.field("rows", pa.int64()),
     ]
 )
+KIND_SCHEMA = pa.schema([pa.field("kind", pa.string()), pa.field("row_group", pa.int64())])
 
 _BOTH = "(SELECT * FROM turns UNION ALL SELECT * FROM marks)"
 
@@ -63,6 +64,8 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
             _write(locations({name: table["trajectory_id"] for name, table in tables.items()}), temporary)
         elif name == NAMES:
             _write(names_of(tables[MARKS]), temporary)
+        elif name == KINDS:
+            _write(_kinds(tables[MARKS]["kind"], row_group_ends(store, unit, MARKS)), temporary)
         else:
             _copy(tables, _queries()[name], temporary)
         os.replace(temporary, folder / name)
@@ -111,6 +114,14 @@ def locations(ids: Mapping[str, pa.ChunkedArray]) -> pa.Table:
         columns += [pa.array(starts[known].astype(np.int64)), pa.array(rows[known].astype(np.int64))]
         parts.append(pa.Table.from_arrays(columns, schema=LOCATION_SCHEMA))
     return pa.concat_tables(parts).sort_by("trajectory_id").combine_chunks()
+
+
+def _kinds(kinds: pa.ChunkedArray, ends: Sequence[int]) -> pa.Table:
+    """Each kind with each row group that holds one of it, in the columns of `KIND_SCHEMA`."""
+    groups = np.searchsorted(np.asarray(ends, np.int64), np.arange(len(kinds)), side="right")
+    both = pa.Table.from_arrays([kinds, pa.array(groups, pa.int64())], schema=KIND_SCHEMA)
+    found = both.group_by(KIND_SCHEMA.names).aggregate([])
+    return found.sort_by([(name, "ascending") for name in KIND_SCHEMA.names]).combine_chunks()
 
 
 def _write(table: pa.Table, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def read_file(store: Path, unit: Unit, name: str, columns: Sequence[str] | None 
         with system.open_input_file(f"{folder}/{name}") as source:
             table = checked_parquet(source).read(columns=columns)
         return table.select(schema.names).cast(schema)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(store, unit, name, error) from error
+
+
+def row_group_ends(store: Path, unit: Unit, name: str) -> list[int]:
+    """For each row group of one of the unit's files the number of the row behind its last one.
+
+    Raises:
+        CorruptionError, RemoteError: as `read_file`.
+    """
+    if unit.file(name) is None:
+        return []
+    try:
+        system, folder = place(store, unit)
+        with system.open_input_file(f"{folder}/{name}") as source:
+            footer = checked_parquet(source).metadata
+        return list(accumulate(footer.row_group(i).num_rows for i in range(footer.num_row_groups)))
     except (pa.ArrowException, OSError) as error:
         raise damaged(store, unit, name, error) from error
 

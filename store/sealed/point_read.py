@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import BodyStored
-from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, locations
+from rollbook.store.sealed.derived import KIND_SCHEMA, KINDS, LOCATION_SCHEMA, LOCATIONS, locations
 from rollbook.store.sealed.parquet import FAT_KINDS, TABLE_SCHEMA, checked_parquet, damaged, read_file
 from rollbook.store.sealed.remote import place
 from rollbook.store.sealed.unit import MARKS, MOST, TURNS, Unit, derived_folder
@@ -122,11 +122,12 @@ class _OpenFile:
         """Columns of a whole row group."""
         return self._file.read_row_group(group, columns=list(columns), use_threads=False).select(columns)
 
-    def of_kinds(self, kinds: Sequence[str]) -> pa.Table:
-        """All rows of these kinds."""
+    def of_kinds(self, kinds: Sequence[str], groups: Sequence[int] | None) -> pa.Table:
+        """All rows of these kinds; `groups` are the row groups that hold one, if that is known."""
         wanted = pa.array(kinds)
-        every = self._file.read(columns=["kind"], use_threads=False)["kind"]
-        groups = np.unique(self.groups(pc.indices_nonzero(pc.is_in(every, wanted)).to_numpy()))
+        if groups is None:
+            every = self._file.read(columns=["kind"], use_threads=False)["kind"]
+            groups = np.unique(self.groups(pc.indices_nonzero(pc.is_in(every, wanted)).to_numpy())).tolist()
         table = self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
         return _all_columns(table.filter(pc.is_in(table["kind"], wanted)))
 
@@ -218,6 +219,26 @@ def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:
     return _in_lane_order(pa.concat_tables(parts))
 
 
+def _kind_groups(store: Path, unit: Unit, kinds: Collection[str]) -> list[int] | None:
+    """The row groups of the unit's small events that hold these kinds; None where that was not derived."""
+    path = str(derived_folder(store, unit) / KINDS)
+    try:
+        known = _derived_kinds(path, os.stat(path).st_ino)
+    except (FileNotFoundError, pa.ArrowException):
+        return None
+    return sorted({group for kind in kinds for group in known.get(kind, ())})
+
+
+@lru_cache(maxsize=KEPT_OPEN)
+def _derived_kinds(path: str, _inode: int) -> dict[str, list[int]]:
+    with pa.memory_map(path) as source:
+        table = read_arrow_file(source.read_buffer(), KIND_SCHEMA)
+    found: dict[str, list[int]] = {}
+    for kind, group in zip(table["kind"].to_pylist(), table["row_group"].to_pylist(), strict=True):
+        found.setdefault(kind, []).append(group)
+    return found
+
+
 def _in_lane_order(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.argsort(table.column("seq").to_numpy()))) if table.num_rows else table
 
@@ -235,9 +256,10 @@ def rows_of_kinds(store: Path, unit: Unit, kinds: Collection[str]) -> pa.Table:
     fat = set(kinds) & set(FAT_KINDS)
     parts = [_NO_ROWS]
     for name, wanted in ((TURNS, fat), (MARKS, set(kinds) - fat)):
-        if wanted and unit.file(name) is not None:
+        groups = _kind_groups(store, unit, wanted) if name == MARKS else None
+        if wanted and unit.file(name) is not None and groups != []:
             try:
-                parts.append(_open_file(store, unit, name).of_kinds(sorted(wanted)))
+                parts.append(_open_file(store, unit, name).of_kinds(sorted(wanted), groups))
             except (pa.ArrowException, OSError) as error:
                 raise damaged(store, unit, name, error) from error
     return _in_lane_order(pa.concat_tables(parts))

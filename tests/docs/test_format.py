@@ -25,7 +25,8 @@ from rollbook.store.events.codec import row_of
 from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA
 from rollbook.store.events.upcast import UPCASTERS, version_of
 from rollbook.store.marker import FORMAT_VERSION
-from rollbook.store.sealed.derived import DERIVED, LOCATION_SCHEMA
+from rollbook.store.sealed.derived import DERIVED, KIND_SCHEMA, KINDS, LOCATION_SCHEMA, LOCATIONS
+from rollbook.store.sealed.names import NAMES
 from rollbook.store.sealed.parquet import FAT_KINDS, MARKS_ROW_GROUP, TABLE_SCHEMA
 from rollbook.store.sealed.projections import OUTLIER_BELOW
 from rollbook.store.sealed.seal import seal_closed
@@ -201,7 +202,10 @@ def test_the_derived_files(page: str) -> None:
     rows = _cells(_table(page, "| file | rows |", "## derived/"))
     assert [name.strip("`") for name, _ in rows] == list(DERIVED)
     assert f"below {OUTLIER_BELOW:g} |" in page
-    assert re.findall(r"`(\w+)`", rows[-1][1]) == LOCATION_SCHEMA.names
+    columns = {name.strip("`"): re.findall(r"`(\w+)`", text) for name, text in rows}
+    assert columns[LOCATIONS] == LOCATION_SCHEMA.names
+    assert columns[NAMES] == ["hash", "trajectory_id"]
+    assert columns[KINDS][-2:] == KIND_SCHEMA.names
 
 
 @pytest.fixture(scope="module")
