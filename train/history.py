@@ -47,6 +47,8 @@ class History:
     steps: dict[int, CommittedStep] = field(default_factory=dict)
     checkpoints: list[CheckpointWritten] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
+    dropped_of: set[str] = field(default_factory=set)
+    """Trajectories of the dropped samples."""
     attempts: dict[int, int] = field(default_factory=dict)
     abandoned: dict[int, StepAbandoned] = field(default_factory=dict)
 
@@ -78,6 +80,11 @@ class History:
     def consumed(self) -> set[str]:
         """Leaf turns of every sample that a committed step consumed."""
         return {ref["turn_id"] for step in self.steps.values() for ref in step.planned.samples}
+
+    def used_trajectories(self) -> set[str]:
+        """Trajectories of which a committed step consumed or dropped a sample."""
+        refs = (ref for step in self.steps.values() for ref in step.planned.samples)
+        return {ref["trajectory_id"] for ref in refs} | self.dropped_of
 
     @property
     def version(self) -> int:
@@ -145,9 +152,9 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
     step that was abandoned.
     """
     history = History(run, policy)
-    dropped_with: dict[int, list[str]] = {}
-    planned: dict[tuple[int, int], tuple[StepPlanned, list[str]]] = {}
-    drops: list[str] = []  # of the plan that follows: both were appended together
+    dropped_with: dict[int, list[SampleDropped]] = {}
+    planned: dict[tuple[int, int], tuple[StepPlanned, list[SampleDropped]]] = {}
+    drops: list[SampleDropped] = []  # of the plan that follows: both were appended together
     for event in events:
         record = event.record
         if event.run != run:
@@ -157,7 +164,7 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
             continue
         match record:
             case SampleDropped():
-                drops.append(record.turn_id)
+                drops.append(record)
             case StepPlanned():
                 planned[record.step, record.attempt] = (record, drops)
                 drops = []
@@ -171,7 +178,9 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
             case CheckpointWritten():
                 history.checkpoints.append(record)
     _take_back(history)
-    history.dropped = {turn for step in history.steps for turn in dropped_with[step]}
+    dropped = [drop for step in history.steps for drop in dropped_with[step]]
+    history.dropped = {drop.turn_id for drop in dropped}
+    history.dropped_of = {drop.trajectory_id for drop in dropped}
     return history
 
 

@@ -243,13 +243,12 @@ class TrajectoryFold:
     def __init__(self) -> None:
         self._builders: dict[str, _Builder] = {}
         self._early: dict[str, list[Event]] = {}
-        self._forgotten: set[str] = set()
 
     def add(self, event: Event) -> str | None:
         """Take one event; the id of the trajectory it belongs to, if that has been opened."""
         record: Any = event.record
         trajectory_id: str | None = getattr(record, "trajectory_id", None)
-        if trajectory_id is None or trajectory_id in self._forgotten:
+        if trajectory_id is None:
             return None
         if isinstance(record, TrajectoryOpened):
             builder = self._builders[trajectory_id] = _Builder(event, record)
@@ -263,9 +262,12 @@ class TrajectoryFold:
         return trajectory_id
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop a trajectory and ignore what may still come for it."""
+        """Drop a trajectory. What may still come for it goes with the next `close`."""
         self._builders.pop(trajectory_id, None)
-        self._forgotten.add(trajectory_id)
+
+    def close(self) -> None:
+        """Say that every event of a closed cut was added: what is of no trajectory by now never will be."""
+        self._early.clear()
 
     def __getitem__(self, trajectory_id: str) -> Trajectory:
         return self._builders[trajectory_id].build()

@@ -167,18 +167,25 @@ class Store:
         self, cut: Cut | None = None, ids: Collection[str] | None = None
     ) -> dict[str, Trajectory]:
         """Trajectories at the cut (default: head), by id; only those in `ids`, if given."""
-        if ids is None:
-            return fold(self.events(cut))
+        return fold(self.events(cut) if ids is None else self.events_about(ids, cut))
+
+    def events_about(self, ids: Collection[str], cut: Cut | None = None) -> list[Event]:
+        """The events of these trajectories at the cut (default: head), lane by lane, each lane in order.
+
+        Raises:
+            CutError: the cut holds more than the store.
+            CorruptionError: a file that may hold one is damaged.
+        """
         if len(ids) <= POINT_READS:
             self._check_held(cut or {})
             events = self._points.events(self.lanes(), ids)
-            return fold(e for e in events if cut is None or e.seq < cut.get(e.lane, 0))
+            return [e for e in events if cut is None or e.seq < cut.get(e.lane, 0)]
         wanted = pa.array(sorted(ids), pa.string())
         events = []
         for reader, batch in self._read(cut, None):
             mask = pc.is_in(batch.column("trajectory_id"), wanted)
             events += codec.decode(batch.filter(mask), reader.lane, reader.body)
-        return fold(events)
+        return events
 
     def trajectory(self, trajectory_id: str, cut: Cut | None = None) -> Trajectory | None:
         """One trajectory at the cut (default: head), or None. Reads only what holds its events.

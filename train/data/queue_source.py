@@ -12,7 +12,9 @@ from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import Drop, ModelLimits, is_candidate, select
+from rollbook.train.data.backlog import Backlog, Ended
+from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate, select
+from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
 from rollbook.train.data.units import Begun, CompleteUnit
@@ -28,6 +30,7 @@ class QueueSource:
     Args:
         more: gives further events (an empty list when there are none yet), or None at the end.
         cut: gives the cut of the events handed out so far.
+        backlog: what there is before the first of these events.
         live: whether rewards of finished trajectories may still come.
         limits: of the model.
     """
@@ -38,11 +41,14 @@ class QueueSource:
         history: History,
         more: Callable[[], list[Event] | None],
         cut: Callable[[], Cut],
+        backlog: Backlog | None = None,
         *,
         live: bool = True,
         limits: ModelLimits | None = None,
     ) -> None:
         self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
+        self._backlog, self._ended = backlog, dict[str, Ended]()
+        """What there was before, and those trajectories of it that may be used."""
         algorithm, recipe = config.algorithm, config.recipe
         self._grouped = "groups" in algorithm.needs
         self._size = algorithm.demand.group_size
@@ -59,10 +65,12 @@ class QueueSource:
         """Group -> its finished trajectories, while they are too few."""
         self._spent: Counter[str | None] = Counter()
         """Group -> how many members of it are known that was used before this process began."""
-        self._made = self._seen = 0
-        self._fit: dict[str, tuple[int, list[Sample], list[Drop]]] = {}
+        self._made = 0
+        self._seen = 0 if backlog is None else len(backlog)
+        self._fit: dict[str, tuple[int, list[Candidate], list[Drop]]] = {}
         """Group -> (version, what the recipe keeps and drops of it), until an event changes it."""
         self._served = self._served_before = -1
+        self._begun = backlog is None
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """Wait for the units that the policy selects.
@@ -73,6 +81,8 @@ class QueueSource:
         # What began while the last step was taken may have begun under the version before.
         self._served_before = served if self._served < 0 else self._served
         self._served = served
+        if not self._begun:
+            self._take_backlog()
         since = moved = time.monotonic()
         while True:
             self._evict(version, evicted)
@@ -117,8 +127,14 @@ class QueueSource:
         if not self._live or time.monotonic() - unit.completed_s > self._config.admission.wait_s:
             return False
         lacking = [d.sample for d in self._fitting(unit, version)[1] if d.rule == "no_reward"]
-        ends = [self._folding[sample.trajectory_id].finished for sample in lacking]
-        return any(end is not None and end.status not in BROKEN_OFF for end in ends)
+        return any(self._status(sample.trajectory_id) not in (None, *BROKEN_OFF) for sample in lacking)
+
+    def _status(self, trajectory_id: str) -> str | None:
+        """How a trajectory ended; None while it has not."""
+        if trajectory_id in self._ended:
+            return self._ended[trajectory_id].status
+        finished = self._folding[trajectory_id].finished
+        return None if finished is None else finished.status
 
     def _chosen(self, version: int, *, waits: bool) -> list[CompleteUnit] | None:
         """The units of the next step, or None.
@@ -180,13 +196,20 @@ class QueueSource:
     def _selection(self, chosen: list[CompleteUnit], version: int) -> Selection:
         """The chosen units' samples, if any are left of them, and what is dropped."""
         fits = [self._fitting(unit, version) for unit in chosen]
-        kept = [sample for samples, _ in fits for sample in samples]
+        kept = self._with_tokens([sample for samples, _ in fits for sample in samples])
         for unit in chosen:
             self._remove(unit)
         return Selection(kept, [drop for _, drops in fits for drop in drops], self._cut())
 
-    def _fitting(self, unit: CompleteUnit, version: int) -> tuple[list[Sample], list[Drop]]:
+    def _with_tokens(self, kept: Sequence[Candidate]) -> list[Sample]:
+        refs = [sample for sample in kept if isinstance(sample, SampleRef)]
+        read = iter(self._backlog.samples(refs) if self._backlog is not None and refs else ())
+        return [sample if isinstance(sample, Sample) else next(read) for sample in kept]
+
+    def _fitting(self, unit: CompleteUnit, version: int) -> tuple[list[Candidate], list[Drop]]:
         """What the recipe keeps and drops of a unit, as of every event handed out: a replay sees the same."""
+        if self._policy.max_staleness is None:
+            version = 0  # nothing else depends on it
         held = self._fit.get(unit.name)
         if held is None or held[0] != version:
             samples = [
@@ -199,7 +222,9 @@ class QueueSource:
             held = self._fit[unit.name] = (version, *fit)
         return held[1], held[2]
 
-    def _samples(self, trajectory_id: str) -> list[Sample]:
+    def _samples(self, trajectory_id: str) -> Sequence[Candidate]:
+        if trajectory_id in self._ended:
+            return self._ended[trajectory_id].samples
         recipe = self._config.recipe
         samples = samples_of(self._folding[trajectory_id], recipe.reward_source)
         return [sample for sample in samples if is_candidate(sample, recipe)]
@@ -219,14 +244,47 @@ class QueueSource:
 
         Not before: of an adopted one another lane may hold the beginning, and be read later.
         """
+        self._unfold({getattr(event.record, "trajectory_id", "") for event in events})
         for event in events:
-            self._folding.add(event)
-            self._note(event)
+            if event.run == self._config.run:
+                self._folding.add(event)
+                self._note(event)
+        self._folding.close()
         ended = [e.record.trajectory_id for e in events if isinstance(e.record, TrajectoryFinished)]
         there = filter(self._folding.__contains__, ended)
         # What was used comes first: who has no sample may have been of its group.
         for trajectory_id in sorted(there, key=lambda one: not self._was_used(one)):
             self._finish(trajectory_id)
+
+    def _take_backlog(self) -> None:
+        """Take in what there was before: what runs as events, and what is finished by reference."""
+        assert self._backlog is not None
+        self._begun = True
+        self._spent.update(self._backlog.spent)
+        self._take_in(self._backlog.events(self._backlog.opened))
+        for one in self._backlog.ended():
+            group = (one.group or one.trajectory_id) if self._grouped else None
+            ages = [sample.oldest_version for sample in one.samples if sample.oldest_version is not None]
+            known = (min(ages),) if ages else (self._served_before, self._served)
+            self._running[one.trajectory_id] = Begun(group, one.began, known, sampled=bool(ages))
+            self._ended[one.trajectory_id] = one
+            self._finish(one.trajectory_id)
+
+    def _unfold(self, trajectories: set[str]) -> None:
+        """Read the events of those of the backlog to which more happens: a reward, or an erasure."""
+        touched = trajectories & self._ended.keys()
+        if self._backlog is not None and touched:
+            for event in self._backlog.events(touched):
+                self._folding.add(event)
+            for trajectory_id in touched:
+                del self._ended[trajectory_id]
+                self._backlog.forget(trajectory_id)
+
+    def _forget(self, trajectory_id: str) -> None:
+        """Keep nothing of a trajectory: the log has it."""
+        if self._ended.pop(trajectory_id, None) is not None and self._backlog is not None:
+            self._backlog.forget(trajectory_id)
+        self._folding.forget(trajectory_id)
 
     def _was_used(self, trajectory_id: str) -> bool:
         leaves = (path[-1].turn_id for path in self._folding[trajectory_id].paths())
@@ -242,21 +300,27 @@ class QueueSource:
             wanted = event.run == self._config.run and record.split in self._config.recipe.splits
             if wanted and trajectory_id not in self._of:
                 group = (record.group or trajectory_id) if self._grouped else None
-                self._seen += 1
                 ages = (self._served_before, self._served)
-                self._running[trajectory_id] = Begun(group, self._seen, ages)
+                self._running[trajectory_id] = Begun(group, self._place(trajectory_id), ages)
         elif isinstance(record, TurnCompleted) and record.version_spans and trajectory_id in self._running:
             begun = self._running[trajectory_id]
             earlier = begun.ages if begun.sampled else ()
             begun.ages = (min((*earlier, *(span.version for span in record.version_spans))),)
             begun.sampled = True
 
+    def _place(self, trajectory_id: str) -> int:
+        """Its place in the order in which trajectories began."""
+        if self._backlog is not None and trajectory_id in self._backlog.opened:
+            return self._backlog.opened[trajectory_id]
+        self._seen += 1
+        return self._seen
+
     def _finish(self, trajectory_id: str) -> None:
         begun = self._running.pop(trajectory_id, None)
         samples = [] if begun is None else self._samples(trajectory_id)
         fresh = [sample for sample in samples if sample.leaf_turn_id not in self._used]
         if begun is None or (samples and not fresh) or (not samples and self._spent[begun.group]):
-            self._folding.forget(trajectory_id)  # of another run or split, or used already
+            self._forget(trajectory_id)  # of another run or split, or used already
             if begun is not None:
                 self._spent[begun.group] = (self._spent[begun.group] + 1) % self._size
         elif begun.group is not None:
@@ -265,7 +329,7 @@ class QueueSource:
             for sample in fresh:
                 self._complete((trajectory_id,), begun.began, sample.leaf_turn_id)
             if not fresh:
-                self._folding.forget(trajectory_id)
+                self._forget(trajectory_id)
 
     def _add_to_group(self, name: str, trajectory_id: str, begun: Begun) -> None:
         """The first to finish make a group: more may be asked for than are needed."""
@@ -278,7 +342,7 @@ class QueueSource:
             self._complete(tuple(group), min(member.began for member in group.values()), None)
         else:
             for member in group:
-                self._folding.forget(member)  # nothing in it can be trained
+                self._forget(member)  # nothing in it can be trained
 
     def _complete(self, trajectories: tuple[str, ...], began: int, leaf: str | None) -> None:
         self._made += 1
@@ -295,4 +359,4 @@ class QueueSource:
             self._of[trajectory_id].remove(unit)
             if not self._of[trajectory_id]:
                 del self._of[trajectory_id]
-                self._folding.forget(trajectory_id)
+                self._forget(trajectory_id)

@@ -26,9 +26,10 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _TRAJECTORIES = """
-    SELECT o.trajectory_id, o.trajectory AS name, o."group", o.split, f.lane AS finished_lane,
-           f.seq AS finished_seq, r.reward
+    SELECT o.trajectory_id, o.trajectory AS name, o."group", o.split, o.status, o.lane AS opened_lane,
+           o.opened, f.lane AS finished_lane, f.seq AS finished_seq, r.reward
     FROM internal.trajectory_scalars o
+    ANTI JOIN left_out USING (trajectory_id)
     JOIN (SELECT trajectory_id, max(lane) AS lane, max(seq) AS seq FROM internal.mark_events
           WHERE kind = 'trajectory.finished' GROUP BY trajectory_id) f USING (trajectory_id)
     LEFT JOIN (SELECT trajectory_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
@@ -91,7 +92,8 @@ class References:
     """The samples of the finished trajectories of a run, trajectories by name, leaves in turn order.
 
     Attributes:
-        trajectories: a row each: `trajectory_id`, `name`, `group`, `split`, place of its end, `reward`.
+        trajectories: a row each: `trajectory_id`, `name`, `group`, `split`, `status`, `reward`, and where
+            it begins and ends.
         turns: a row for each completed turn of theirs, in turn order; `place` is its trajectory's row.
         trajectory, leaf: of each sample the trajectory's row, and the leaf's among the turns.
         starts: where each sample's path begins in the next three; one more, for the end.
@@ -168,14 +170,24 @@ _NAMED = ("trajectory_id", "name", "group", "split", "reward")
 
 
 def find_references(
-    log: Store, cut: Cut, run: str, splits: Collection[str], reward_source: str
+    log: Store,
+    cut: Cut,
+    run: str,
+    splits: Collection[str],
+    reward_source: str,
+    without: Collection[str] = (),
 ) -> References:
     """The samples of a run's finished trajectories of these splits at a cut.
+
+    Args:
+        without: trajectories that are left out.
 
     Raises:
         CorruptionError: a file is damaged.
     """
     with connect_at(log, format_cut(cut)) as connection:
+        ids = pa.array(sorted(without), pa.string())
+        connection.register("left_out", pa.table({"trajectory_id": ids}))
         chosen = {"run": run, "splits": sorted(splits), "source": reward_source}
         trajectories = connection.sql(_TRAJECTORIES, params=chosen).to_arrow_table().combine_chunks()
         places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))

@@ -18,6 +18,7 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event, Json
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
@@ -123,18 +124,17 @@ def make_source(
         limits: of the model.
     """
     if source == "tail":
-        tail = log.tail()
+        backlog = Backlog(log, log.head(), config, history)
+        tail = log.tail(backlog.cut)
 
         def more() -> list[Event]:
             waiting()
             return tail.poll()
 
-        return QueueSource(config, history, more, tail.cut, limits=limits)
+        return QueueSource(config, history, more, tail.cut, backlog, limits=limits)
     if not config.algorithm.epochs:
-        batches = iter([list(log.events(cut))])
-        return QueueSource(
-            config, history, lambda: next(batches, None), lambda: cut, live=False, limits=limits
-        )
+        backlog = Backlog(log, cut, config, history)
+        return QueueSource(config, history, lambda: None, lambda: cut, backlog, live=False, limits=limits)
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
     epochs = EpochSource(config, log, cut, len(earlier), start, limits)

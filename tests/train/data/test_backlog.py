@@ -1,0 +1,123 @@
+"""A training that begins behind a cut takes the same from references as it would from the log's events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forests import SMALL, forest
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store import events as kinds
+from rollbook.store.fold.trajectory import fold
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.train.data.backlog import Backlog
+from rollbook.train.data.queue_source import QueueSource
+from rollbook.train.data.samples import all_samples
+from rollbook.train.history import CommittedStep, History
+
+GRPO = {"name": "grpo", "groups": 1, "group_size": 2}
+SFT = {"name": "sft", "batch_size": 4}
+
+
+def _filled(fabric: Any, path: Path, seed: int, *, sealed: bool) -> Store:
+    """Two lanes of forests, some of them open."""
+    rng = np.random.default_rng(seed)
+    log = rb.open(path, create=True)
+    for half in range(2):
+        for lane in ("a", "b"):
+            with log.writer(lane, SMALL) as writer:
+                for i in range(15):
+                    writer.append(fabric.events(forest(fabric, rng, f"{lane}-{half}-{i:02}"))).result(30)
+        if sealed and not half:
+            Sealer(log).run_once()
+    return log
+
+
+def _history(fabric: Any, log: Store, seed: int, *, grouped: bool) -> History:
+    """A training that used a quarter of the samples, and dropped some of them."""
+    rng, history = np.random.default_rng(seed), History(fabric.RUN, "actor")
+    for trajectory in fold(log.events()).values():
+        if trajectory.finished is None or trajectory.opened.split != "train":
+            continue
+        trained = [s for s in all_samples([trajectory]) if s.trained or s.erased]
+        all_or_none = rng.random()
+        for sample in trained:
+            draw = all_or_none if grouped else rng.random()
+            if draw < 0.1:
+                history.dropped.add(sample.leaf_turn_id)
+                history.dropped_of.add(sample.trajectory_id)
+            elif draw < 0.25:
+                step = len(history.steps)
+                planned = replace(fabric.planned(step, step), samples=[sample.reference])
+                history.steps[step] = CommittedStep(planned, fabric.committed(step, step + 1))
+    return history
+
+
+def _taken(source: QueueSource, version: int) -> list[Any]:
+    """What steps get until there is no more: samples by their content, what is dropped, and why."""
+    found: list[Any] = []
+    drops: list[Any] = []
+    while (selection := source.take(version, version, drops.extend)) is not None:
+        found.append([(s.name, s.leaf_turn_id, s.reward, s.digest()) for s in selection.samples])
+        drops += selection.drops
+    drops += source.unfilled(version)
+    return [*found, sorted((d.sample.leaf_turn_id, d.rule, repr(d.detail)) for d in drops)]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("algorithm", [GRPO, SFT], ids=["groups", "samples"])
+@pytest.mark.parametrize("order", ["windowed", "fifo"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_as_from_events(
+    fabric: Any, tmp_path: Path, sealed: bool, algorithm: dict[str, Any], order: str, seed: int
+) -> None:
+    """Whatever was used before: the same samples in the same steps, and the same drops."""
+    log = _filled(fabric, tmp_path / "store", seed, sealed=sealed)
+    grouped = "groups" in algorithm
+    history = _history(fabric, log, seed, grouped=grouped)
+    values = {"algorithm": algorithm, "recipe": {"max_staleness": 8}, "admission": {"order": order}}
+    config = fabric.config(fabric.GRPO if grouped else fabric.SFT, **values)
+    head = log.head()
+    polls = iter([list(log.events(head))])
+    seen = QueueSource(config, history, lambda: next(polls, None), lambda: head, live=False)
+    backlog = Backlog(log, head, config, history)
+    found = QueueSource(config, history, lambda: None, lambda: head, backlog, live=False)
+    taken = _taken(found, 9)
+    assert taken == _taken(seen, 9)
+    assert len(taken) > 1, "a test of nothing"
+
+
+def test_what_comes_later_to_what_was_there(fabric: Any, store: Store) -> None:
+    """A reward, an end and a further member reach what began before, and only what runs is read as events."""
+    told = {
+        "a0": fabric.records("a0", group="a", reward=1.0),
+        "a1": fabric.records("a1", group="a", reward=None),
+        "b0": fabric.records("b0", group="b", reward=1.0, finished=False),
+        "c0": fabric.records("c0", group="c", reward=0.0),
+        "u0": fabric.records("u0", group="u", reward=0.0),
+    }
+    fabric.append(store, [record for records in told.values() for record in records])
+    history, head = History(fabric.RUN, "actor"), store.head()
+    planned = replace(fabric.planned(0, 0), samples=[{"trajectory_id": "u0", "turn_id": "u0.0"}])
+    history.steps[0] = CommittedStep(planned, fabric.committed(0, 1))
+    config = fabric.config(fabric.GRPO, algorithm=GRPO, idle_timeout_s=0.05)
+    backlog = Backlog(store, head, config, history)
+    assert (len(backlog), list(backlog.opened)) == (4, ["b0"])
+    later = [
+        [kinds.RewardAssigned("u0", None, 1.0), kinds.RewardAssigned("a1", None, 0.0)],
+        [kinds.TrajectoryFinished("b0"), *fabric.records("b1", group="b", reward=0.0)],
+        fabric.records("c1", group="c", reward=1.0),
+    ]
+    polls = [fabric.events(records) for records in later]
+    source = QueueSource(config, history, lambda: polls.pop(0) if polls else [], dict, backlog)
+    taken = [source.take(0, 0, lambda drops: None) for _ in range(3)]
+    names = [[sample.name for sample in selection.samples] for selection in taken if selection is not None]
+    assert names == [["a0", "a1"], ["b0", "b1"], ["c0", "c1"]]
+    rewards = [sample.reward for selection in taken if selection for sample in selection.samples]
+    assert rewards == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert (len(source._ended), list(source._folding)) == (0, [])
