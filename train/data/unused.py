@@ -1,44 +1,62 @@
-"""Why trajectories of a log are not trained on: said where a training ends early, or never begins. Pure."""
+"""Why trajectories of a log are not trained on: said where a training ends early, or never begins."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterator, Sequence, Set
 
-from rollbook.store.fold.trajectory import Trajectory
+import numpy as np
+import pyarrow as pa
+
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import ModelLimits, is_candidate, select
-from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.data.recipe import ModelLimits, select
+from rollbook.train.data.references import References, SampleRef, find_references
 from rollbook.train.history import History
+
+_APART = """
+    SELECT run, split, finished IS NOT NULL AS ended, count(*) FROM internal.trajectory_scalars
+    GROUP BY ALL"""
 
 
 def explain(
-    trajectories: Iterable[Trajectory],
+    log: Store,
+    cut: Cut,
     config: TrainConfig,
     history: History,
     *,
     once: bool,
     limits: ModelLimits | None = None,
 ) -> str:
-    """Lines that count all trajectories by the one reason for which each is not part of a further step.
+    """Lines that count all trajectories of a cut, each by the one reason why no further step has it.
 
     Args:
         once: a sample is used once, not in every epoch.
         limits: of the model.
+
+    Raises:
+        CorruptionError: a file is damaged.
     """
-    reasons, left = Counter[str](), list[list[Sample]]()
-    total, used, dropped = 0, history.consumed() if once else set(), history.dropped if once else set()
-    for trajectory in trajectories:
-        total += 1
-        candidates = [
-            sample
-            for sample in samples_of(trajectory, config.recipe.reward_source)
-            if is_candidate(sample, config.recipe)
-        ]
-        reason = _apart(trajectory, config) or _spent(candidates, used, dropped)
-        reason = reason or _dropped(candidates, config, used | dropped, history.version, limits)
+    with connect_at(log, format_cut(cut)) as connection:
+        counted = connection.execute(_APART).fetchall()
+    total, reasons = sum(count for *_, count in counted), Counter[str]()
+    for run, split, ended, count in counted:
+        if (reason := _apart(run, split, config, ended=ended)) is not None:
+            reasons[reason] += count
+    recipe, left = config.recipe, list[list[SampleRef]]()
+    found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
+    used, dropped = (history.consumed(), history.dropped) if once else (set[str](), set[str]())
+    gone = used | dropped
+    for numbers, leaves in _each(found):
+        reason = _spent(leaves, used, dropped)
         if reason is None:
-            left.append(candidates)
+            fresh = [found.ref(i) for i, leaf in zip(numbers, leaves, strict=True) if leaf not in gone]
+            reason = _dropped(fresh, config, history.version, limits)
+        if reason is None:
+            left.append([found.ref(i) for i in numbers])
         else:
             reasons[reason] += 1
     reasons += _left(left, config)
@@ -46,44 +64,53 @@ def explain(
     return "\n".join([f"of {total} trajectories", *lines]) if total else "there is no trajectory"
 
 
-def _apart(trajectory: Trajectory, config: TrainConfig) -> str | None:
+def _apart(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | None:
     """Why a configuration does not speak of a trajectory, or not yet."""
-    if trajectory.run != config.run:
-        return f"are of run {trajectory.run!r}"
-    if trajectory.opened.split not in config.recipe.splits:
+    if run != config.run:
+        return f"are of run {run!r}"
+    if split not in config.recipe.splits:
         wanted = ", ".join(config.recipe.splits)
-        return f"are of split {trajectory.opened.split!r} (recipe.splits: {wanted})"
-    return "are not finished" if trajectory.finished is None else None
+        return f"are of split {split!r} (recipe.splits: {wanted})"
+    return None if ended else "are not finished"
 
 
-def _spent(candidates: list[Sample], used: Set[str], dropped: Set[str]) -> str | None:
+def _each(found: References) -> Iterator[tuple[list[int], list[str]]]:
+    """Of each trajectory the samples that hold something to train on, by number, and their leaves."""
+    leaves = found.turns["turn_id"].take(pa.array(found.leaf)).to_pylist()
+    candidate = (found.trained_tokens > 0) | found.erased
+    starts = np.searchsorted(found.trajectory, np.arange(found.trajectories.num_rows + 1))
+    for first, end in itertools.pairwise(starts):
+        numbers = [i for i in range(first, end) if candidate[i]]
+        yield numbers, [leaves[i] for i in numbers]
+
+
+def _spent(leaves: Sequence[str], used: Set[str], dropped: Set[str]) -> str | None:
     """Why a trajectory holds no sample, or none that is left, or None."""
-    if not candidates:
+    if not leaves:
         return "hold no token that can be trained: text only, not delivered, or failed"
-    if any(s.leaf_turn_id not in used and s.leaf_turn_id not in dropped for s in candidates):
+    if any(leaf not in used and leaf not in dropped for leaf in leaves):
         return None
-    was_used = any(sample.leaf_turn_id in used for sample in candidates)
+    was_used = any(leaf in used for leaf in leaves)
     return "were used already, by committed steps of this run" if was_used else "were dropped already"
 
 
 def _dropped(
-    candidates: list[Sample], config: TrainConfig, gone: Set[str], version: int, limits: ModelLimits | None
+    fresh: Sequence[SampleRef], config: TrainConfig, version: int, limits: ModelLimits | None
 ) -> str | None:
     """The rule by which the recipe drops all that is left of a trajectory, or None."""
-    fresh = [s for s in candidates if s.leaf_turn_id not in gone]
     recipe = config.recipe.model_copy(update={"drop_zero_variance": False})  # that is a matter of groups
     kept, drops = select(fresh, recipe, config.algorithm, version, limits)
     return None if kept else f"are dropped by the rule {drops[0].rule}"
 
 
-def _left(left: list[list[Sample]], config: TrainConfig) -> Counter[str]:
+def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
     """Why what could be used does not fill a step."""
     algorithm, reasons = config.algorithm, Counter[str]()
     if "groups" not in algorithm.needs:
         if left:
             reasons[f"are left: a step takes {algorithm.demand.groups} samples"] = len(left)
         return reasons
-    groups: dict[str, list[list[Sample]]] = defaultdict(list)
+    groups: dict[str, list[list[SampleRef]]] = defaultdict(list)
     for samples in left:
         groups[samples[0].group or samples[0].trajectory_id].append(samples)
     for members in groups.values():
