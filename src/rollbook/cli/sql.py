@@ -28,14 +28,21 @@ CELL_WIDTH = 60
 
 
 def run_query(
-    store: Path, query: str, format_: str, as_of: str, run: str | None, allow_files: bool = False
+    store: Path,
+    query: str,
+    format_: str,
+    as_of: str,
+    run: str | None,
+    allow_files: bool = False,
+    model: Path | None = None,
 ) -> None:
     """Run one query and print its rows.
 
     Raises:
         QueryError: the SQL is wrong; the message is DuckDB's.
+        ModelError: the model directory has no tokenizer.
     """
-    connection = connect(store, as_of=as_of, run=run, allow_files=allow_files)
+    connection = connect(store, as_of=as_of, run=run, allow_files=allow_files, model=model)
     try:
         if not duckdb.extract_statements(query):
             raise QueryError("the query is empty: write e.g. select * from trajectories")
