@@ -94,6 +94,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StepRetired(99, "actor", "never made"),
         kinds.StepAbandoned(99, 1, "critic", 100, 98, 101),
         kinds.SegmentDropped("elsewhere", 1, 1, 0, 4, "older than 7 d"),
+        kinds.SegmentRepaired("elsewhere", 2, "00000002-00000002.1", 4, 8, "checksum mismatch"),
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
     ]
