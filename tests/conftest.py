@@ -193,6 +193,7 @@ def _upkeep_records() -> list[Any]:
         kinds.TrajectoryErased("t1", True, "a leaked key", 7),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
         kinds.StepAbandoned(0, 1, "actor", 1, 0, 2),
+        kinds.SegmentRepaired("serve", 3, "00000003-00000003.1", 10, 12, "checksum mismatch"),
     ]
 
 

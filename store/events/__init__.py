@@ -42,7 +42,13 @@ from rollbook.store.events.training import (
     SyncFinished,
     SyncStarted,
 )
-from rollbook.store.events.upkeep import BodyStored, CursorMoved, SegmentDropped, TrajectoryErased
+from rollbook.store.events.upkeep import (
+    BodyStored,
+    CursorMoved,
+    SegmentDropped,
+    SegmentRepaired,
+    TrajectoryErased,
+)
 
 __all__ = [
     "QUARANTINE",
@@ -63,6 +69,7 @@ __all__ = [
     "RunOpened",
     "SampleDropped",
     "SegmentDropped",
+    "SegmentRepaired",
     "StepAbandoned",
     "StepCommitted",
     "StepFailed",

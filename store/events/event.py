@@ -34,7 +34,13 @@ from rollbook.store.events.training import (
     SyncFinished,
     SyncStarted,
 )
-from rollbook.store.events.upkeep import BodyStored, CursorMoved, SegmentDropped, TrajectoryErased
+from rollbook.store.events.upkeep import (
+    BodyStored,
+    CursorMoved,
+    SegmentDropped,
+    SegmentRepaired,
+    TrajectoryErased,
+)
 from rollbook.store.ids import new_id, now_us
 
 Record = (
@@ -65,6 +71,7 @@ Record = (
     | LabelAdded
     | EngineControlled
     | StepAbandoned
+    | SegmentRepaired
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -44,6 +44,23 @@ class SegmentDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentRepaired:
+    """The WAL file of segment `segment` of `of_lane` was damaged: `damage` says how.
+
+    It was removed, since sealed unit `unit` holds its events, `first_seq` to `next_seq`, and was whole.
+    """
+
+    KIND: ClassVar[str] = "segment.repaired"
+    ABOUT: ClassVar[About] = About()
+    of_lane: str
+    segment: int
+    unit: str
+    first_seq: int
+    next_seq: int
+    damage: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryErased:
     """The text of a trajectory was removed from every sealed file; its ids too unless `tokens_kept`."""
 

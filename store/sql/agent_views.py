@@ -9,6 +9,9 @@ _NAMES = """(SELECT trajectory_id, any_value(trajectory) AS trajectory
                FROM internal.trajectory_parts GROUP BY trajectory_id)"""
 """Grouped, so that DuckDB sees it is one row each and leaves the join out where no name is asked for."""
 
+TOKEN_TEXT = "token_text"
+"""Function of a run and a token id: what the token says. Who does not ask for that column never calls it."""
+
 EVENTS = View(
     "events",
     "Every event of the log, one row each, as stored; `extra` holds the kind's rarer fields as JSON.",
@@ -155,14 +158,14 @@ TRAJECTORIES = View(
 TOKENS = View(
     "tokens",
     "One sampled token: its place in the turn's completion, its logprob and policy version.",
-    "SELECT * FROM internal.tokens",
+    f"SELECT *, {TOKEN_TEXT}(run, token_id) AS text FROM internal.tokens",
     columns.TOKENS,
 )
 
 OUTLIERS = View(
     "outliers",
     "A sampled token whose logprob is below -8 (one in 2,980): view tokens, but ready-made when sealed.",
-    "SELECT * FROM internal.outliers",
+    f"SELECT *, {TOKEN_TEXT}(run, token_id) AS text FROM internal.outliers",
     columns.TOKENS,
 )
 

@@ -152,6 +152,7 @@ TOKENS = (
     ViewColumn("logprob", "FLOAT", "its natural-log probability; null for a teacher"),
     ViewColumn("policy", "VARCHAR", "that sampled it; null for a teacher"),
     ViewColumn("policy_version", "BIGINT", "that sampled it; null for a teacher"),
+    ViewColumn("text", "VARCHAR", "what it says; null where the run's tokenizer is not known here"),
 )
 
 POLICIES = (

@@ -41,6 +41,16 @@ what is free there. In Python, `connection.raw` is DuckDB's own connection, for 
 rollbook sql "show tables" --store demo-store
 ```
 
+`tokens.text` is what a token says. Only where it is asked for a `tokenizer.json` is read: that of the model
+directory which `--model` names (Python: `model=`), else that of the run's newest checkpoint in the store,
+else that of the directory `rollbook serve` was given, where `ROLLBOOK_ALLOW` names it too. It is null where
+there is none, and where it is not the run's by its sha256. Of a token that holds a part of a character it has
+the bytes, as in `\\xe2\\x82`. `token_text(run, id)` says it of any id, such as a prompt's.
+
+```bash
+rollbook sql "select text, count(*) from tokens group by text" --store demo-store --model model
+```
+
 Times are UTC. A JSON column is taken apart with `->>'$.key'`. Lists count from 1, but token positions,
 steps and versions from 0. No view is stored: each is a query over `events`.
 """

@@ -43,7 +43,7 @@ ORDER BY latency_ms DESC LIMIT 10""",
         "Which tokens were very unlikely when they were sampled?",
         "Natural logarithms: -10 is one in 22,026. `outliers` has those below -8 ready; `tokens` has all.",
         """\
-SELECT trajectory, turn_id, position, token_id, logprob, tokens.policy_version
+SELECT trajectory, turn_id, position, token_id, text, logprob, tokens.policy_version
 FROM outliers AS tokens JOIN turns USING (trajectory_id, turn_id)
 WHERE logprob < -10
 ORDER BY logprob LIMIT 20""",

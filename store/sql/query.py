@@ -6,21 +6,29 @@ import os
 from dataclasses import replace
 
 import duckdb
-from duckdb.sqltypes import VARCHAR
+from duckdb.func import FunctionNullHandling, PythonUDFType
+from duckdb.sqltypes import INTEGER, VARCHAR
 
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
 from rollbook.store.sealed.leases import lease_units
 from rollbook.store.spill import Spill
+from rollbook.store.sql.agent_views import TOKEN_TEXT
 from rollbook.store.sql.lazy_views import LazyViews
 from rollbook.store.sql.object_storage import read_object_storage
 from rollbook.store.sql.relations import INTERNAL, LIVE, definitions, snapshot
 from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
 from rollbook.store.sql.views import VIEWS
+from rollbook.store.sql.vocabularies import Vocabularies
 
 
 def connect(
-    path: str | os.PathLike[str], *, as_of: str = "head", run: str | None = None, allow_files: bool = False
+    path: str | os.PathLike[str],
+    *,
+    as_of: str = "head",
+    run: str | None = None,
+    allow_files: bool = False,
+    model: str | os.PathLike[str] | None = None,
 ) -> Connection:
     """A DuckDB connection with the views of `store.sql.views` over the store at a cut.
 
@@ -31,19 +39,27 @@ def connect(
     Args:
         allow_files: let queries open other files, write files and load extensions. Without it they are in a
             sandbox (`store.sql.sandbox`): they read the store, and reach nothing else.
+        model: a model directory, whose tokenizer says what tokens say.
 
     Raises:
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
+        ModelError: the model directory holds no tokenizer.
     """
     store = open_store(path)
-    return connect_at(store, as_of, run, allow_files=allow_files)
+    return connect_at(store, as_of, run, allow_files=allow_files, model=model)
 
 
 def connect_at(
-    store: Store, as_of: str = "head", run: str | None = None, *, allow_files: bool = False
+    store: Store,
+    as_of: str = "head",
+    run: str | None = None,
+    *,
+    allow_files: bool = False,
+    model: str | os.PathLike[str] | None = None,
 ) -> Connection:
     """`connect` for a store that is open."""
     cut = store.cut(as_of, run)
+    vocabularies = Vocabularies(store, cut, model)
     units, lease = lease_units(store.path, cut)
     of = snapshot(store.path, cut, units)
     live = store.table(cut, of.sealed_to())
@@ -61,6 +77,14 @@ def connect_at(
     # The connection holds the function, which holds the lease, so that compaction removes none of its files;
     # and the folder it may spill into.
     connection.create_function("rollbook_lease", lambda: repr((lease, spill)), [], VARCHAR)
+    connection.create_function(
+        TOKEN_TEXT,
+        vocabularies.say,
+        [VARCHAR, INTEGER],
+        VARCHAR,
+        type=PythonUDFType.ARROW,
+        null_handling=FunctionNullHandling.SPECIAL,
+    )
     try:
         if not allow_files:
             close_doors(connection, folders_of(of.folders()))

@@ -4,6 +4,7 @@ Of a sealed unit: its place among the others (segments, sequence numbers, chain)
 sha256, its Parquet pages, and that it holds each sequence number once. Of a WAL file, sealed or not: every
 frame's checksum, chain and sequence numbers, and where it was sealed that it is what the manifest says. A
 lane's first fault is reported, and noted in the lane; the note is taken away when the lane is whole again.
+A fault of a WAL file whose events are in a unit that is whole says so: `upkeep.repair` takes the unit's.
 
 No lock is taken. Beside a live writer, what is durable when a lane's turn comes is verified; beside a sealer,
 a lease keeps the unit that is being read.
@@ -37,12 +38,17 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first thing wrong in a lane: the file, its WAL segment and the offset of the frame if it is one."""
+    """Something wrong in a lane: the file, its WAL segment and the offset of the frame if it is one.
+
+    Attributes:
+        unit: name of the sealed unit that holds the segment's events and is whole; None where none does.
+    """
 
     file: str
     reason: str
     segment: int | None = None
     offset: int | None = None
+    unit: str | None = None
 
     def __str__(self) -> str:
         at = "" if self.offset is None else f" at offset {self.offset}"
@@ -87,14 +93,29 @@ class _Place:
     chain: str = EMPTY_CHAIN.hex()
 
 
-def verify_lane(store: Path, lane: str, on_bytes: Callable[[int], None] = lambda count: None) -> LaneVerified:
-    """Verify one lane; see the module. `on_bytes` is told of bytes as they have been read."""
+def _stop_there(unit: Unit, fault: Fault) -> None:
+    raise _FaultError(fault)
+
+
+def verify_lane(
+    store: Path,
+    lane: str,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_copy: Callable[[Unit, Fault], None] = _stop_there,
+) -> LaneVerified:
+    """Verify one lane; see the module.
+
+    Args:
+        on_bytes: told of bytes as they have been read.
+        on_copy: told of a damaged WAL file whose events are in this unit, which is whole, as is all before
+            it; the lane is verified further. By default it is a fault like any other.
+    """
     found = LaneVerified(lane, 0, 0, 0, 0, None)
     try:
         mark = read_watermark(lane_folder(store, lane))
         at = _Place()
         while at.segment <= mark.segment:
-            at, found = _step(store, at, mark, found, on_bytes)
+            at, found = _step(store, at, mark, found, on_bytes, on_copy)
         if at.next_seq < mark.next_seq:
             file = str(lane_folder(store, lane) / "WATERMARK")
             raise _FaultError(
@@ -116,15 +137,19 @@ def verify_store(
     found: list[LaneVerified] = []
     for lane in log.lanes():
         result = verify_lane(log.path, lane, lambda count, lane=lane: on_bytes(lane, count))  # type: ignore[misc]
-        folder = lane_folder(log.path, lane)
-        # Whoever may only read the store still gets the report.
-        with contextlib.suppress(OSError):
-            if result.fault is None:
-                (folder / "QUARANTINED").unlink(missing_ok=True)
-            else:
-                quarantine(folder, str(result.fault))
+        note_fault(log.path, lane, result.fault)
         found.append(result)
     return found
+
+
+def note_fault(store: Path, lane: str, fault: Fault | None) -> None:
+    """Leave a note in the lane of what is wrong, or take it away. Who may only read the store leaves none."""
+    folder = lane_folder(store, lane)
+    with contextlib.suppress(OSError):
+        if fault is None:
+            (folder / "QUARANTINED").unlink(missing_ok=True)
+        else:
+            quarantine(folder, str(fault))
 
 
 def lane_bytes(store: Path, lane: str) -> int:
@@ -140,7 +165,12 @@ def lane_bytes(store: Path, lane: str) -> int:
 
 
 def _step(
-    store: Path, at: _Place, mark: Watermark, found: LaneVerified, on_bytes: Callable[[int], None]
+    store: Path,
+    at: _Place,
+    mark: Watermark,
+    found: LaneVerified,
+    on_bytes: Callable[[int], None],
+    on_copy: Callable[[Unit, Fault], None],
 ) -> tuple[_Place, LaneVerified]:
     """Verify the unit that holds the next segment, or the segment's WAL file."""
     lane = found.lane
@@ -150,7 +180,8 @@ def _step(
     with take_lease(store, {lane: [unit.name]}) as lease:
         try:
             if not lease.missing:
-                wal = _verify_unit(store, unit, at, on_bytes)
+                _verify_unit(store, unit, at, on_bytes)
+                wal = _verify_copies(store, unit, on_bytes, on_copy)
         except (_FaultError, OSError):
             # Dropped, erased or moved away meanwhile? Then what counts now is verified.
             if unit in current_units(store, lane):
@@ -194,8 +225,8 @@ def _open_step(
 # A unit ---------------------------------------------------------------------------------------------
 
 
-def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], None]) -> int:
-    """Verify a unit and what is left of its WAL; how many WAL files those are."""
+def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], None]) -> None:
+    """Verify a unit: its place, its manifest and its files."""
     manifest = str(unit_folder(store, unit) / "UNIT.json")
     # A unit that took the place of some that are verified already begins before `at`.
     if unit.first == at.segment and (unit.first_seq, unit.chain_before) != (at.next_seq, at.chain):
@@ -212,7 +243,7 @@ def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], 
             raise _FaultError(Fault(manifest, f"segment {segment.number} is not in its place"))
         number, seq = segment.number + 1, segment.first_seq + segment.events
     if unit.dropped_us is not None:
-        return 0
+        return
     seqs = [_verify_file(store, unit, file) for file in unit.files]
     on_bytes(unit.bytes)
     held = np.sort(np.concatenate([np.empty(0, np.int64), *seqs]))
@@ -221,7 +252,6 @@ def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], 
         raise _FaultError(
             Fault(manifest, f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each")
         )
-    return _verify_copies(store, unit, on_bytes)
 
 
 def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.int64]:
@@ -256,23 +286,31 @@ def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.in
     return found
 
 
-def _verify_copies(store: Path, unit: Unit, on_bytes: Callable[[int], None]) -> int:
-    """Verify the WAL files that are still there beside the unit."""
+def _verify_copies(
+    store: Path,
+    unit: Unit,
+    on_bytes: Callable[[int], None],
+    on_copy: Callable[[Unit, Fault], None],
+) -> int:
+    """Verify the WAL files that are still there beside a unit that is whole; how many are sound."""
     count, chain = 0, unit.chain_before
-    for segment in unit.segments:
+    for segment in () if unit.dropped_us is not None else unit.segments:
         with contextlib.suppress(FileNotFoundError):  # removed before, or at this moment
-            _verify_copy(store, unit, segment, chain)
+            fault = _fault_of_copy(store, unit, segment, chain)
+            if fault is not None:
+                on_copy(unit, fault)
+            count += fault is None
             on_bytes(segment.bytes)
-            count += 1
         chain = segment.chain
     return count
 
 
-def _verify_copy(store: Path, unit: Unit, segment: SealedSegment, chain: str) -> None:
+def _fault_of_copy(store: Path, unit: Unit, segment: SealedSegment, chain: str) -> Fault | None:
     path = segment_path(lane_folder(store, unit.lane), segment.number)
     info, bad = verify_segment(path, bytes.fromhex(chain), segment.first_seq, segment.bytes)
     if bad is not None or info is None:
         offset, reason = (bad.offset, bad.reason) if bad else (0, "it holds no frame")
-        raise _FaultError(Fault(str(path), reason, segment.number, offset))
+        return Fault(str(path), reason, segment.number, offset, unit.name)
     if (info.events, info.bytes, info.chain.hex()) != (segment.events, segment.bytes, segment.chain):
-        raise _FaultError(Fault(str(path), "it is not the file that was sealed", segment.number))
+        return Fault(str(path), "it is not the file that was sealed", segment.number, unit=unit.name)
+    return None

@@ -102,8 +102,9 @@ def _frames(path: Path, chain: bytes, stop: int | None) -> Iterator[Frame]:
     Raises:
         BadFrameError: at the first bad one; its reason says whether a whole frame follows.
     """
-    size = path.stat().st_size if stop is None else stop
-    if size == 0:
+    held = path.stat().st_size
+    size = held if stop is None else stop
+    if not held or not size:
         raise BadFrameError(0, "the segment is empty")
     if size > MOST_BYTES:
         raise BadFrameError(0, f"it has {size:,} bytes, which no segment has")

@@ -13,17 +13,18 @@ from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.store import Event
 from rollbook.store.errors import CutError, ModelError
-from rollbook.store.events import TrajectoryFinished, TrajectoryOpened
+from rollbook.store.events import RunOpened, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.sql.views import VIEWS
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with a run `first`."""
+    """A store with a run `first`, which has a trajectory, and a run `another`, which has none."""
     log = rb.open(tmp_path / "store", create=True)
     with log.writer("serve") as writer:
         records: list[Any] = [TrajectoryOpened("t", "t"), TrajectoryFinished("t")]
         writer.append([Event(record, "first") for record in records]).result(30)
+        writer.append([Event(RunOpened("serve", {}), "another")]).result(30)
     return log.path
 
 
@@ -31,12 +32,73 @@ def _failure(*words: object) -> BaseException | None:
     return CliRunner().invoke(app, [str(word) for word in words]).exception
 
 
-def test_samples_of_a_run_that_is_not_there(path: Path) -> None:
-    """The runs that there are are named; of one of them nothing is an error."""
-    error = _failure("samples", "--store", path, "--run", "frist")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["samples"],
+        ["samples", "--as-of", "step:3"],
+        ["show", "t"],
+        ["ledger"],
+        ["tail", "--no-follow"],
+        ["replay", "step", "3"],
+        ["export", "--to", "out", "--format", "jsonl"],
+        ["sql", "select 1", "--as-of", "step:3"],
+        ["store", "secrets", "--as-of", "step:3"],
+        ["store", "erase", "--trajectory", "t", "--reason", "asked"],
+        ["store", "retire", "--steps", "3", "--reason", "asked"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_is_not_there(path: Path, words: list[str]) -> None:
+    """The runs that there are are named, what is nearest first."""
+    error = _failure(*words, "--store", path, "--run", "frist")
     assert isinstance(error, CutError)
-    assert str(error) == "no run 'frist'; there are: first"
-    assert CliRunner().invoke(app, ["samples", "--store", str(path), "--run", "first"]).exit_code == 0
+    assert str(error) == "no run 'frist'; there are: first, another"
+
+
+def test_a_run_that_is_there(path: Path) -> None:
+    """Nothing is wrong with it, or what is wrong is said as it is."""
+    for words in (["samples"], ["show", "t"], ["tail", "--no-follow"]):
+        assert CliRunner().invoke(app, [*words, "--store", str(path), "--run", "first"]).exit_code == 0
+    error = _failure("show", "nobody", "--store", path, "--run", "first")
+    assert str(error).startswith("no trajectory 'nobody' in run 'first' among 1")
+    error = _failure("show", "t", "--store", path, "--run", "another")
+    assert str(error) == "no trajectory 't' in run 'another'; there is one in first"
+
+
+def test_who_follows_may_wait_for_a_run(path: Path, run_python: Any) -> None:
+    """It is said that the run is not there yet, and its events are printed once they are."""
+    code = f"""
+import signal, sys, threading, time
+from rollbook import store
+from rollbook.cli.app import main
+from rollbook.store import Event
+from rollbook.store.events import TrajectoryOpened
+
+def later():
+    with store.open({str(path)!r}).writer("serve") as writer:
+        writer.append([Event(TrajectoryOpened("u", "late"), "frist")]).result(30)
+    time.sleep(1)
+    signal.raise_signal(signal.SIGINT)
+
+threading.Timer(0.5, later).start()
+sys.argv = ["rollbook", "tail", "--store", {str(path)!r}, "--run", "frist", "--events"]
+main()
+"""
+    _, out, err = run_python(code)
+    assert "no run 'frist'; there are: first, another; waiting for it" in err
+    assert [line for line in out.splitlines() if "late" in line]
+
+
+def test_many_runs(tmp_path: Path) -> None:
+    """Of very many the nearest are named, and how many others there are."""
+    log = rb.open(tmp_path / "store", create=True)
+    with log.writer("serve") as writer:
+        for n in range(30):
+            writer.append([Event(TrajectoryOpened(f"t{n}", "t"), f"run-{n:02}")]).result(30)
+    said = str(_failure("samples", "--store", log.path, "--run", "run-7"))
+    assert said.startswith("no run 'run-7'; there are: run-07, run-17, run-27, run-00,")
+    assert said.endswith(" and 10 more")
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -92,9 +94,19 @@ def _upkeep_records() -> list[Any]:
         kinds.StepRetired(99, "actor", "never made"),
         kinds.StepAbandoned(99, 1, "critic", 100, 98, 101),
         kinds.SegmentDropped("elsewhere", 1, 1, 0, 4, "older than 7 d"),
+        kinds.SegmentRepaired("elsewhere", 2, "00000002-00000002.1", 4, 8, "checksum mismatch"),
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
     ]
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A tokenizer of seven words, where a checkpoint of the run has its own."""
+    folder.mkdir(parents=True)
+    words = ["a", "what", "is", "four", "4", "digit", "please"]
+    Tokenizer(models.WordLevel(dict(zip(words, range(7), strict=True)), "a")).save(
+        str(folder / "tokenizer.json")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +130,7 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
     for lane, told in (("serve", records), ("train", _train_records()), ("upkeep", _upkeep_records())):
         with log.writer(lane) as writer:
             writer.append([Event(record, "demo") for record in told]).result(30)
+    _write_tokenizer(log.path / "checkpoints" / "demo" / "actor" / "v00000000")
     held = {e.kind for e in log.events()}
     assert held == set(kinds.RECORDS), f"add an event of {set(kinds.RECORDS) - held}"
     return log

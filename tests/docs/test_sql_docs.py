@@ -60,7 +60,7 @@ def test_answers(one_of_everything: Store) -> None:
         (0, 3, pytest.approx(2 / 3), pytest.approx(2 / 3)),
         (1, 1, 1.0, 1.0),
     ]
-    unlikely = [("task-1-0", "task-1-0-1", 1, 4, -12.0, 0), ("task-1-0", "task-1-0-2", 1, 4, -12.0, 0)]
+    unlikely = [("task-1-0", f"task-1-0-{n}", 1, 4, " 4", -12.0, 0) for n in (1, 2)]
     assert sorted(_answer(ask, "very unlikely")) == unlikely
     assert [row[1] for row in _answer(ask, "perhaps never get")] == ["task-2-0-2"]
     assert _answer(ask, "How stale") == [("demo", 0, 2, 0.0, 0), ("demo", 1, 1, 0.0, 0)]

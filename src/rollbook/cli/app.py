@@ -80,6 +80,9 @@ def sql(
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let the query open and write other files, and extensions.")
     ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory whose tokenizer gives tokens their text.")
+    ] = None,
 ) -> None:
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
@@ -89,7 +92,7 @@ def sql(
     """
     from rollbook.cli.sql import run_query
 
-    run_query(store, query, format.value, as_of, run, allow_files)
+    run_query(store, query, format.value, as_of, run, allow_files, model)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 from rich.table import Table
 
+from rollbook.cli.runs import check_run, of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import CutError
@@ -31,7 +32,8 @@ def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_jso
         CutError: no such cut, or the run has no completed turn in it.
     """
     log = open_store(path)
-    cut = format_cut(log.cut(as_of, run))
+    with of_run(log, run):
+        cut = format_cut(log.cut(as_of, run))
     connection = connect_at(log, cut)
     try:
         ledgers = read_ledger(connection)
@@ -40,6 +42,7 @@ def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_jso
     finally:
         connection.close()
     if run is not None and run not in {ledger.run for ledger in ledgers}:
+        check_run(log, run)
         known = ", ".join(ledger.run for ledger in ledgers) or "none"
         raise CutError(f"run {run!r} has no completed turn at {as_of!r}; runs that have: {known}")
     ledgers = [ledger for ledger in ledgers if run in (None, ledger.run)]

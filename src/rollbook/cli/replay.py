@@ -9,13 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook import store
+from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.replay.step import StepReplay, replay_step
 
 
 def replay_command(step: int, path: Path, run: str | None, policy: str, as_json: bool) -> int:
     """Replay a step and print the comparison; the exit code, 0 if bit for bit and 1 if not."""
-    result = replay_step(store.open(path), step, run, policy)
+    log = store.open(path)
+    with of_run(log, run):
+        result = replay_step(log, step, run, policy)
     if as_json:
         values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
         print_json(values)

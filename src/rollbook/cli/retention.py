@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store.errors import UpkeepError
 from rollbook.store.open import open_store
@@ -58,7 +59,8 @@ def run_retire(
     """Retire steps, and print which."""
     chosen = None if steps is None else parse_steps(steps)
     log = open_store(path)
-    report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
+    with of_run(log, run):
+        report = retire_steps(log, run, policy, reason, steps=chosen, before_version=before_version)
     if as_json:
         _print_json(asdict(report))
         return
@@ -76,13 +78,15 @@ def run_erase(
         UpkeepError: steps or a training need its tokens, and nobody said yes. Nothing was erased.
     """
     log = open_store(path)
-    if not keep_tokens and not yes and (ended := trainings_ended_by(log, trajectory, run)):
-        what = "; and ".join(map(_ends, ended))
-        raise UpkeepError(
-            f"erasing the tokens of trajectory {trajectory!r} would end {what}. Nothing was erased: say "
-            "--yes to erase them all the same, or --keep-tokens to erase the text alone"
-        )
-    report = erase_trajectory(log, trajectory, reason, run=run, keep_tokens=keep_tokens)
+    with of_run(log, run):
+        ended = [] if keep_tokens or yes else trainings_ended_by(log, trajectory, run)
+        if ended:
+            what = "; and ".join(map(_ends, ended))
+            raise UpkeepError(
+                f"erasing the tokens of trajectory {trajectory!r} would end {what}. Nothing was erased: say "
+                "--yes to erase them all the same, or --keep-tokens to erase the text alone"
+            )
+        report = erase_trajectory(log, trajectory, reason, run=run, keep_tokens=keep_tokens)
     if as_json:
         _print_json(asdict(report))
         return

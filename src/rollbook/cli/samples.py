@@ -7,11 +7,12 @@ from pathlib import Path
 from rich.table import Table
 
 from rollbook import store
+from rollbook.cli.runs import check_run, of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CutError
-from rollbook.store.events import RunOpened, TrajectoryOpened
+from rollbook.store.events import TrajectoryOpened
 from rollbook.train.data.samples import Sample, all_samples
 
 
@@ -22,9 +23,10 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         CutError: no such run, or no such trajectory at that cut.
     """
     log = store.open(path)
-    cut = log.cut(as_of, run)
+    with of_run(log, run):
+        cut = log.cut(as_of, run)
     if run is not None:
-        _check_run(log, cut, run)
+        check_run(log, run, cut)
     trajectories = [
         t for t in log.trajectories(cut, _named(log, cut, trajectory)).values() if run in (None, t.run)
     ]
@@ -35,13 +37,6 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         print_json([s.as_json() for s in samples])
         return
     _print_table(samples)
-
-
-def _check_run(log: Store, cut: Cut, run: str) -> None:
-    """See that there is such a run, by its first event."""
-    runs = sorted({event.run for event in log.events_of([RunOpened.KIND, TrajectoryOpened.KIND], cut)})
-    if run not in runs:
-        raise CutError(f"no run {run!r}; there are: {', '.join(runs) or 'none'}")
 
 
 def _named(log: Store, cut: Cut, wanted: str | None) -> list[str] | None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.cli.progress import progress
+from rollbook.cli.runs import of_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store.open import open_store
@@ -29,7 +30,8 @@ def run_secrets(path: Path, as_of: str, run: str | None, as_json: bool) -> int:
         CutError: no such cut.
     """
     log = open_store(path)
-    cut = log.cut(as_of, run)
+    with of_run(log, run):
+        cut = log.cut(as_of, run)
     with progress("looking for secrets", sum(cut.values())) as advance:
         found = find_secrets(log, cut, Scrubber(_key(log.path)), advance)
     if as_json:

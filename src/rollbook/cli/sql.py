@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
+from rollbook.cli.runs import of_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store.catalog.catalog import Catalog
@@ -21,21 +22,30 @@ from rollbook.store.cut import format_cut
 from rollbook.store.errors import CatalogError, QueryError
 from rollbook.store.open import open_store
 from rollbook.store.sql.object_storage import outage
-from rollbook.store.sql.query import connect
+from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import explained
 
 CELL_WIDTH = 60
 
 
 def run_query(
-    store: Path, query: str, format_: str, as_of: str, run: str | None, allow_files: bool = False
+    store: Path,
+    query: str,
+    format_: str,
+    as_of: str,
+    run: str | None,
+    allow_files: bool = False,
+    model: Path | None = None,
 ) -> None:
     """Run one query and print its rows.
 
     Raises:
         QueryError: the SQL is wrong; the message is DuckDB's.
+        ModelError: the model directory has no tokenizer.
     """
-    connection = connect(store, as_of=as_of, run=run, allow_files=allow_files)
+    log = open_store(store)
+    with of_run(log, run):
+        connection = connect_at(log, as_of, run, allow_files=allow_files, model=model)
     try:
         if not duckdb.extract_statements(query):
             raise QueryError("the query is empty: write e.g. select * from trajectories")

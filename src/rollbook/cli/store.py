@@ -46,6 +46,17 @@ def store_verify(store: StoreOption, json: AsJson = False) -> None:
     raise typer.Exit(run_verify(store, json))
 
 
+@store_app.command("repair")
+def store_repair(store: StoreOption, json: AsJson = False) -> None:
+    """Remove damaged WAL files whose events are in sealed units that are whole, and say so in the log.
+
+    It verifies the store for that, and changes no other file. Exit code 1: something is still damaged.
+    """
+    from rollbook.cli.verify import run_repair
+
+    raise typer.Exit(run_repair(store, json))
+
+
 @store_app.command("secrets")
 def store_secrets(
     store: StoreOption, as_of: AsOf = "head", run: RunOfStep = None, json: AsJson = False

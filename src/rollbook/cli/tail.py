@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from rich.text import Text
 
+from rollbook.cli.runs import check_run
 from rollbook.cli.show.terminal_text import clock, one_line, short_id, visible
 from rollbook.cli.terminal import Console, json_for_terminal
 from rollbook.cli.turn_lines import KINDS, TurnLines
 from rollbook.client.tail import HttpTail
-from rollbook.store.errors import ConfigError
+from rollbook.store.errors import ConfigError, CutError
 from rollbook.store.events import (
     RECORDS,
     Event,
@@ -25,6 +26,7 @@ from rollbook.store.events import (
 )
 from rollbook.store.events.event_json import json_bytes
 from rollbook.store.fold.versions import unversioned
+from rollbook.store.log.store import Store
 from rollbook.store.log.tail import Filter
 from rollbook.store.open import open_store
 
@@ -85,10 +87,22 @@ def run_tail(
         else:
             assert store is not None
             log = open_store(store)
+            if run is not None:
+                _look_for(log, run, follow)
             with log.tail(log.cut(start), Filter(wanted, run=run)) as local:
                 _pump(local, show, follow)
     except KeyboardInterrupt:
         return
+
+
+def _look_for(log: Store, run: str, follow: bool) -> None:
+    """Say that there is no such run; who follows the log may wait for it."""
+    try:
+        check_run(log, run)
+    except CutError as error:
+        if not follow:
+            raise
+        Console(stderr=True).print(f"{error}; waiting for it", soft_wrap=True)
 
 
 def _pump(tail: AnyTail, show: Any, follow: bool) -> None:

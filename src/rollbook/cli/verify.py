@@ -1,7 +1,10 @@
-"""`rollbook store verify`: the report of `upkeep.verify`, with a progress bar on stderr."""
+"""`rollbook store verify` and `repair`: the reports of `upkeep`, with a progress bar on stderr."""
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -10,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rollbook.cli.terminal import Console, print_json
+from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
 from rollbook.store.sql.incomplete import Incomplete, incomplete_turns
-from rollbook.store.upkeep.verify import LaneVerified, lane_bytes, verify_store
+from rollbook.store.upkeep.repair import LaneRepaired, repair_store
+from rollbook.store.upkeep.verify import Fault, LaneVerified, lane_bytes, verify_store
 
 MOST_NAMED = 1000
 """Incomplete turns that are named; of more it is only said that there are."""
@@ -28,6 +33,39 @@ def run_verify(path: Path, as_json: bool) -> int:
         NotAStoreError: there is none.
     """
     log = open_store(path)
+    with _progress(log) as on_bytes:
+        found = verify_store(log, on_bytes)
+    damaged = any(lane.fault for lane in found)
+    incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
+    if as_json:
+        told = {"lanes": [lane.as_json() for lane in found]}
+        told["incomplete"] = [turn.as_json() for turn in incomplete]
+        print_json(told)
+    else:
+        _print(log.path, found)
+        _print_incomplete(incomplete)
+    return 1 if damaged or incomplete else 0
+
+
+def run_repair(path: Path, as_json: bool) -> int:
+    """Repair the store and print what was done; the exit code: 0, or 1 where something is still damaged.
+
+    Raises:
+        NotAStoreError: there is none.
+        LaneLockedError, UpkeepError, RemoteError: as `upkeep.repair`.
+    """
+    log = open_store(path)
+    with _progress(log) as on_bytes:
+        lanes = repair_store(log, on_bytes)
+    if as_json:
+        print_json({"lanes": [lane.as_json() for lane in lanes]})
+    else:
+        _print_repaired(lanes)
+    return 1 if any(lane.fault for lane in lanes) else 0
+
+
+@contextlib.contextmanager
+def _progress(log: Store) -> Iterator[Callable[[str, int], None]]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -37,22 +75,37 @@ def run_verify(path: Path, as_json: bool) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         total = sum(lane_bytes(log.path, lane) for lane in log.lanes())
         task = progress.add_task("verifying", total=total)
-        found = verify_store(
-            log, lambda lane, count: progress.update(task, advance=count, description=f"verifying {lane}")
-        )
-    damaged = any(lane.fault for lane in found)
-    incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
-    if as_json:
-        told = {"lanes": [lane.as_json() for lane in found]}
-        told["incomplete"] = [turn.as_json() for turn in incomplete]
-        print_json(told)
-    else:
-        _print(found)
-        _print_incomplete(incomplete)
-    return 1 if damaged or incomplete else 0
+        yield lambda lane, count: progress.update(task, advance=count, description=f"verifying {lane}")
 
 
-def _print(found: list[LaneVerified]) -> None:
+def _print_repaired(lanes: list[LaneRepaired]) -> None:
+    console = Console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("lane", "repaired", "whole"):
+        table.add_column(name, justify="right" if name == "repaired" else "left")
+    for lane in lanes:
+        whole = Text("yes") if lane.fault is None else Text("no", "red")
+        table.add_row(lane.lane, str(len(lane.repaired)), whole)
+    console.print(table)
+    for lane in lanes:
+        for fault in lane.repaired:
+            said = f"lane {lane.lane}: {fault}: removed; sealed unit {fault.unit} is read instead"
+            console.print(said, soft_wrap=True)
+        if lane.fault is not None:
+            said = f"lane {lane.lane}: {lane.fault}: left as it is; restore the file from a copy"
+            console.print(said, soft_wrap=True, style="red")
+
+
+def _remedy(path: Path, fault: Fault) -> str:
+    if fault.unit is None:
+        return "restore the file from a copy, and verify again"
+    return (
+        f"sealed unit {fault.unit} holds the same events and is whole: "
+        f"rollbook store repair --store {shlex.quote(str(path))}"
+    )
+
+
+def _print(path: Path, found: list[LaneVerified]) -> None:
     console = Console()
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("lane")
@@ -67,7 +120,7 @@ def _print(found: list[LaneVerified]) -> None:
     for lane in found:
         if lane.fault is not None:
             console.print(
-                f"lane {lane.lane}: {lane.fault}: restore the file from a copy, and verify again",
+                f"lane {lane.lane}: {lane.fault}: {_remedy(path, lane.fault)}",
                 soft_wrap=True,
                 style="red",
             )

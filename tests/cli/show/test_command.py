@@ -105,10 +105,7 @@ def test_an_unknown_name(show: Any) -> None:
         "error: no trajectory 'fix-raedme' among 1; near names: fix-readme; "
         "list them: rollbook sql 'select run, trajectory from trajectories'\n"
     )
-    assert (
-        show("fix-readme", "--run", "other")[2]
-        == "error: no trajectory 'fix-readme' in run 'other'; there is one in demo\n"
-    )
+    assert show("fix-readme", "--run", "other")[2] == "error: no run 'other'; there are: demo\n"
 
 
 def test_near_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from rollbook.cli.runs import of_run
 from rollbook.cli.show.draw import View, draw
 from rollbook.cli.show.facts import TrajectoryFacts, TurnFacts
 from rollbook.cli.show.finding import NotFoundError, find_trajectory
@@ -36,12 +37,15 @@ def run_show(
 
     Raises:
         NotFoundError: no such trajectory or turn at that cut, or several.
+        CutError: no such run.
         ModelError: the model directory has no tokenizer.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
     log = open_store(store)
-    cut = log.cut(as_of, run)
-    facts = read_facts(log, cut, find_trajectory(log, cut, trajectory, run).trajectory_id)
+    with of_run(log, run):
+        cut = log.cut(as_of, run)
+        found = find_trajectory(log, cut, trajectory, run)
+    facts = read_facts(log, cut, found.trajectory_id)
     with_tokens = (model is not None) if tokens is None else tokens
     chosen = None if turn is None else find_turn(facts, turn)
     if as_json:

@@ -1,0 +1,50 @@
+"""Whether the run that `--run` names is in the store; which there are, where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+
+from rollbook.cli.show.terminal_text import visible
+from rollbook.store.cut import Cut
+from rollbook.store.errors import CutError, RollbookError
+from rollbook.store.events import RunOpened, TrajectoryOpened
+from rollbook.store.log.store import Store
+
+MOST_LISTED = 20
+
+
+def check_run(log: Store, run: str, cut: Cut | None = None) -> None:
+    """See that there is such a run at a cut (default: head), by what opened it or a trajectory of it.
+
+    Raises:
+        CutError: there is none; the message lists those there are, the nearest names first.
+    """
+    kinds = [RunOpened.KIND, TrajectoryOpened.KIND]
+    runs = sorted(
+        {event.run for event in log.events_of(kinds, cut)}, key=lambda name: (-_like(name, run), name)
+    )
+    if run not in runs:
+        more = f" and {len(runs) - MOST_LISTED} more" if len(runs) > MOST_LISTED else ""
+        listed = ", ".join(map(visible, runs[:MOST_LISTED])) or "none"
+        raise CutError(f"no run {visible(run)!r}; there are: {listed}{more}")
+
+
+def _like(name: str, wanted: str) -> float:
+    return SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
+
+
+@contextlib.contextmanager
+def of_run(log: Store, run: str | None) -> Iterator[None]:
+    """Where what is asked for within is not found, say so of the run, if that is what is not there.
+
+    Raises:
+        CutError: it is not.
+    """
+    try:
+        yield
+    except RollbookError:
+        if run is not None:
+            check_run(log, run)
+        raise

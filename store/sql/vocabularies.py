@@ -1,0 +1,146 @@
+"""Which tokenizer is a run's, and what its tokens say. Nothing is read before the first token is asked for.
+
+The tokenizer of a run is the first of these that can be read:
+
+1. that of the model directory that whoever connects names;
+2. that of the run's newest checkpoint that is still in the store;
+3. that of the directory that its `run.opened` names, if `ROLLBOOK_ALLOW` names that too.
+
+Where `run.opened` tells the sha256 of the file, only that very file is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.store.allowed import allows_folder
+from rollbook.store.cut import Cut
+from rollbook.store.errors import ModelError, OutsideError
+from rollbook.store.events import RunOpened
+from rollbook.store.events.training import CheckpointWritten
+from rollbook.store.inside import place_inside, refuse_no_plain
+from rollbook.store.log.store import Store
+from rollbook.store.sql.token_text import TOKENIZER, read_tokenizer, token_texts
+
+LARGEST = 512 << 20
+"""Bytes of a tokenizer's file at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """The ids of a tokenizer, ascending, and what each says."""
+
+    ids: npt.NDArray[np.int64]
+    texts: pa.StringArray
+
+    def say(self, ids: npt.NDArray[np.int64]) -> pa.StringArray:
+        """What these ids say; null of one that the tokenizer does not have."""
+        places = np.searchsorted(self.ids, ids)
+        there = np.append(self.ids, -1)[places] == ids
+        return self.texts.take(pa.array(places, mask=~there))
+
+
+_NO_VOCABULARY = Vocabulary(np.empty(0, np.int64), pa.array([], pa.string()))
+
+
+class Vocabularies:
+    """What the tokens of the runs of a log say.
+
+    Args:
+        model: a model directory to take the tokenizer of.
+
+    Raises:
+        ModelError: it holds no tokenizer.
+    """
+
+    def __init__(self, log: Store, cut: Cut, model: str | os.PathLike[str] | None) -> None:
+        self._log, self._cut, self._model = log, cut, None if model is None else Path(model)
+        if self._model is not None and not (self._model / TOKENIZER).exists():
+            raise ModelError(f"{model}: holds no {TOKENIZER}; give the directory of a model")
+        self._told: tuple[dict[str, RunOpened], dict[str, list[str]]] | None = None
+        self._of_runs: dict[str, Vocabulary] = {}
+        self._read: dict[str, Vocabulary] = {}
+        self._lock = Lock()
+
+    def say(self, runs: pa.ChunkedArray, ids: pa.ChunkedArray) -> pa.ChunkedArray:
+        """What each token says; null where the run's tokenizer is not known, or does not have it."""
+        numbers = pc.fill_null(ids, -1).to_numpy().astype(np.int64)
+        said = pa.nulls(len(numbers), pa.string())
+        for run in pc.unique(runs).drop_null().to_pylist():
+            mine = pc.fill_null(pc.equal(runs, run), False).combine_chunks()
+            said = pc.if_else(mine, self._of(run).say(numbers), said)
+        return pa.chunked_array([said])
+
+    def _of(self, run: str) -> Vocabulary:
+        with self._lock:  # DuckDB asks from several threads
+            if run not in self._of_runs:
+                if self._told is None:
+                    self._told = self._tell()
+                self._of_runs[run] = self._find(run, *self._told)
+            return self._of_runs[run]
+
+    def _tell(self) -> tuple[dict[str, RunOpened], dict[str, list[str]]]:
+        """Run -> its newest opening that names a tokenizer; and its checkpoints, the newest first."""
+        opened: dict[str, RunOpened] = {}
+        written: dict[str, list[str]] = {}
+        for event in self._log.events_of([RunOpened.KIND, CheckpointWritten.KIND], self._cut):
+            if isinstance(event.record, RunOpened) and event.record.tokenizer_digest:
+                opened[event.run] = event.record
+            elif isinstance(event.record, CheckpointWritten):
+                written.setdefault(event.run, []).insert(0, event.record.path)
+        return opened, written
+
+    def _find(self, run: str, opened: dict[str, RunOpened], written: dict[str, list[str]]) -> Vocabulary:
+        said = opened.get(run)
+        for file in self._files(said, written.get(run, [])):
+            try:
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                if said is None or said.tokenizer_digest == digest:
+                    if digest not in self._read:
+                        self._read[digest] = _vocabulary(file)
+                    return self._read[digest]
+            except (OSError, ModelError):
+                continue  # gone or damaged: as if it were not there
+        return _NO_VOCABULARY
+
+    def _files(self, said: RunOpened | None, checkpoints: list[str]) -> Iterator[Path]:
+        """Where a run's tokenizer may be, what is to be taken first first; each is a plain file."""
+        if self._model is not None:
+            yield self._model / TOKENIZER
+        for path in checkpoints:
+            try:
+                file = place_inside(self._log.path, path) / TOKENIZER
+                refuse_no_plain(file)
+            except OutsideError:
+                continue
+            if file.exists() and file.stat().st_size <= LARGEST:
+                yield file
+        if said is not None and said.model is not None:
+            real = os.path.realpath(Path(said.model) / TOKENIZER)
+            if allows_folder(real) and os.path.isfile(real) and os.path.getsize(real) <= LARGEST:
+                yield Path(real)
+
+
+def _vocabulary(file: Path) -> Vocabulary:
+    """All that a tokenizer's file says.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    tokenizer = read_tokenizer(file)
+    ids = sorted(set(tokenizer.get_vocab(with_added_tokens=True).values()))
+    try:
+        texts = pa.array(token_texts(tokenizer, ids), pa.string())
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ModelError(f"{file}: its tokens cannot be decoded: {error}; copy the model anew") from error
+    return Vocabulary(np.array(ids, np.int64), texts)
