@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 import xxhash
+from cachetools import FIFOCache
 
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.store.events import TrajectoryOpened
@@ -42,9 +42,12 @@ class NameFilter:
 class EndedNames:
     """Of all finished trajectories whether a name may be one of theirs; of the latest, which they are."""
 
-    recent: int = RECENT
+    recent: InitVar[int] = RECENT
     _filter: NameFilter = field(default_factory=NameFilter)
-    _latest: OrderedDict[str, LiveTrajectory] = field(default_factory=OrderedDict)
+    _latest: FIFOCache[str, LiveTrajectory] = field(init=False)
+
+    def __post_init__(self, recent: int) -> None:
+        self._latest = FIFOCache(recent)
 
     def add(self, opened: TrajectoryOpened, lane: str) -> None:
         """Take one that is finished, or that was found to be."""
@@ -53,9 +56,6 @@ class EndedNames:
         # What a client may make large goes: for it the log is asked.
         bare = replace(opened, group=None, task=None, labels={})
         self._latest[name] = LiveTrajectory(bare, lane, contents=None, finished=True)
-        self._latest.move_to_end(name)
-        while len(self._latest) > self.recent:
-            self._latest.popitem(last=False)
 
     def get(self, name: str) -> LiveTrajectory | None:
         """The trajectory, if it is one of the latest."""
