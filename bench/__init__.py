@@ -20,7 +20,7 @@ from rollbook.store.errors import ConfigError
 __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
-BENCHES = ("append", "hostile", "loop", "proxy", "recover", "scale", "seal", "sql", "stream", "sync", "tail")
+BENCHES = ("append", "hostile", "loop", "proxy", "recover", "scale", "seal", "sql", "sync", "tail")
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
 

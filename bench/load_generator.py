@@ -22,6 +22,7 @@ import uvloop
 from rollbook.bench.figure import quantile
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
+from rollbook.ingest.endpoints.sse import events_of
 from rollbook.testing.dialogues import Material, Reply, marked
 from rollbook.testing.tied import end_with_parent
 
@@ -143,10 +144,8 @@ def streamed(body: bytes) -> dict[str, Any]:
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     finish = None
-    for line in body.split(b"\n"):
-        if not line.startswith(b"data: {"):
-            continue
-        for choice in orjson.loads(line[6:]).get("choices", ()):
+    for chunk in events_of(body):
+        for choice in chunk.get("choices", ()):
             delta = choice["delta"]
             content.append(delta.get("content") or "")
             for call in delta.get("tool_calls") or ():

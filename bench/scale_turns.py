@@ -24,6 +24,7 @@ from rollbook.bench.corpus import read_text
 from rollbook.store import Event
 from rollbook.store import events as kinds
 from rollbook.store.events import codec
+from rollbook.store.events.row import row_of
 from rollbook.store.events.schema import SPAN
 from rollbook.store.events.upcast import version_of
 from rollbook.store.ids import new_id
@@ -252,7 +253,7 @@ def _completed(reply: kinds.Json, prompt_length: int, prompt_sha256: str) -> str
 
 
 def _extra_of(record: kinds.Record) -> str:
-    text: bytes = codec.row_of(Event(record, RUN))[-1]
+    text: bytes = row_of(Event(record, RUN))[-1]
     return text.decode()
 
 

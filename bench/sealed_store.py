@@ -20,7 +20,7 @@ import xxhash
 from rollbook import store
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
-from rollbook.store.events.codec import encode
+from rollbook.store.events.batches import encode
 from rollbook.store.ids import new_id
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA

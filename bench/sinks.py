@@ -21,7 +21,8 @@ import pyarrow as pa
 from rollbook.bench.turns import RUN
 from rollbook.store import Event
 from rollbook.store.events import TurnCompleted
-from rollbook.store.events.codec import as_json, encode
+from rollbook.store.events.batches import encode
+from rollbook.store.events.codec import as_json
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.wal.frame import BATCH_FRAME, EMPTY_CHAIN, encode_frame

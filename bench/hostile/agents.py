@@ -22,6 +22,7 @@ import uvloop
 
 from rollbook.bench.hostile.script import reply_to
 from rollbook.bench.http_client import Connection, Reply
+from rollbook.ingest.server_sent_events import messages_of
 from rollbook.testing.tied import end_with_parent
 
 REQUEST_S, RETRY_S = 30.0, 0.05
@@ -223,8 +224,8 @@ def said(api: str, body: bytes, stream: bool) -> list[str]:
     try:
         if not stream:
             return _whole(api, orjson.loads(body))
-        lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: {")]
-        return ["".join(_delta(api, orjson.loads(line)) for line in lines)]
+        events = [message.data for message in messages_of(body) if message.data.startswith(b"{")]
+        return ["".join(_delta(api, orjson.loads(event)) for event in events)]
     except (ValueError, LookupError, TypeError, AttributeError):
         return []
 

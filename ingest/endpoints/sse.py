@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from rollbook.ingest.server_sent_events import messages_of
 from rollbook.store.events import Json
 
 DONE = b"data: [DONE]\n\n"
@@ -33,11 +34,5 @@ def json_of(data: bytes) -> Any:
 
 def events_of(data: bytes) -> list[Json]:
     """The JSON events of a stream's bytes; not its comments, its end, or an event that was cut off."""
-    found = []
-    text = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    for part in text.split(b"\n\n"):
-        lines = [line[5:].strip() for line in part.split(b"\n") if line.startswith(b"data:")]
-        event = json_of(b"\n".join(lines)) if lines else None
-        if isinstance(event, dict):
-            found.append(event)
-    return found
+    found = (json_of(message.data) for message in messages_of(data))
+    return [event for event in found if isinstance(event, dict)]

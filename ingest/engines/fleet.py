@@ -8,10 +8,10 @@ and what it was answering fails at once, so that it can be asked elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cachetools import LRUCache
 from fastapi import APIRouter
 
 from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
@@ -43,7 +43,7 @@ class Fleet:
         self.honoured = frozenset.intersection(*(m.engine.honoured for m in self.members))
         self.takes_images = all(m.engine.takes_images for m in self.members)
         self._changed = asyncio.Condition()
-        self._of: OrderedDict[str, Member] = OrderedDict()
+        self._of: LRUCache[str, Member] = LRUCache(STICKY_KEPT)
         self._probing: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
@@ -145,7 +145,6 @@ class Fleet:
         """The trajectory's engine, or the one that answers the fewest requests."""
         held = self._of.get(trajectory_id)
         if held is not None and held.usable:
-            self._of.move_to_end(trajectory_id)
             return held
         usable = [m for m in self.members if m.usable]
         if not usable:
@@ -153,8 +152,6 @@ class Fleet:
         member = min(usable, key=lambda m: m.running)
         if trajectory_id:
             self._of[trajectory_id] = member
-            while len(self._of) > STICKY_KEPT:
-                self._of.popitem(last=False)
         return member
 
     def forget(self, trajectory_id: str) -> None:

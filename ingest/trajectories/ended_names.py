@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 import numpy as np
 import xxhash
+from cachetools import FIFOCache
 
 from rollbook.ingest.trajectories.live import LiveTrajectory
 from rollbook.store.events import TrajectoryOpened
@@ -66,10 +66,13 @@ class EndedNames:
         sealed: names that were there when this began, of open trajectories too.
     """
 
-    recent: int = RECENT
+    recent: InitVar[int] = RECENT
     sealed: SealedNames = SealedNames("", np.empty(0, np.uint64))
     _filter: NameFilter = field(default_factory=NameFilter)
-    _latest: OrderedDict[str, LiveTrajectory] = field(default_factory=OrderedDict)
+    _latest: FIFOCache[str, LiveTrajectory] = field(init=False)
+
+    def __post_init__(self, recent: int) -> None:
+        self._latest = FIFOCache(recent)
 
     def add(self, opened: TrajectoryOpened, lane: str) -> None:
         """Take one that is finished, or that was found to be."""
@@ -78,9 +81,6 @@ class EndedNames:
         # What a client may make large goes: for it the log is asked.
         bare = replace(opened, group=None, task=None, labels={})
         self._latest[name] = LiveTrajectory(bare, lane, contents=None, finished=True)
-        self._latest.move_to_end(name)
-        while len(self._latest) > self.recent:
-            self._latest.popitem(last=False)
 
     def get(self, name: str) -> LiveTrajectory | None:
         """The trajectory, if it is one of the latest."""

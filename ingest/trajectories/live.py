@@ -45,7 +45,7 @@ class Contents:
     items: dict[str, list[Any]] = field(default_factory=dict)
     replies: dict[str, str] = field(default_factory=dict)
     outputs: dict[str, Json] = field(default_factory=dict)
-    arrivals: dict[str, InFlightCall | tuple[str, ...]] = field(default_factory=dict)
+    arrivals: dict[str, InFlightCall | tuple[str, ...]] = field(default_factory=dict)  # a cache is larger
     size: int = 0
 
     def take(self, turn: TreeTurn, request: Json | None = None, items: list[Any] | None = None) -> bytes:

@@ -8,8 +8,10 @@ finished ones there is what `trajectories.ended_names` holds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
+
+from cachetools import FIFOCache
 
 from rollbook.ingest.tokens.tree import TreeTurn
 from rollbook.ingest.trajectories.ended_names import EndedNames
@@ -36,7 +38,7 @@ class Trajectories:
         self._open: dict[str, LiveTrajectory] = {}
         self._by_id: dict[str, LiveTrajectory] = {}
         self._turns: dict[str, LiveTrajectory] = {}
-        self._tips: OrderedDict[bytes, LiveTrajectory] = OrderedDict()
+        self._tips: FIFOCache[bytes, LiveTrajectory] = FIFOCache(TIPS_KEPT)
         self._responses: dict[str, LiveTrajectory] = {}
         self._held: OrderedDict[str, tuple[LiveTrajectory, int]] = OrderedDict()
 
@@ -170,11 +172,9 @@ class Trajectories:
         """Index a quarantined conversation by its end: unnamed requests are matched by that."""
         if live.opened.split == QUARANTINE:
             self._tips.update(dict.fromkeys(tips, live))
-            while len(self._tips) > TIPS_KEPT:
-                self._tips.popitem(last=False)
 
 
-def _take_away(index: dict[Any, LiveTrajectory], keys: Any, live: LiveTrajectory) -> None:
+def _take_away(index: MutableMapping[Any, LiveTrajectory], keys: Any, live: LiveTrajectory) -> None:
     for key in keys:
         if index.get(key) is live:
             del index[key]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from cachetools import LRUCache
 
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
@@ -32,7 +32,7 @@ class ImageLinks:
 
     def __init__(self, hosts: Collection[str] = ()) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._kept: LRUCache[str, str] = LRUCache(KEPT)
 
     async def resolved(self, messages: list[Json]) -> list[Json]:
         """The messages with the images that their links lead to; the same list where there are none to fetch.
@@ -55,12 +55,9 @@ class ImageLinks:
         return parts.scheme in ("http", "https") and (parts.hostname or "") in self._hosts
 
     async def _image(self, link: str) -> str:
-        if link in self._kept:
-            self._kept.move_to_end(link)
-            return self._kept[link]
-        image = self._kept[link] = await _fetched(link)
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        image = self._kept.get(link)
+        if image is None:
+            image = self._kept[link] = await _fetched(link)
         return image
 
 

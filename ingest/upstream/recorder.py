@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
+
+from cachetools import FIFOCache
 
 from rollbook.ingest.endpoints.api import AgentApi
 from rollbook.ingest.endpoints.upstream_reply import UpstreamReply
@@ -82,7 +83,7 @@ class UpstreamRecorder:
     refuses: bool = False
     """Whether requests that cannot be recorded are refused; else they pass and are counted."""
     room: ReplyRoom = field(default_factory=lambda: ReplyRoom(MOST_REPLY_BYTES, 4 * MOST_REPLY_BYTES))
-    _owners: OrderedDict[str, Owner] = field(default_factory=OrderedDict)
+    _owners: FIFOCache[str, Owner] = field(default_factory=lambda: FIFOCache(RESPONSES_KEPT))
     _said: int = -1
 
     def referred(self, api: AgentApi, body: Json, caller: Caller) -> LiveTrajectory | None:
@@ -252,8 +253,6 @@ class UpstreamRecorder:
         if forwarded.api.ids is not None:
             owner = Owner(forwarded.live.opened.name, forwarded.requested[0].wire.get("key"))
             self._owners.update(dict.fromkeys(forwarded.api.ids.of_reply(reply), owner))
-            while len(self._owners) > RESPONSES_KEPT:
-                self._owners.popitem(last=False)
 
     def _outcome(self, forwarded: ForwardedCall, reply: UpstreamReply, *, ended: bool) -> list[Record]:
         """The records of a reply; its completed turns may be extended from now on."""

@@ -1,4 +1,8 @@
-"""Where an upstream's stream ends. Pure."""
+"""Where an upstream's stream ends. Pure.
+
+No event is read here as `ingest.server_sent_events` reads it: one of any length passes on, and of a long one
+only whether it is the last is held.
+"""
 
 from __future__ import annotations
 

@@ -20,11 +20,10 @@ from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.address import DEFAULT, URL_VARIABLE, look_at_files, parse_url, refuse_outside
 from rollbook.store.catalog.database import Database
-from rollbook.store.catalog.notes import NOTED, Rows, checkpoint_row, note
-from rollbook.store.catalog.segments import find_lane, write_segment, write_units
+from rollbook.store.catalog.rows import find_lane, write_checkpoint, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
 from rollbook.store.errors import CatalogError, NotAStoreError
-from rollbook.store.events import CheckpointWritten, Event
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import now_us
 from rollbook.store.inside import read_small
 from rollbook.store.sealed.unit import Unit
@@ -88,16 +87,7 @@ class Catalog:
     def record_checkpoint(self, run: str, record: CheckpointWritten) -> None:
         """Note a checkpoint."""
         with self._database.write() as session:
-            checkpoint_row(Rows(session), run, record)
-
-    def note_events(self, events: Iterable[Event]) -> None:
-        """Note what events of the log say of policies, checkpoints, steps and consumers; others pass by."""
-        wanted = [event for event in events if event.kind in NOTED]
-        if wanted:
-            with self._database.write() as session:
-                rows = Rows(session)
-                for event in wanted:
-                    note(rows, event)
+            write_checkpoint(session, run, record)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Every table's rows at one moment, each table in the order of its key."""

@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from rollbook.store.catalog.tables import SCHEMA_REVISION, TABLES, Base
+from rollbook.store.catalog.tables import FORMER_TABLES, SCHEMA_REVISION, TABLES, Base
 from rollbook.store.errors import CatalogError
 from rollbook.store.permissions import make_empty
 
@@ -120,7 +120,8 @@ class Database:
                 self._refuse_unknown(str(revision))
             if remake and not _is_whole(connection):
                 Base.metadata.drop_all(connection)
-                connection.exec_driver_sql("drop table if exists alembic_version")
+                for name in (*FORMER_TABLES, "alembic_version"):
+                    connection.exec_driver_sql(f"drop table if exists {name}")
             if _is_empty(connection):
                 _make(connection)
             elif revision != SCHEMA_REVISION:

@@ -14,12 +14,11 @@ from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.catalog import catalog_url, note_store, read_identity
 from rollbook.store.catalog.database import PATIENCE_S, Database, refuse_strange
-from rollbook.store.catalog.notes import NOTED, Rows, note
-from rollbook.store.catalog.segments import find_lane, write_segment, write_units
+from rollbook.store.catalog.rows import find_lane, write_checkpoint, write_segment, write_units
 from rollbook.store.catalog.tables import TABLES, StoreMeta
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError
-from rollbook.store.events import Event
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.ids import now_us
 from rollbook.store.inside import open_plain, read_small
 from rollbook.store.log.store import Store
@@ -35,7 +34,7 @@ class Rebuilt:
     Attributes:
         catalog: the database's URL, without a password.
         moved: where the broken SQLite file that was there went, or None.
-        events: how many of the log were read.
+        events: how many the log held.
         rows: of each table.
     """
 
@@ -49,7 +48,7 @@ def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda event
     """Make the catalog anew. Writers of the store go on meanwhile, and none of what they note is lost.
 
     Args:
-        progress: called with the number of events read so far.
+        progress: called after each lane with the number of events in those looked through so far.
 
     Raises:
         CatalogError: the database cannot be reached, is another store's, or a newer release made it.
@@ -60,20 +59,19 @@ def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda event
     database = Database(url, remake=True)
     try:
         head = store.head()
-        events = _noted(store, head, {}, progress)
+        written = _checkpoints(store, head, {}, progress)
         with database.write() as session:
             note_store(session, database.name, *read_identity(store.path))
             # From here no other process notes anything. What one noted while the log was read is read now.
             end = store.head()
-            events += _noted(store, end, head, progress)
+            written += _checkpoints(store, end, head, progress)
             for table in reversed(TABLES):
                 if table is not StoreMeta:
                     session.execute(delete(table))
             for lane in store.lanes():
                 _write_lane(session, store.path, lane)
-            empty = Rows(session, empty=True)
-            for event in events:
-                note(empty, event)
+            for run, record in written:
+                write_checkpoint(session, run, record)
             counts = {
                 t.__tablename__: session.scalar(select(func.count()).select_from(t)) or 0 for t in TABLES
             }
@@ -112,17 +110,19 @@ def _is_sound(path: Path) -> bool:
         connection.close()
 
 
-def _noted(store: Store, end: Cut, start: Cut, progress: Callable[[int], None]) -> list[Event]:
-    """The events between two cuts that the catalog has rows of."""
-    kept: list[Event] = []
-    before = sum(start.values())
-    for read, event in enumerate(store.events(end, start), 1):
-        if event.kind in NOTED:
-            kept.append(event)
-        if read % 1000 == 0:
-            progress(before + read)
-    progress(sum(end.values()))
-    return kept
+def _checkpoints(
+    store: Store, end: Cut, start: Cut, progress: Callable[[int], None]
+) -> list[tuple[str, CheckpointWritten]]:
+    """The checkpoints that were written between two cuts, and of which run each is."""
+    found = []
+    read = sum(start.values())
+    for lane, count in end.items():
+        for event in store.events_of({CheckpointWritten.KIND}, {lane: count}, start):
+            assert isinstance(event.record, CheckpointWritten)
+            found.append((event.run, event.record))
+        read += count - start.get(lane, 0)
+        progress(read)
+    return found
 
 
 def _write_lane(session: Session, store: Path, lane: str) -> None:

@@ -11,16 +11,12 @@ from typing import Any
 from sqlalchemy import BigInteger, ForeignKey, Integer, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 
 OPEN, CLOSED, SEALED, DROPPED = "open", "closed", "sealed", "dropped"
 """States of a segment: perhaps still written; never written again; also in a unit; only its numbers left."""
-PLANNED, FAILED, COMMITTED = "planned", "failed", "committed"
-ABANDONED, RETIRED = "abandoned", "retired"
-"""States of an attempt at a step, each one overruling those before it."""
-
-UNKNOWN_ATTEMPT = -1
-"""Attempt of a step that was retired before any plan of it was noted."""
+FORMER_TABLES = ("steps", "consumers", "policy_versions")
+"""Tables of earlier revisions, which no longer are: a catalog that is made anew has none of them."""
 
 
 class Base(DeclarativeBase):
@@ -77,46 +73,6 @@ class UnitRow(Base):
     chain: Mapped[str] = mapped_column(String(32))
 
 
-class PolicyVersionRow(Base):
-    """Weights of a policy: when they were published last, and first served by an engine."""
-
-    __tablename__ = "policy_versions"
-    run: Mapped[str] = mapped_column(Text, primary_key=True)
-    policy: Mapped[str] = mapped_column(Text, primary_key=True)
-    policy_version: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    weights_digest: Mapped[str] = mapped_column(Text)
-    path: Mapped[str] = mapped_column(Text)
-    published_us: Mapped[int | None] = mapped_column(BigInteger)
-    activated_us: Mapped[int | None] = mapped_column(BigInteger)
-
-
-class ConsumerRow(Base):
-    """How far a consumer of the log has come, and the event that says so."""
-
-    __tablename__ = "consumers"
-    name: Mapped[str] = mapped_column(Text, primary_key=True)
-    cut: Mapped[str] = mapped_column(Text)
-    moved_us: Mapped[int] = mapped_column(BigInteger)
-    lane: Mapped[str] = mapped_column(String(63))
-    seq: Mapped[int] = mapped_column(BigInteger)
-
-
-class StepRow(Base):
-    """An attempt at an optimizer step; `lane` and `seq` are the place of its manifest, `step.planned`."""
-
-    __tablename__ = "steps"
-    run: Mapped[str] = mapped_column(Text, primary_key=True)
-    policy: Mapped[str] = mapped_column(Text, primary_key=True)
-    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    attempt: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    status: Mapped[str] = mapped_column(String(9))
-    input_version: Mapped[int | None] = mapped_column(BigInteger)
-    output_version: Mapped[int | None] = mapped_column(BigInteger)
-    cut: Mapped[str | None] = mapped_column(Text)
-    lane: Mapped[str | None] = mapped_column(String(63))
-    seq: Mapped[int | None] = mapped_column(BigInteger)
-
-
 class CheckpointRow(Base):
     """A checkpoint in the store, by its path relative to the store."""
 
@@ -129,16 +85,7 @@ class CheckpointRow(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
 
 
-TABLES: tuple[type[Base], ...] = (
-    StoreMeta,
-    LaneRow,
-    SegmentRow,
-    UnitRow,
-    PolicyVersionRow,
-    ConsumerRow,
-    StepRow,
-    CheckpointRow,
-)
+TABLES: tuple[type[Base], ...] = (StoreMeta, LaneRow, SegmentRow, UnitRow, CheckpointRow)
 """Every table, one that refers to another after it."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from cachetools import LRUCache
 
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import TurnCompleted
@@ -50,7 +50,7 @@ class TurnTokens:
 
     def __init__(self, store: Path, ends: Mapping[str, int]) -> None:
         self._store, self._ends = store, dict(ends)
-        self._kept: OrderedDict[_Key, pa.Table] = OrderedDict()
+        self._kept: LRUCache[_Key, pa.Table] = LRUCache(KEPT_GROUPS)
         self._scratch = _Scratch()
         self._live: dict[str, tuple[int, pa.Table]] = {}
 
@@ -103,7 +103,6 @@ class TurnTokens:
         """A row group's completed turns: from memory, from the scratch file, or from the unit."""
         key = (unit.lane, unit.name, group)
         if key in self._kept:
-            self._kept.move_to_end(key)
             return self._kept[key]
         held = self._scratch.get(key)
         if held is None:
@@ -113,8 +112,6 @@ class TurnTokens:
                 raise damaged(self._store, unit, TURNS, error) from error
             self._scratch.put(key, held)
         self._kept[key] = held
-        if len(self._kept) > KEPT_GROUPS:
-            self._kept.popitem(last=False)
         return held
 
     def _unsealed(self, lane: str, start: int) -> pa.Table:

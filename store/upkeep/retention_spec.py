@@ -1,4 +1,8 @@
-"""How much to keep: `7d`, `500GiB` or `versions:20`, read from text. Pure."""
+"""How much to keep: `7d`, `500GiB` or `versions:20`, read from text.
+
+Pure. Pydantic's ByteSize takes a number without a unit for bytes, and a unit in any letters: what says how
+much is removed is read more strictly.
+"""
 
 from __future__ import annotations
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from rollbook.store.errors import UnstorableError
 from rollbook.store.events import BodyStored, Event, TurnCompleted, TurnRequested
+from rollbook.store.events.batches import encode_batch
 from rollbook.store.events.blobs import KEY, externalize
-from rollbook.store.events.codec import ARRAYS, MAY_REFER, ROW_NAMES, Row, row_of
+from rollbook.store.events.codec import MAY_REFER
+from rollbook.store.events.row import ARRAYS, ROW_NAMES, Row, row_of
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.settings import AppendSettings
-from rollbook.store.wal.batches import encode_batch
 from rollbook.store.wal.check import LaneState
 from rollbook.store.wal.flusher import Acknowledged, Job
 from rollbook.store.wal.frame import BATCH_FRAME, HEADER_FRAME, ROW_FRAME, encode_frame

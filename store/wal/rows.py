@@ -1,7 +1,8 @@
 """Row frames: a few events as plain bytes, where an Arrow batch would cost more than it is worth. Pure.
 
 Building and serializing an Arrow batch costs about the same for one event as for ten. A commit of fewer than
-`FEW` events is therefore written row by row, and made into a batch by whoever reads it.
+`FEW` events is therefore written row by row, and made into a batch by whoever reads it: an append of one event
+would take a fifth longer (`rollbook bench append`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import orjson
 
 from rollbook.store.events import VersionSpan
-from rollbook.store.events.codec import ROW_NAMES, Row, real, stored_array, utf8, whole
+from rollbook.store.events.row import ROW_NAMES, Row, real, stored_array, utf8, whole
 
 FEW = 8
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollbook.store.errors import CorruptionError
-from rollbook.store.events.codec import conform, to_batch
+from rollbook.store.events.batches import to_batch
+from rollbook.store.events.codec import conform
 from rollbook.store.inside import refuse_no_plain
 from rollbook.store.wal.arrow_bytes import read_batch, read_schema
 from rollbook.store.wal.frame import (

@@ -20,7 +20,7 @@ from rollbook.bench.scale_commands import Pass, Use
 from rollbook.bench.scale_store import Made, Shape, borrowed, make_turns, store_in
 from rollbook.bench.scale_turns import EVENTS, GROUP, LANE, TURNS, Agents, events_of, is_flat
 from rollbook.store.events import TurnCompleted
-from rollbook.store.events.codec import encode
+from rollbook.store.events.batches import encode
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.parquet import same_bits
 from rollbook.store.sealed.unit import current_units

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rollbook.cli import app as cli
 from rollbook.cli import turn_lines as print_turns
-from rollbook.cli.turn_lines import KINDS, Recent, Traffic
+from rollbook.cli.turn_lines import KINDS, Traffic
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.events.event_json import json_bytes
@@ -140,16 +140,6 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, story: dict[str, lis
     assert last[0].plain.startswith("22:13:23 n499               1 first ")
     assert first[0].plain.startswith("22:13:23 ..t0                             ")
     assert len(traffic._running) == 9  # one was answered
-
-
-def test_recent_forgets_what_was_set_longest_ago() -> None:
-    """Setting again counts as new; what is taken is gone."""
-    recent: Recent[str, int] = Recent(2)
-    recent["a"], recent["b"] = 1, 2
-    recent["a"] = 3
-    recent["c"] = 4
-    assert (recent.get("a"), recent.get("b"), recent.get("c"), len(recent)) == (3, None, 4, 2)
-    assert (recent.take("a"), recent.take("a"), len(recent)) == (3, None, 1)
 
 
 # The command ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store, settings
 from rollbook.store.events import RECORDS, TurnCompleted, VersionSpan
-from rollbook.store.events.codec import row_of
+from rollbook.store.events.row import row_of
 from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA
 from rollbook.store.events.upcast import UPCASTERS, version_of
 from rollbook.store.marker import FORMAT_VERSION

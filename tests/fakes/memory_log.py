@@ -18,8 +18,9 @@ import pyarrow as pa
 from rollbook.store.cut import LANE_NAME, Cut, format_cut, parse_cut
 from rollbook.store.errors import CutError, LaneLockedError, WriteFailedError
 from rollbook.store.events import BodyStored, Event, StepPlanned, TurnRequested
+from rollbook.store.events.batches import encode
 from rollbook.store.events.blobs import externalize
-from rollbook.store.events.codec import decode, encode
+from rollbook.store.events.codec import decode
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log.tail import EVERYTHING, Filter
 from rollbook.store.settings import AppendSettings

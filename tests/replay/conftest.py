@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Event, Store
-from rollbook.store.events.codec import decode, encode, row_of, to_batch
+from rollbook.store.events.batches import encode, to_batch
+from rollbook.store.events.codec import decode
+from rollbook.store.events.row import row_of
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.wal.files import Watermark, lane_folder, read_watermark, segment_numbers, segment_path
 from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, ROW_FRAME, encode_frame, scan

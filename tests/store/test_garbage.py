@@ -17,7 +17,7 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.errors import ConfigError, RollbookError, StoreError
 from rollbook.store.events import LabelAdded, TurnFailed
-from rollbook.store.events.codec import row_of
+from rollbook.store.events.row import row_of
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.log import reader
 from rollbook.store.log.writer import LaneWriter

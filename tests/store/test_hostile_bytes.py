@@ -19,7 +19,8 @@ from rollbook.store import Store
 from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import CatalogError, ConfigError, CorruptionError, FormatError, NotAStoreError
-from rollbook.store.events.codec import decode, encode
+from rollbook.store.events.batches import encode
+from rollbook.store.events.codec import decode
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.sealed.derived import LOCATION_SCHEMA, LOCATIONS, build_derived
 from rollbook.store.sealed.parquet import checked_parquet

@@ -18,7 +18,7 @@ from ledger_history import History
 from rollbook import store as rb
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.cut import parse_cut
-from rollbook.store.events.codec import encode
+from rollbook.store.events.batches import encode
 from rollbook.store.fold.ledger import TRAINED, Ledger, fold_ledger
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.derived import build_derived

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
+from rollbook.ingest.server_sent_events import Message, MessageReader
 from rollbook.store.errors import EngineError
 
 MOST_BYTES = 512 << 20
-"""Of one answer, or one line of a stream: the experts of a hundred thousand tokens are a third of it."""
+"""Of one answer, or one message of a stream: the experts of a hundred thousand tokens are a third of it."""
 TOLD_BYTES = 8 << 20
 """Of an error, or of what nobody reads."""
 
@@ -27,20 +28,17 @@ async def read_answer(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> 
     return bytes(found)
 
 
-async def read_lines(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> AsyncIterator[bytes]:
-    """A stream's lines, however they are cut into packets.
+async def read_stream(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> AsyncIterator[Message]:
+    """A stream's messages, however they are cut into packets; one that is cut short at the end is dropped.
 
     Raises:
         EngineError: one is longer than that.
     """
-    rest = bytearray()
+    reader = MessageReader()
     async for data in reply.content.iter_any():
-        *lines, last = data.split(b"\n")
-        for line in lines:
-            yield bytes(rest + line)
-            rest.clear()
-        rest += last
-        _check(reply, len(rest), most)
+        for message in reader.feed(data):
+            yield message
+        _check(reply, reader.waiting, most)
 
 
 def _check(reply: aiohttp.ClientResponse, size: int, most: int) -> None:

@@ -20,7 +20,7 @@ from fastapi import APIRouter
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.ingest.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
-from rollbook.ingest.engines.sglang.answers import TOLD_BYTES, read_answer, read_lines
+from rollbook.ingest.engines.sglang.answers import TOLD_BYTES, read_answer, read_stream
 from rollbook.ingest.engines.sglang.http import ASK_S, CONNECT_S, Keys, SglangServer
 from rollbook.ingest.engines.sglang.parts import joined, may_go_on, the_rest
 from rollbook.ingest.engines.sglang.protocol import (
@@ -338,8 +338,7 @@ async def _streamed(reply: aiohttp.ClientResponse, on_tokens: OnTokens) -> Json:
 
 
 async def _chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Json]:
-    """The events of a stream, however they are cut into packets. SGLang's hold one line of data each."""
-    async for line in read_lines(reply):
-        text = line.removeprefix(b"data:").strip()
-        if line.startswith(b"data:") and text != b"[DONE]":
-            yield orjson.loads(text)
+    """The chunks of a stream, without the mark of its end."""
+    async for message in read_stream(reply):
+        if message.data != b"[DONE]":
+            yield orjson.loads(message.data)

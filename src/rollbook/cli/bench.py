@@ -13,7 +13,7 @@ from rollbook.cli.options import AsJson
 def bench(
     name: Annotated[
         str,
-        typer.Argument(help="append, hostile, loop, proxy, recover, scale, seal, sql, stream, sync or tail."),
+        typer.Argument(help="append, hostile, loop, proxy, recover, scale, seal, sql, sync or tail."),
     ],
     json: AsJson = False,
     folder: Annotated[

@@ -7,10 +7,9 @@ bounded: of what came too long ago, or before the tail began, a line tells less 
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
+from cachetools import FIFOCache
 from rich.text import Text
 
 from rollbook.cli.show.messages import beginning
@@ -50,35 +49,8 @@ WORDS = 60
 """Characters of a text that a line shows, more where the terminal is wide."""
 COLOURS = ("green", "cyan", "blue", "magenta", "bright_green", "bright_cyan", "bright_blue", "bright_magenta")
 
-K = TypeVar("K")
-V = TypeVar("V")
 Words = list[tuple[str, str]]
 """Pieces of a line with their styles."""
-
-
-class Recent(Generic[K, V]):
-    """A mapping that forgets what was set longest ago."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def __setitem__(self, key: K, value: V) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._most:
-            self._values.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, key: K) -> V | None:
-        """The value, or None where it was forgotten or never there."""
-        return self._values.get(key)
-
-    def take(self, key: K) -> V | None:
-        """The value, which is forgotten."""
-        return self._values.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +80,9 @@ class Traffic:
 
     def __init__(self, width: int | None = None) -> None:
         self._width = width
-        self._trajectories: Recent[str, _Known] = Recent(TRAJECTORIES)
-        self._running: Recent[str, _Asked] = Recent(RUNNING)
-        self._numbers: Recent[str, int] = Recent(NUMBERS)
+        self._trajectories: FIFOCache[str, _Known] = FIFOCache(TRAJECTORIES)
+        self._running: FIFOCache[str, _Asked] = FIFOCache(RUNNING)
+        self._numbers: FIFOCache[str, int] = FIFOCache(NUMBERS)
         self._day = ""
 
     def lines(self, event: Event) -> list[Text]:
@@ -139,7 +111,7 @@ class Traffic:
             case TurnCompleted() as done:
                 return self._completed(done, event.time_us)
             case TurnFailed() as failed:
-                asked_at = self._running.take(failed.turn_id)
+                asked_at = self._running.pop(failed.turn_id, None)
                 took = f" after {duration((event.time_us - asked_at.time_us) / 1000)}" if asked_at else ""
                 return [*self._place(asked_at), (f"failed{took}: {one_line(failed.error, 2 * WORDS)}", "red")]
             case TrajectoryOpened() as opened:
@@ -167,7 +139,7 @@ class Traffic:
         self._running[asked.turn_id] = _Asked(time_us, number, asked.parent_turn_id, asked.root_reason)
 
     def _completed(self, done: TurnCompleted, time_us: int) -> Words:
-        asked = self._running.take(done.turn_id)
+        asked = self._running.pop(done.turn_id, None)
         versions = sorted({span.version for span in done.version_spans})
         version = f"v{'-'.join(map(str, (versions[0], *versions[1:][-1:])))}" if versions else ""
         told = f"{done.prompt_length}+{len(done.completion_ids)}"

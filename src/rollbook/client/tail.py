@@ -13,12 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import orjson
 
+from rollbook.ingest.server_sent_events import Message, read_messages
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError, RollbookError, StoreError
 from rollbook.store.events import Event
@@ -29,36 +29,6 @@ WAITING_MESSAGES = 4
 SILENCE_S = 45.0
 """A connection that says nothing for so long is dead: the server gives a sign of life every 15 s."""
 LONGEST_PAUSE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One server-sent event: its type (`message`, `head` or `error`), id and data."""
-
-    type: str
-    id: str | None
-    data: bytes
-
-
-def read_messages(chunks: Iterator[bytes]) -> Iterator[Message]:
-    """The messages in a stream of bytes; one that is cut short at the end is dropped. Pure."""
-    fields: dict[bytes, bytes] = {}
-    parts: list[bytes] = []
-    for chunk in chunks:
-        # Only line feeds end a line: JSON may hold any other character that Python would split at.
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            line = b"".join([*parts, line])
-            parts = []
-            if line:
-                name, _, value = line.partition(b": ")
-                fields[name] = value
-            elif b"data" in fields:
-                identity = fields.get(b"id")
-                kind = fields.get(b"event", b"message").decode()
-                yield Message(kind, None if identity is None else identity.decode(), fields[b"data"])
-                fields = {}
-        parts.append(rest)
 
 
 class HttpTail:

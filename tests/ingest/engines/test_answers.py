@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.sglang.answers import read_answer, read_lines
+from rollbook.ingest.engines.sglang.answers import read_answer, read_stream
 from rollbook.store.errors import EngineError
 
 
@@ -23,15 +23,16 @@ def _reply(parts: list[bytes]) -> Any:
     return SimpleNamespace(content=SimpleNamespace(iter_any=iter_any), url=SimpleNamespace(path="/generate"))
 
 
-async def _lines(parts: list[bytes], most: int) -> list[bytes]:
-    return [line async for line in read_lines(_reply(parts), most)]
+async def _data(parts: list[bytes], most: int) -> list[bytes]:
+    return [message.data async for message in read_stream(_reply(parts), most)]
 
 
-@given(st.lists(st.text("ab\n", max_size=6).map(str.encode)))
-def test_lines_are_found_in_any_packets(parts: list[bytes]) -> None:
+@given(st.lists(st.text("ab", max_size=6).map(str.encode)), st.integers(1, 9))
+def test_messages_are_found_in_any_packets(texts: list[bytes], size: int) -> None:
     """All that end, in order; the whole is the whole."""
-    whole = b"".join(parts)
-    assert asyncio.run(_lines(parts, 1000)) == whole.split(b"\n")[:-1]
+    whole = b"".join(b"data: %s\n\n" % text for text in texts) + b"data: cut"
+    parts = [whole[i : i + size] for i in range(0, len(whole), size)]
+    assert asyncio.run(_data(parts, 1000)) == texts
     assert asyncio.run(read_answer(_reply(parts), len(whole))) == whole
 
 
@@ -40,6 +41,7 @@ def test_what_never_ends_is_an_error() -> None:
     endless = [b"x" * 100] * 1000
     with pytest.raises(EngineError, match="/generate goes on after 5000 bytes"):
         asyncio.run(read_answer(_reply(endless), 5000))
-    with pytest.raises(EngineError, match="/generate goes on after 5000 bytes"):
-        asyncio.run(_lines(endless, 5000))
-    assert len(asyncio.run(_lines([b"x" * 100 + b"\n"] * 1000, 5000))) == 1000
+    for endless in ([b"data: " + b"x" * 100] * 1000, [b"data: x\n"] * 10_000):
+        with pytest.raises(EngineError, match="/generate goes on after 5000 bytes"):
+            asyncio.run(_data(endless, 5000))
+    assert len(asyncio.run(_data([b"data: " + b"x" * 100 + b"\n\n"] * 1000, 5000))) == 1000

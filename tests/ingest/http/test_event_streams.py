@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook import store as rb
-from rollbook.client.tail import read_messages
 from rollbook.ingest.http import event_streams, memory
 from rollbook.ingest.http.error_replies import add_error_replies
 from rollbook.ingest.http.event_feed import ArrowFeed, Feed, SseFeed
 from rollbook.ingest.http.event_streams import EventStreams
+from rollbook.ingest.server_sent_events import read_messages
 from rollbook.store import Event, Store
 from rollbook.store.events import TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.events.codec import as_json

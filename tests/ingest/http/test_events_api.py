@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 
 from rollbook import store as rb
 from rollbook.cli.app import app as command
-from rollbook.client.tail import HttpTail, Message, read_messages
+from rollbook.client.tail import HttpTail
 from rollbook.ingest.engines.scripted import ScriptedEngine
 from rollbook.ingest.http import event_streams
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.runner import TurnRunner
 from rollbook.ingest.replies.detect import FAMILIES
 from rollbook.ingest.serve.proxy import build_app
+from rollbook.ingest.server_sent_events import Message, read_messages
 from rollbook.ingest.tokens.bridge import Bridges
 from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError, StoreError
@@ -162,18 +163,6 @@ def test_queries_that_cannot_be_answered_are_refused(
     assert (response.status_code, error["code"]) == (status, code)
     assert re.search(text, error["message"])
     assert response.headers["x-should-retry"] == "false"
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_messages_are_read_from_any_chunks(size: int) -> None:
-    """Bytes cut anywhere give the same messages; comments and a message cut short give none."""
-    text = '["\u2028 \x85 \\n é"]'
-    data = (
-        f": hello\n\nid: a=1\ndata: {text}\n\nevent: head\nid: a=2\ndata: {{}}\n\nid: a=3\ndata: cut".encode()
-    )
-    chunks = [data[i : i + size] for i in range(0, len(data), size)]
-    wanted = [Message("message", "a=1", text.encode()), Message("head", "a=2", b"{}")]
-    assert list(read_messages(iter(chunks))) == wanted
 
 
 # The client -----------------------------------------------------------------------------------------

@@ -344,17 +344,16 @@ def test_a_finished_name_is_taken(
     in_process: Any, chat: Any, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """However long ago it ended: it opens nothing, takes no turn, and can be rewarded and labelled."""
-    monkeypatch.setattr(ended_names, "RECENT", 2)
     engine = ScriptedEngine(chat(), lambda m, t: "Hi")
     proxy = in_process(engine, chat())
-    proxy.recorder.trajectories.ended.recent = 100 if known == "recent" else 2
+    proxy.recorder.trajectories.ended = EndedNames(100 if known == "recent" else 2)
     names = [f"t{i}" for i in range(6)]
     for name in names:
         assert proxy.chat(name, USER).status_code == 200
         assert proxy.post(f"/v1/trajectories/{name}/finish", json={}).status_code == 200
     if known == "restart":
         proxy.recorder.trajectories = trajectories.Trajectories()
-        proxy.recorder.trajectories.ended.recent = 2
+        proxy.recorder.trajectories.ended = EndedNames(2)
         proxy.recorder._restore()
     for name in names:
         assert (

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, make_url
 
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog, database
-from rollbook.store.catalog.catalog import catalog_url
+from rollbook.store.catalog.catalog import catalog_url, note_checkpoint
 from rollbook.store.catalog.database import without_secrets
 from rollbook.store.errors import CatalogError, StoreError
 from rollbook.store.events import CheckpointWritten
@@ -91,6 +91,16 @@ def test_a_driver_that_is_not_there(refused: Refused) -> None:
     text = refused("oracle+oracledb://ann:s3cret@h/d")
     assert "install oracledb" in text
     assert "s3cret" not in text
+
+
+def test_an_outage_stops_no_checkpoint(store: Store, monkeypatch: Any, caplog: Any) -> None:
+    """Whoever notes a checkpoint in a catalog that is away goes on, with a warning of what is not known."""
+    monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "sqlite:////nowhere/at/all/catalog.db")
+    note_checkpoint(store.path, "run", CHECKPOINT)
+    assert "checkpoint checkpoints/1 is written, but the catalog does not know" in caplog.text
+    monkeypatch.delenv("ROLLBOOK_CATALOG_URL")
+    note_checkpoint(store.path, "run", CHECKPOINT)
+    assert [r["path"] for r in Catalog.of(store.path).rows()["checkpoints"]] == ["checkpoints/1"]
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

@@ -18,7 +18,7 @@ from sqlalchemy import URL, Engine, create_engine, inspect
 
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
-from rollbook.store.catalog.tables import SCHEMA_REVISION, TABLES, Base
+from rollbook.store.catalog.tables import FORMER_TABLES, SCHEMA_REVISION, TABLES, Base
 from rollbook.store.errors import CatalogError
 
 NAMES = {table.__tablename__ for table in TABLES}
@@ -136,6 +136,24 @@ def test_there_and_back(engine: Engine, run: Run) -> None:
     assert [(c["name"], c["nullable"]) for c in after] == [(c["name"], c["nullable"]) for c in before]
 
 
+def test_former_tables_go_and_come_back_empty(engine: Engine, run: Run) -> None:
+    """Revision 0003 drops what is read from the log alone; other rows stay, and 0002 has the tables again."""
+    run("upgrade", "0001")
+    _fill(engine)
+    run("upgrade", "0002")
+    kept, before = _read(engine), _described(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("insert into consumers values ('c', 'serve=1', 1, 'train', 0)")
+    run("upgrade", "0003")
+    assert not set(FORMER_TABLES) & set(inspect(engine).get_table_names())
+    assert _read(engine) == kept
+    run("downgrade", "0002")
+    assert _described(engine) == before
+    assert _read(engine) == kept
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("select count(*) from consumers").scalar() == 0
+
+
 def test_an_old_catalog_is_upgraded_when_opened(store: Store, raw: Engine, notes: Any) -> None:
     """Opening a store with a catalog of 0001 migrates it; its rows stay, and new ones join them."""
     _run(raw, "upgrade", "0001")
@@ -158,7 +176,7 @@ def test_a_newer_catalog_is_refused(store: Store, raw: Engine) -> None:
     Catalog.of(store.path).close()
     with raw.begin() as connection:
         connection.exec_driver_sql("update alembic_version set version_num = '0099'")
-    with pytest.raises(CatalogError, match=r"revision '0099'.*up to 0002.*update rollbook") as refusal:
+    with pytest.raises(CatalogError, match=r"revision '0099'.*up to 0003.*update rollbook") as refusal:
         Catalog.of(store.path)
     assert "rollbook store rebuild-catalog" in str(refusal.value)
     with raw.connect() as connection:

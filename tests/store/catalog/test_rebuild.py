@@ -19,13 +19,14 @@ from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import CatalogError, CorruptionError
-from rollbook.store.events import CheckpointWritten, CursorMoved
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.sealed.seal import seal_segments
 from rollbook.store.sealed.unit import current_units, unit_folder, write_manifest
 from rollbook.store.settings import SealSettings
 from rollbook.store.wal.files import segment_path
 
 Rows = dict[str, list[dict[str, Any]]]
+CHECKPOINT = CheckpointWritten("actor", 2, "checkpoints/2", "w2", None, None, 4096)
 
 
 def _rows(store: Store) -> Rows:
@@ -49,8 +50,10 @@ def grown(told: Store, notes: Any) -> Store:
         with told.writer("bulk") as writer:
             writer.append(notes(5, start=5 * i)).result(30)
             if i == 3:
-                writer.append([Event(CursorMoved("dashboard", "serve=3,train=1"), "demo")]).result(30)
-    catalog.note_events(told.events())
+                writer.append([Event(CHECKPOINT, "demo")]).result(30)
+    for event in told.events():
+        if isinstance(event.record, CheckpointWritten):
+            catalog.record_checkpoint(event.run, event.record)
     for numbers in ([1], [2, 3]):
         seal_segments(told.path, "bulk", numbers, SealSettings())
         catalog.record_units("bulk", current_units(told.path, "bulk"))
@@ -118,10 +121,11 @@ def test_from_nothing(grown: Store, raw: Engine) -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        ["drop table steps"],
+        ["drop table checkpoints"],
         ["alter table units drop column chain"],
         ["drop table alembic_version"],
         ["drop table store_meta", "update alembic_version set version_num = '0001'"],
+        ["create table steps (step integer)", "update alembic_version set version_num = '0002'"],
     ],
 )
 def test_from_other_tables(grown: Store, raw: Engine, harm: list[str]) -> None:
@@ -205,9 +209,9 @@ def test_what_is_noted_meanwhile_stays(grown: Store) -> None:
         if not appended:
             record = CheckpointWritten("actor", 5, "meanwhile", "w5", None, None, 1)
             with grown.writer("another") as writer:
-                seq = writer.append([Event(record, "demo")]).result(30)
+                writer.append([Event(record, "demo")]).result(30)
             catalog = Catalog.of(grown.path)
-            catalog.note_events([Event(record, "demo", lane="another", seq=seq)])
+            catalog.record_checkpoint("demo", record)
             catalog.close()
             appended.append("meanwhile")
 
@@ -252,10 +256,10 @@ def test_a_newer_catalog_is_not_rebuilt(grown: Store, raw: Engine) -> None:
     """A newer release may be using it: its tables are left alone."""
     with raw.begin() as connection:
         connection.exec_driver_sql("update alembic_version set version_num = '0099'")
-        connection.exec_driver_sql("alter table steps add column newer text")
+        connection.exec_driver_sql("alter table units add column newer text")
     with pytest.raises(CatalogError, match="revision '0099'"):
         rebuild_catalog(grown)
-    assert "newer" in [column["name"] for column in inspect(raw).get_columns("steps")]
+    assert "newer" in [column["name"] for column in inspect(raw).get_columns("units")]
 
 
 def test_another_stores_catalog_is_not_rebuilt(grown: Store, raw: Engine) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event
 from rollbook.store import events as kinds
-from rollbook.store.events import RECORDS, codec
+from rollbook.store.events import RECORDS, row
 from rollbook.store.events.about import About, marked
 from rollbook.store.events.erased import erase_row, text_kinds
 from rollbook.store.events.event import about, kinds_where
@@ -42,7 +42,7 @@ class CritiqueAdded:
 def critique(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """The kind, added as its own module would add it."""
     monkeypatch.setitem(RECORDS, CritiqueAdded.KIND, CritiqueAdded)  # type: ignore[arg-type]
-    monkeypatch.setitem(codec._FIELDS, CritiqueAdded.KIND, codec._Fields(CritiqueAdded.KIND, CritiqueAdded))  # type: ignore[arg-type]
+    monkeypatch.setitem(row._FIELDS, CritiqueAdded.KIND, row._fields_of(CritiqueAdded.KIND, CritiqueAdded))  # type: ignore[arg-type]
     return CritiqueAdded
 
 

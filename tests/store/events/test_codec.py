@@ -15,7 +15,8 @@ from hypothesis.extra import numpy as nps
 
 from rollbook.store.errors import FormatError
 from rollbook.store.events import RECORDS, Event, RewardAssigned, TurnCompleted, TurnFailed, VersionSpan
-from rollbook.store.events.codec import as_json, decode, encode, from_json
+from rollbook.store.events.batches import encode
+from rollbook.store.events.codec import as_json, decode, from_json
 from rollbook.store.events.event_json import json_bytes
 from rollbook.store.events.schema import COLUMNS, LOG_SCHEMA
 

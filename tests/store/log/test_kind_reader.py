@@ -13,7 +13,7 @@ from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError
-from rollbook.store.events import codec
+from rollbook.store.events.row import row_of
 from rollbook.store.settings import AppendSettings
 from rollbook.store.upkeep.sealer import Sealer
 
@@ -62,7 +62,7 @@ def log(request: Any, tmp_path: Path) -> Store:
 
 
 def _rows(events: Any) -> list[Any]:
-    return [(e.lane, e.seq, e.event_id, codec._FIELDS[e.kind].row(e)) for e in events]
+    return [(e.lane, e.seq, e.event_id, row_of(e)) for e in events]
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted[0])

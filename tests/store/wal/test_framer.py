@@ -12,9 +12,9 @@ import pytest
 from rollbook.store import Event
 from rollbook.store.errors import UnstorableError
 from rollbook.store.events import BodyStored, RewardAssigned, TurnFailed, TurnRequested
+from rollbook.store.events.batches import encode_batch
 from rollbook.store.settings import AppendSettings
 from rollbook.store.wal import framer as framer_module
-from rollbook.store.wal.batches import encode_batch
 from rollbook.store.wal.check import LaneState, Start
 from rollbook.store.wal.files import Watermark
 from rollbook.store.wal.flusher import Job

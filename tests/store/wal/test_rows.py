@@ -10,15 +10,16 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pytest
+from arrow_rows import by_pyarrow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded, RewardAssigned, TurnCompleted, VersionSpan
-from rollbook.store.events.codec import ROW_NAMES, row_of, to_batch
+from rollbook.store.events.batches import encode_batch, to_batch
+from rollbook.store.events.row import ROW_NAMES, row_of
 from rollbook.store.events.schema import LOG_SCHEMA, REQUIRED
 from rollbook.store.sealed.parquet import same_bits
-from rollbook.store.wal.batches import encode_batch
 from rollbook.store.wal.rows import decode_rows, encode_rows
 
 TEXT = st.none() | st.text(max_size=6) | st.just("\ud800") | st.integers()
@@ -68,13 +69,13 @@ def test_rows_say_what_a_batch_says(events: list[Event]) -> None:
     try:
         data = encode_rows(rows)
     except REFUSALS:
-        for refuses in (to_batch, encode_batch):
+        for refuses in (by_pyarrow, encode_batch):
             with pytest.raises(REFUSALS):
                 refuses(rows, 7)
         return
-    assert encode_batch(rows, 7) == to_batch(rows, 7).serialize().to_pybytes()
+    assert encode_batch(rows, 7) == by_pyarrow(rows, 7).serialize().to_pybytes()
     back = to_batch(decode_rows(memoryview(data), len(rows)), 7)
-    ours, theirs = (pa.Table.from_batches([batch]) for batch in (to_batch(rows, 7), back))
+    ours, theirs = (pa.Table.from_batches([batch]) for batch in (by_pyarrow(rows, 7), back))
     assert same_bits(ours, theirs) is None
 
 

@@ -1,4 +1,4 @@
-"""Rows of lanes, segments and units: what lies where in the store's folder."""
+"""Rows of lanes, segments, units and checkpoints: what lies where in the store's folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from rollbook.store.catalog.tables import (
     DROPPED,
     OPEN,
     SEALED,
+    CheckpointRow,
     LaneRow,
     SegmentRow,
     UnitRow,
     as_dict,
 )
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.sealed.unit import Unit
 
 
@@ -81,6 +83,20 @@ def write_units(session: Session, lane: str, units: Iterable[Unit]) -> None:
                     unit=unit.name,
                 )
             )
+
+
+def write_checkpoint(session: Session, run: str, record: CheckpointWritten) -> None:
+    """Note a checkpoint of a run, by its path: what was noted of that path before is replaced."""
+    session.merge(
+        CheckpointRow(
+            path=record.path,
+            run=run,
+            policy=record.policy,
+            policy_version=record.policy_version,
+            weights_digest=record.weights_digest,
+            bytes=record.bytes,
+        )
+    )
 
 
 def _unit_row(lane: str, unit: Unit) -> UnitRow:
