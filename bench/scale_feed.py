@@ -39,11 +39,11 @@ def trained_batches(log: Store) -> Iterator[Arrays]:
 
     The one place here that knows how the trainer comes by its batches.
     """
+    from rollbook.store.fold.history import History
     from rollbook.train.algorithms.sft import Sft
     from rollbook.train.config.config import TrainConfig
     from rollbook.train.data.batch import build_batch, partition
     from rollbook.train.data.source import make_source
-    from rollbook.train.history import History
 
     algorithm = Sft(name="sft", batch_size=BATCH)
     config = TrainConfig(run=RUN, policy=POLICY, model=Path(), steps=1, algorithm=algorithm)

@@ -9,10 +9,10 @@ import orjson
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepCommitted
+from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.history import KINDS, CommittedStep, History, fold_history
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.step import STAGES

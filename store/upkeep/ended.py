@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rollbook.store.log.store import Store
 from rollbook.store.upkeep.find import find_trajectory, live_units
-from rollbook.store.upkeep.scan import survey
-from rollbook.store.upkeep.training_needs import Ended
+from rollbook.store.upkeep.scan import training_histories
+from rollbook.store.upkeep.training_needs import Ended, ended_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ def trainings_ended_by(log: Store, trajectory: str, run: str | None = None) -> l
     erasures = (erasure for unit in live_units(log) for erasure in unit.erased)
     if any(e.trajectory_id == found.trajectory_id and not e.tokens_kept for e in erasures):
         return []
-    trainings = survey(log, places=False).training
-    told = [EndedTraining(*key, one.ended_by(found.trajectory_id)) for key, one in sorted(trainings.items())]
-    return [one for one in told if one.ended.steps or one.ended.resume is not None]
+    ended = [
+        EndedTraining(*key, ended_by(history, found.trajectory_id))
+        for key, history in sorted(training_histories(log).items())
+    ]
+    return [one for one in ended if one.ended.steps or one.ended.resume is not None]

@@ -22,7 +22,7 @@ from rollbook.store.upkeep.compact import remove_superseded
 from rollbook.store.upkeep.remove import UPKEEP_LANE, remove_derived, remove_files, remove_wal
 from rollbook.store.upkeep.retention_policy import Place, decide
 from rollbook.store.upkeep.retention_spec import parse_keep
-from rollbook.store.upkeep.scan import survey
+from rollbook.store.upkeep.scan import scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
     """
     wanted = parse_keep(keep)
     with contextlib.nullcontext() if dry_run else only_one(log):
-        facts = survey(log)
+        facts = scan(log)
         pending = set(_recorded(log))
         why = decide(facts, wanted, now_us(), leased(log.path), pending)
         if not dry_run:

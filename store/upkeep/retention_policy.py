@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from rollbook.store.cut import parse_cut
 from rollbook.store.errors import CutError
+from rollbook.store.fold.history import History, PolicyKey
 from rollbook.store.log.consumer import union
 from rollbook.store.sealed.unit import Unit
 from rollbook.store.upkeep.retention_spec import Keep, KeepAge, KeepBytes, KeepVersions
-from rollbook.store.upkeep.training_needs import PolicyKey, Training
+from rollbook.store.upkeep.training_needs import needed_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Facts:
     places: list[Place] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     published: dict[PolicyKey, int] = field(default_factory=dict)
-    training: defaultdict[PolicyKey, Training] = field(default_factory=lambda: defaultdict(Training))
+    training: dict[PolicyKey, History] = field(default_factory=dict)
     cursors: defaultdict[str, Cursor] = field(default_factory=lambda: defaultdict(Cursor))
 
     def move(self, consumer: str, cut: str, lane: str, seq: int) -> None:
@@ -99,7 +100,7 @@ def decide(
     """
     why: list[list[str]] = [[] for _ in facts.places]
     fresh = _kept_by(facts, keep, now_us)
-    needed = {t: reason for key, one in facts.training.items() for t, reason in one.needs(*key)}
+    needed = {t: reason for one in facts.training.values() for t, reason in needed_by(one)}
     for i, place in enumerate(facts.places):
         unit = place.unit
         if unit is None:

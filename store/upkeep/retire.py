@@ -10,7 +10,7 @@ from rollbook.store.errors import UpkeepError
 from rollbook.store.events import Event, StepRetired
 from rollbook.store.log.store import Store
 from rollbook.store.upkeep.remove import UPKEEP_LANE
-from rollbook.store.upkeep.scan import survey
+from rollbook.store.upkeep.scan import training_histories
 
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
@@ -57,24 +57,24 @@ def retire_steps(
     """
     if (steps is None) == (before_version is None):
         raise UpkeepError("name the steps to retire: either --steps A-B or --before-version N")
-    known = survey(log, places=False).training
+    known = training_histories(log)
     if (run, policy) not in known:
         trained = ", ".join(f"{p} of {r}" for r, p in sorted(known)) or "none"
         raise UpkeepError(f"no training of policy {policy!r} in run {run!r}; there is: {trained}")
-    training = known[run, policy]
-    plans = {step: plan for (step, _), plan in sorted(training.plans.items())}
+    history = known[run, policy]
+    plans = dict(sorted(history.planned.items()))
     if steps is not None:
-        wanted = [step for step in sorted(plans) if steps[0] <= step <= steps[1]]
+        wanted = [step for step in plans if steps[0] <= step <= steps[1]]
     else:
-        wanted = [step for step, plan in sorted(plans.items()) if plan.version < (before_version or 0)]
+        wanted = [step for step, plan in plans.items() if plan.policy_version < (before_version or 0)]
     if not wanted:
         raise UpkeepError(
             f"policy {policy!r} in run {run!r} has no such step: it has {min(plans, default=0)} to "
             f"{max(plans, default=0)}"
         )
-    fresh = [step for step in wanted if step not in training.retired]
+    fresh = [step for step in wanted if step not in history.retired]
     what = f"training policy {policy} of run {run}"
-    uncommitted = [step for step in fresh if step not in training.committed]
+    uncommitted = [step for step in fresh if step not in history.steps.keys() | history.abandoned.keys()]
     with log.claim(what, "retire committed steps only") if uncommitted else contextlib.nullcontext():
         if fresh:
             with log.writer(UPKEEP_LANE) as writer:

@@ -5,39 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollbook.store.events import StepAbandoned
+from rollbook.store.events import CursorMoved
 from rollbook.store.events.event import kinds_where
+from rollbook.store.fold.history import KINDS, History, PolicyKey, fold_histories
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder
-from rollbook.store.upkeep.find import rows_where, unsealed
+from rollbook.store.upkeep.find import unsealed
 from rollbook.store.upkeep.retention_policy import Facts, Place
-from rollbook.store.upkeep.training_needs import Checkpoint, Plan, PolicyKey
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 
 _SCALARS = ["kind", "run", "trajectory_id", "policy", "policy_version", "time"]
-_READ = (
-    "cursor.moved",
-    "step.planned",
-    "step.committed",
-    "step.failed",
-    "step.abandoned",
-    "step.retired",
-    "checkpoint.written",
-)
-"""Kinds that are read whole."""
-_READ_COLUMNS = ["seq", "kind", "run", "policy", "policy_version", "step", "extra"]
 
 
-def survey(log: Store, *, places: bool = True) -> Facts:
+def training_histories(log: Store) -> dict[PolicyKey, History]:
+    """What was trained, by (run, policy).
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    return fold_histories(log.events_of(KINDS))
+
+
+def scan(log: Store) -> Facts:
     """Read every unit that is not dropped, and what is not sealed; places lane by lane, each in order.
-
-    Args:
-        places: if not, only what is told of training and cursors is read, which is little.
 
     Raises:
         CorruptionError: a file is missing or damaged.
@@ -50,25 +44,19 @@ def survey(log: Store, *, places: bool = True) -> Facts:
         units = current_units(log.path, lane)
         for unit in units:
             if unit.dropped_us is None:
-                _add_unit(log, facts, unit, places)
-        if not batches:
-            continue
-        table = pa.Table.from_batches(batches)
-        _fold(facts, lane, table.filter(_is_in(table["kind"], _READ)).select(_READ_COLUMNS))
-        if places:
-            size = _unsealed_bytes(log, lane, units)
-            end = int(table["seq"][-1].as_py()) + 1
+                tables = [read_file(log.path, unit, name, _SCALARS) for name in (TURNS, MARKS)]
+                size = unit_bytes(log, unit)
+                facts.places.append(_place(facts, lane, unit, unit.next_seq, size, tables))
+        if batches:
+            table = pa.Table.from_batches(batches)
+            size, end = _unsealed_bytes(log, lane, units), int(table["seq"][-1].as_py()) + 1
             facts.places.append(_place(facts, lane, None, end, size, [table.select(_SCALARS)]))
+    # Afterwards: what a plan names that was written meanwhile is in these places, or in none that may go.
+    facts.training = training_histories(log)
+    for event in log.events_of({CursorMoved.KIND}):
+        if isinstance(event.record, CursorMoved):
+            facts.move(event.record.consumer, event.record.cut, event.lane, event.seq)
     return facts
-
-
-def _add_unit(log: Store, facts: Facts, unit: Unit, places: bool) -> None:
-    condition = pc.field("kind").isin(list(_READ))
-    _fold(facts, unit.lane, rows_where(log.path, unit, MARKS, _READ_COLUMNS, condition))
-    if places:
-        tables = [read_file(log.path, unit, name, _SCALARS) for name in (TURNS, MARKS)]
-        size = unit_bytes(log, unit)
-        facts.places.append(_place(facts, unit.lane, unit, unit.next_seq, size, tables))
 
 
 def unit_bytes(log: Store, unit: Unit) -> int:
@@ -137,29 +125,3 @@ def _publish(facts: Facts, table: pa.Table) -> None:
 def _pairs(table: pa.Table) -> set[tuple[str, str | None]]:
     grouped = table.group_by(["run", "policy"]).aggregate([])
     return {(row["run"], row["policy"]) for row in grouped.to_pylist()}
-
-
-def _fold(facts: Facts, lane: str, table: pa.Table) -> None:
-    """Take the events of the kinds `_READ`, in the order of the lane."""
-    for row in sorted(table.to_pylist(), key=lambda row: row["seq"]):
-        extra = orjson.loads(row["extra"])
-        if row["kind"] == "cursor.moved":
-            facts.move(extra["consumer"], extra["cut"], lane, row["seq"])
-            continue
-        training, step = facts.training[row["run"], row["policy"]], row["step"]
-        match row["kind"]:
-            case "step.planned":
-                ids = frozenset(ref["trajectory_id"] for ref in extra["samples"])
-                training.plans[step, extra["attempt"]] = Plan(row["policy_version"], extra["phase"], ids)
-            case "step.committed":
-                training.committed[step] = extra["attempt"]
-            case "step.failed":
-                training.failed.add((step, extra["attempt"]))
-            case "step.abandoned":
-                made = (row["policy_version"], extra["back_to"], extra["goes_on_as"])
-                training.abandoned[step] = StepAbandoned(step, extra["attempt"], row["policy"], *made)
-            case "step.retired":
-                training.retired.add(step)
-            case "checkpoint.written":
-                has = extra["optimizer_digest"] is not None
-                training.checkpoints.append(Checkpoint(row["policy_version"], extra["phase"], has))

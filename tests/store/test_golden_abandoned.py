@@ -14,9 +14,7 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import StepAbandoned
 from rollbook.store.events.event_json import from_json
-from rollbook.store.fold.abandoned import gone_versions
-from rollbook.store.upkeep.scan import survey
-from rollbook.train.history import fold_history
+from rollbook.store.fold.history import fold_history, gone_versions
 
 PINNED = "950b9b1fd6a2b0e7"
 """The beginning of the sha256 of the golden store's files: they are never changed."""
@@ -46,15 +44,14 @@ def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) 
 
 
 def test_what_is_made_of_them(golden: Store) -> None:
-    """History, SQL and retention know which step counts, and which version is on the line."""
+    """The history and SQL know which step counts, and which version is on the line."""
     history = fold_history(golden.events(), "golden", "actor")
     assert (sorted(history.steps), history.version, history.next_step) == ([0, 2], 4, 3)
     assert history.consumed() == {"u0", "u1"}
     with rb.connect(golden.path) as connection:
         rows = connection.execute("select step, status, output_version from steps order by step").fetchall()
     assert rows == [(0, "committed", 1), (1, "abandoned", 2), (2, "committed", 4)]
-    training = survey(golden, places=False).training["golden", "actor"]
-    assert (sorted(training.done()), gone_versions(training.abandoned.values())) == ([0, 2], {2})
+    assert gone_versions(history.abandoned.values()) == {2}
 
 
 def test_what_went_back_further_is_gone_with_it() -> None:

@@ -288,7 +288,7 @@ def trained_path() -> Path:
 
 def steps_of(log: Store, run: str = RUN) -> Any:
     """The run's history."""
-    from rollbook.train.history import fold_history
+    from rollbook.store.fold.history import fold_history
 
     return fold_history(log.events(), run, "actor")
 

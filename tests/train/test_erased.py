@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollbook.store import Store
+from rollbook.store.fold.history import History
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.train.data.recipe import is_candidate, select
 from rollbook.train.data.samples import samples_of
 from rollbook.train.data.source import make_source
-from rollbook.train.history import History
 
 
 def test_samples_of_an_erased_trajectory(fabric: Any, recorded: Callable[..., Store]) -> None:

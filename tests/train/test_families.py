@@ -15,10 +15,10 @@ from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
+from rollbook.store.fold.history import History
 from rollbook.train.algorithms.logprobs import token_logprobs
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
-from rollbook.train.history import History
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape

@@ -11,8 +11,8 @@ from typing import Any
 
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json
+from rollbook.store.fold.history import History
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.history import History
 
 FREE = frozenset(
     {

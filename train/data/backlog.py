@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event
+from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.references import SampleRef, find_references
 from rollbook.train.data.samples import Sample
-from rollbook.train.history import History
 
 _OPEN = """
     SELECT trajectory_id, lane, opened FROM internal.trajectory_scalars

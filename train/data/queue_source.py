@@ -10,6 +10,7 @@ from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
 from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
+from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
@@ -18,7 +19,6 @@ from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
 from rollbook.train.data.units import Begun, CompleteUnit
-from rollbook.train.history import History
 
 POLL_S = 0.02
 BROKEN_OFF = ("aborted", "failed")

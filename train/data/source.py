@@ -17,6 +17,7 @@ import pyarrow as pa
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event, Json
+from rollbook.store.fold.history import History
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.materialize import Materializer
@@ -25,7 +26,6 @@ from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
 from rollbook.train.data.references import find_references
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
-from rollbook.train.history import History
 
 
 class EpochSource:

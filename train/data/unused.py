@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
+from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import ModelLimits, select
 from rollbook.train.data.references import References, SampleRef, find_references
-from rollbook.train.history import History
 
 _APART = """
     SELECT run, split, finished IS NOT NULL AS ended, count(*) FROM internal.trajectory_scalars

@@ -14,13 +14,13 @@ from rollbook.store import Event, Store
 from rollbook.store.catalog.catalog import note_checkpoint
 from rollbook.store.errors import ModelError, TrainError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record, StepAbandoned, StepCommitted
+from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.fold.versions import VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.checkpoints.checkpoint import read_checkpoint, write_checkpoint
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
-from rollbook.train.history import KINDS, History, fold_history
 
 
 def go_back(

@@ -10,9 +10,9 @@ from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten
+from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from rollbook.train.history import History
 from rollbook.train.megatron.shape import ModelShape, read_shape
 
 

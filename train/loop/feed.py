@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.errors import IdleError, TrainError
+from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.inside import place_inside
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
 from rollbook.train.data.unused import explain
-from rollbook.train.history import KINDS, History, fold_history
 from rollbook.train.loop.stopping import Stopping
 from rollbook.train.loop.trainer import Trainer
 from rollbook.train.megatron.shape import read_shape

@@ -12,6 +12,7 @@ from rollbook.store import Event, Store
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened
+from rollbook.store.fold.history import KINDS, History, family_of, fold_history
 from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
@@ -19,7 +20,6 @@ from rollbook.train.checkpoints.building import remove_left_over
 from rollbook.train.checkpoints.checkpoint import checkpoint_name
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
-from rollbook.train.history import KINDS, History, family_of, fold_history
 from rollbook.train.loop.abandon import go_back
 from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.feed import Feed

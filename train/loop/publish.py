@@ -24,6 +24,7 @@ from rollbook.store import Event, Store
 from rollbook.store.catalog.catalog import note_checkpoint
 from rollbook.store.errors import EngineError, EngineLostError, VersionError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
+from rollbook.store.fold.history import History
 from rollbook.store.fold.versions import VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
@@ -31,7 +32,6 @@ from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import SyncConfig, TrainConfig
-from rollbook.train.history import History
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape
 from rollbook.train.megatron.weight_names import checked, weight_shapes

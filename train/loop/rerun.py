@@ -13,8 +13,8 @@ import torch
 from rollbook.store import Store, parse_cut
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned, TrajectoryErased
+from rollbook.store.fold.history import CommittedStep
 from rollbook.train.data.samples import Sample, samples_of
-from rollbook.train.history import CommittedStep
 from rollbook.train.loop.step import STAGES, batch_of, input_digests, run_step
 from rollbook.train.megatron.backend import TrainablePolicy
 

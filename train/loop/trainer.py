@@ -19,13 +19,13 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
+from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.batch import partition
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.history import CommittedStep, History
 from rollbook.train.loop.base import WholeCheckpoint, nearest_whole
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.publish import Publisher

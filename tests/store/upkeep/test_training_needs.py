@@ -1,4 +1,4 @@
-"""What the store keeps for replay is what a replay reads: held against the trainer's own decision."""
+"""What the store keeps for replay is what a replay reads."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 
 from rollbook.store import Event
 from rollbook.store.errors import TrainError
-from rollbook.store.events import CheckpointWritten, StepAbandoned, StepCommitted, StepPlanned
-from rollbook.store.upkeep.training_needs import Checkpoint, Plan, Training
-from rollbook.train.history import History, fold_history
+from rollbook.store.events import CheckpointWritten, StepAbandoned, StepCommitted, StepFailed, StepPlanned
+from rollbook.store.fold.history import History, fold_history
+from rollbook.store.upkeep.training_needs import ended_by, needed_by
 
 # Of each step: does a new phase begin with it, is a checkpoint written after it, with the optimizer's state
 STEP = st.tuples(st.booleans(), st.booleans(), st.booleans())
 
 
 class _Told:
-    """One training, as retention sees it and as the trainer does. Step n trains trajectory tn."""
+    """One training. Step n trains trajectory tn."""
 
     def __init__(self) -> None:
-        self.training = Training()
         self.records: list[Any] = []
         self.version = 0
         self.line: list[tuple[int, int]] = []
@@ -33,15 +32,12 @@ class _Told:
 
     def _written(self, phase: str | None, *, optimizer: bool) -> None:
         self.checkpoints.append((self.version, phase, optimizer))
-        self.training.checkpoints.append(Checkpoint(self.version, phase, optimizer))
         digest = "o" if optimizer else None
         self.records.append(CheckpointWritten("actor", self.version, "c", "w", digest, phase, 1))
 
     def step(self, step: int, phase: str, *, checkpoint: bool, optimizer: bool) -> None:
         """Take a step, and write a checkpoint after it perhaps."""
         refs = [{"trajectory_id": f"t{step}", "turn_id": f"t{step}.0"}]
-        self.training.plans[step, 1] = Plan(self.version, phase, frozenset([f"t{step}"]))
-        self.training.committed[step] = 1
         plan: Any = (
             step,
             1,
@@ -78,7 +74,6 @@ class _Told:
         self.version = highest + 1
         for step, made in gone:
             record = StepAbandoned(step, 1, "actor", made, back_to, self.version)
-            self.training.abandoned[step] = record
             self.records.append(record)
         self._written(phase, optimizer=optimizer)
 
@@ -87,9 +82,7 @@ class _Told:
         return fold_history([Event(record, "r") for record in self.records], "r", "actor")
 
 
-def _told(
-    steps: list[tuple[bool, bool, bool]], back: dict[int, int] | None = None
-) -> tuple[Training, History]:
+def _told(steps: list[tuple[bool, bool, bool]], back: dict[int, int] | None = None) -> History:
     """Steps one after the other; before step n, `back[n]` names a checkpoint to go back to."""
     told, phase = _Told(), 0
     for step, (new_phase, checkpoint, optimizer) in enumerate(steps):
@@ -97,7 +90,7 @@ def _told(
             told.go_back(back[step])
         phase += new_phase
         told.step(step, f"p{phase}", checkpoint=checkpoint, optimizer=optimizer)
-    return told.training, told.history()
+    return told.history()
 
 
 def _read(history: History, step: int, phase: str) -> set[str]:
@@ -118,9 +111,8 @@ def _read(history: History, step: int, phase: str) -> set[str]:
 @settings(max_examples=500, deadline=None)
 def test_needs_are_what_a_replay_reads(steps: Any, retired: set[int], back: dict[int, int]) -> None:
     """For any phases, checkpoints, retired and abandoned steps: the union of what each replay reads."""
-    training, history = _told(steps, back)
-    assert history.steps.keys() == training.done().keys()
-    training.retired = retired
+    history = _told(steps, back)
+    history.retired = retired
     wanted: set[str] = set()
     for step, committed in history.steps.items():
         if step not in retired:
@@ -128,27 +120,27 @@ def test_needs_are_what_a_replay_reads(steps: Any, retired: set[int], back: dict
     last = max(history.steps)
     if last not in retired:
         wanted |= _read(history, last + 1, history.steps[last].planned.phase)
-    assert {t for t, _ in training.needs("r", "actor")} == wanted
+    assert {t for t, _ in needed_by(history)} == wanted
 
 
 def test_over() -> None:
     """A training is over when each of its steps is retired; one without steps has only begun."""
-    training, _ = _told([(False, True, True), (False, True, True)])
-    assert not Training().over
-    training.retired = {0}
-    assert not training.over
-    training.retired = {0, 1}
-    assert training.over
-    assert list(training.needs("r", "actor")) == []
+    history = _told([(False, True, True), (False, True, True)])
+    assert not History("r", "actor").over
+    history.retired = {0}
+    assert not history.over
+    history.retired = {0, 1}
+    assert history.over
+    assert list(needed_by(history)) == []
 
 
 def test_over_of_a_training_that_went_back() -> None:
     """What was abandoned need not be retired; but of a training that has it alone somebody has to say so."""
-    training, _ = _told([(False, True, True)] * 3, {2: 1})
-    assert training.abandoned.keys() == {1}
-    training.retired = {0, 2}
-    assert training.over
-    all_gone, _ = _told([(False, True, True)])
+    history = _told([(False, True, True)] * 3, {2: 1})
+    assert history.abandoned.keys() == {1}
+    history.retired = {0, 2}
+    assert history.over
+    all_gone = _told([(False, True, True)])
     all_gone.abandoned = {0: StepAbandoned(0, 1, "actor", 1, 0, 2)}
     assert not all_gone.over
     all_gone.retired = {0}
@@ -158,9 +150,11 @@ def test_over_of_a_training_that_went_back() -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_step_without_an_end(failed: bool) -> None:
     """A planned attempt needs its samples while it may still commit."""
-    training = Training(plans={(0, 1): Plan(0, "p", frozenset("t"))}, failed={(0, 1)} if failed else set())
-    found = [] if failed else [("t", "planned step 0 of policy 'actor' in run 'r'")]
-    assert list(training.needs("r", "actor")) == found
+    told = _Told()
+    told.step(0, "p", checkpoint=False, optimizer=False)
+    told.records[-1] = StepFailed(0, 1, "actor", "x") if failed else told.records[0]
+    found = [] if failed else [("t0", "planned step 0 of policy 'actor' in run 'r'")]
+    assert list(needed_by(told.history())) == found
 
 
 @given(
@@ -169,13 +163,13 @@ def test_a_step_without_an_end(failed: bool) -> None:
 @settings(max_examples=300, deadline=None)
 def test_what_an_erasure_ends_is_what_reads_it(steps: Any, back: dict[int, int]) -> None:
     """For any phases, checkpoints and abandoned steps: the replays that read it, and going on if it does."""
-    training, history = _told(steps, back)
-    training.retired = {0}
+    history = _told(steps, back)
+    history.retired = {0}
     last = max(history.steps)
     phase = history.steps[last].planned.phase
     for erased in range(len(steps)):
         name = f"t{erased}"
-        ended = training.ended_by(name)
+        ended = ended_by(history, name)
         reads = {s for s, one in history.steps.items() if name in _read(history, s, one.planned.phase)}
         assert set(ended.steps) == reads - {0}
         going_on = last != 0 and name in _read(history, last + 1, phase)

@@ -17,11 +17,11 @@ from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, StepFailed, SyncFailed
+from rollbook.store.fold.history import fold_history
 from rollbook.store.redaction import Scrubber
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import MANIFEST, OPTIMIZER, read_checkpoint, write_checkpoint
 from rollbook.train.config.config import OptimizerConfig, parse_config
-from rollbook.train.history import fold_history
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape

@@ -13,12 +13,12 @@ from forests import SMALL, forest
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store import events as kinds
+from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.samples import all_samples
-from rollbook.train.history import CommittedStep, History
 
 GRPO = {"name": "grpo", "groups": 1, "group_size": 2}
 SFT = {"name": "sft", "batch_size": 4}

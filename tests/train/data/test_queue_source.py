@@ -23,9 +23,9 @@ from rollbook.store.events import (
     TrajectoryFinished,
     TrajectoryOpened,
 )
+from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop
-from rollbook.train.history import CommittedStep, History
 
 
 class Stream:

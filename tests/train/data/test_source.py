@@ -14,12 +14,12 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import RewardAssigned, TrajectoryAdopted, TurnDelivered
+from rollbook.store.fold.history import History, fold_history
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import all_samples
 from rollbook.train.data.source import EpochSource, epoch_slice, make_source
-from rollbook.train.history import History, fold_history
 
 
 def _queue(fabric: Any, log: Store, history: History | None = None, **changes: Any) -> QueueSource:

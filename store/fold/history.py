@@ -1,7 +1,8 @@
-"""What a run's training has done so far, folded from its events. Pure.
+"""What the training of a policy in a run has done so far, folded from its events. Pure.
 
-The weights of a version are a fold too: start at a checkpoint, and take the committed steps after it. Steps
-that were abandoned are no part of it, nor are the versions that they made and the checkpoints of those.
+The trainer, replay, retention and erasure all ask here what steps used. The weights of a version are a fold too:
+start at a checkpoint, and take the committed steps after it. Steps that were abandoned are no part of it, nor
+are the versions that they made and the checkpoints of those.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ from rollbook.store.events import (
     SampleDropped,
     StepAbandoned,
     StepCommitted,
+    StepFailed,
     StepPlanned,
+    StepRetired,
 )
-from rollbook.store.fold.abandoned import gone_versions
 
 KINDS = frozenset(
-    record.KIND for record in (SampleDropped, StepPlanned, StepCommitted, StepAbandoned, CheckpointWritten)
+    record.KIND
+    for record in (
+        SampleDropped,
+        StepPlanned,
+        StepCommitted,
+        StepFailed,
+        StepAbandoned,
+        StepRetired,
+        CheckpointWritten,
+    )
 )
 """Kinds of events that a history is folded from."""
+
+PolicyKey = tuple[str, str]
+"""(run, policy)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,15 @@ class History:
     """The committed steps, checkpoints and drops of one (run, policy).
 
     Attributes:
+        steps: those that committed and were not abandoned.
+        checkpoints: those of versions that were not abandoned.
+        dropped: leaf turns of the samples that these steps dropped.
+        dropped_of: trajectories of those samples.
+        planned: step -> its last plan, whatever became of it.
+        attempts: step -> the number of its last attempt.
         abandoned: step -> how it was taken back.
+        retired: steps that were given up for replay.
+        pending: step -> the last plan of it that neither committed nor failed.
     """
 
     run: str
@@ -48,14 +70,22 @@ class History:
     checkpoints: list[CheckpointWritten] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     dropped_of: set[str] = field(default_factory=set)
-    """Trajectories of the dropped samples."""
+    planned: dict[int, StepPlanned] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     abandoned: dict[int, StepAbandoned] = field(default_factory=dict)
+    retired: set[int] = field(default_factory=set)
+    pending: dict[int, StepPlanned] = field(default_factory=dict)
 
     @property
     def next_step(self) -> int:
         """Number of the step that comes next. None is given twice."""
         return max([*self.steps, *self.abandoned], default=-1) + 1
+
+    @property
+    def over(self) -> bool:
+        """Whether every step was retired that was not abandoned. Without any it has only begun."""
+        steps = self.planned.keys() - (self.abandoned.keys() - self.retired)
+        return bool(steps) and steps <= self.retired
 
     def of_family(self, family: str) -> list[CommittedStep]:
         """Committed steps of a configuration, in order: of all the phases it was trained in."""
@@ -110,7 +140,7 @@ class History:
             TrainError: there is none.
         """
         version = self._version_before(step)
-        usable = [c for c in self.checkpoints if c.policy_version <= version and self._usable(c, phase)]
+        usable = [c for c in self.starts(phase) if c.policy_version <= version]
         if not usable:
             there = ", ".join(str(v) for v in sorted({c.policy_version for c in self.checkpoints})) or "none"
             raise TrainError(
@@ -132,12 +162,18 @@ class History:
         made = [s.committed.policy_version for s in self.steps.values()]
         return max([*made, *(c.policy_version for c in self.checkpoints)], default=0)
 
-    def _usable(self, checkpoint: CheckpointWritten, phase: str) -> bool:
-        if checkpoint.phase == phase and checkpoint.optimizer_digest is not None:
-            return True
+    def starts(self, phase: str) -> list[CheckpointWritten]:
+        """The checkpoints that steps of a phase may be started from.
+
+        Those of the phase with the optimizer's state; and that before its first step, whose optimizer is new.
+        """
         first = next(iter(self.of_phase(phase)), None)
         start = first.planned.policy_version if first else self._version_before(self.next_step)
-        return checkpoint.policy_version == start
+        return [
+            c
+            for c in self.checkpoints
+            if (c.phase == phase and c.optimizer_digest is not None) or c.policy_version == start
+        ]
 
 
 def family_of(phase: str) -> str:
@@ -146,47 +182,86 @@ def family_of(phase: str) -> str:
 
 
 def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
-    """The training history of a policy in a run.
+    """The training history of a policy in a run."""
+    return fold_histories(e for e in events if e.run == run).get((run, policy), History(run, policy))
+
+
+def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
+    """The training histories of all policies. Events of one lane come in order, lanes in any.
 
     A drop counts when its step committed: an attempt that did not is planned anew, drops and all. So is a
     step that was abandoned.
     """
-    history = History(run, policy)
-    dropped_with: dict[int, list[SampleDropped]] = {}
-    planned: dict[tuple[int, int], tuple[StepPlanned, list[SampleDropped]]] = {}
+    found: dict[PolicyKey, _Seen] = {}
     drops: list[SampleDropped] = []  # of the plan that follows: both were appended together
     for event in events:
         record = event.record
-        if event.run != run:
-            continue
-        if getattr(record, "policy", policy) != policy:
-            drops = [] if isinstance(record, StepPlanned) else drops
-            continue
-        match record:
-            case SampleDropped():
-                drops.append(record)
-            case StepPlanned():
-                planned[record.step, record.attempt] = (record, drops)
+        if isinstance(record, SampleDropped):
+            drops.append(record)
+        elif isinstance(record, _OF_POLICY):
+            key = (event.run, record.policy)
+            one = found.setdefault(key, _Seen(History(*key)))
+            if isinstance(record, StepPlanned):
+                one.plans[record.step, record.attempt] = record, drops
                 drops = []
-                history.attempts[record.step] = max(record.attempt, history.attempts.get(record.step, 0))
+            else:
+                one.take(record)
+    return {key: one.settled() for key, one in found.items()}
+
+
+_Other = StepCommitted | StepFailed | StepAbandoned | StepRetired | CheckpointWritten
+_OF_POLICY = StepPlanned | _Other
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The events of one history, in whatever order lanes were read."""
+
+    history: History
+    plans: dict[tuple[int, int], tuple[StepPlanned, list[SampleDropped]]] = field(default_factory=dict)
+    committed: dict[int, StepCommitted] = field(default_factory=dict)
+    failed: set[tuple[int, int]] = field(default_factory=set)
+
+    def take(
+        self, record: StepCommitted | StepFailed | StepAbandoned | StepRetired | CheckpointWritten
+    ) -> None:
+        """Take an event that is no plan."""
+        match record:
             case StepCommitted():
-                manifest, dropped = planned[record.step, record.attempt]
-                history.steps[record.step] = CommittedStep(manifest, record)
-                dropped_with[record.step] = dropped
+                self.committed[record.step] = record
+            case StepFailed():
+                self.failed.add((record.step, record.attempt))
             case StepAbandoned():
-                history.abandoned[record.step] = record
+                self.history.abandoned[record.step] = record
+            case StepRetired():
+                self.history.retired.add(record.step)
             case CheckpointWritten():
-                history.checkpoints.append(record)
-    _take_back(history)
-    dropped = [drop for step in history.steps for drop in dropped_with[step]]
-    history.dropped = {drop.turn_id for drop in dropped}
-    history.dropped_of = {drop.trajectory_id for drop in dropped}
-    return history
+                self.history.checkpoints.append(record)
+
+    def settled(self) -> History:
+        """What they come to, once all are there."""
+        history = self.history
+        for (step, attempt), (planned, _) in sorted(self.plans.items(), key=lambda plan: plan[0]):
+            history.planned[step], history.attempts[step] = planned, attempt
+            if step not in self.committed and (step, attempt) not in self.failed:
+                history.pending[step] = planned
+        for step, committed in sorted(self.committed.items()):
+            plan = self.plans.get((step, committed.attempt))
+            if plan is None or step in history.abandoned:
+                continue  # retention dropped its plan, or it was taken back
+            history.steps[step] = CommittedStep(plan[0], committed)
+            history.dropped |= {drop.turn_id for drop in plan[1]}
+            history.dropped_of |= {drop.trajectory_id for drop in plan[1]}
+        gone = gone_versions(history.abandoned.values())
+        history.checkpoints = [c for c in history.checkpoints if c.policy_version not in gone]
+        return history
 
 
-def _take_back(history: History) -> None:
-    """Leave out what was abandoned: known only at the end, for lanes are read one after the other."""
-    for step in history.abandoned:
-        history.steps.pop(step, None)
-    gone = gone_versions(history.abandoned.values())
-    history.checkpoints = [c for c in history.checkpoints if c.policy_version not in gone]
+def gone_versions(abandoned: Iterable[StepAbandoned]) -> set[int]:
+    """Versions that abandoned steps made, and numbers under which training went on from such a one."""
+    records = list(abandoned)
+    gone = {record.policy_version for record in records}
+    for back_to, goes_on_as in sorted({(r.back_to, r.goes_on_as) for r in records}):
+        if back_to in gone:  # the number is higher: whatever went back to it comes later in this order
+            gone.add(goes_on_as)
+    return gone

@@ -8,7 +8,7 @@ import pytest
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import SampleDropped, StepFailed
-from rollbook.train.history import History, fold_history
+from rollbook.store.fold.history import History, fold_history
 
 
 def _history(fabric: Any, *made: Any, run: str = "demo") -> History:
