@@ -78,6 +78,7 @@ check: lint types test  ## what a change must pass
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/vulture
 
 types: $(STAMP)
 	$(BIN)/mypy
