@@ -78,6 +78,7 @@ check: lint types test  ## what a change must pass
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/vulture
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -87,7 +88,7 @@ fmt: $(STAMP)  ## format the code
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)  ## measure against the machine and against peers; a minute each, three for the proxy, eight for the loop and for hostile
-	@$(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
+	@ROLLBOOK_UV="$(UV)" $(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
 	@for name in append hostile loop proxy recover scale seal sql sync tail; do $(BIN)/rollbook bench $$name || exit; done
 
 wheel: $(STAMP)  ## build the wheel and check that it works where nothing else is installed

@@ -1,21 +1,28 @@
 """The LiteLLM proxy as a peer: where it is installed, and how it is started.
 
 It needs other versions of many packages than Rollbook does, so it has an environment of its own, which
-`python -m rollbook.bench.litellm_peer` makes. Without it the benchmark leaves out what is held against it.
+`python -m rollbook.bench.litellm_peer` makes with uv. Where there is none, the benchmark leaves out what is
+held against it.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import orjson
 
+from rollbook.store.errors import ConfigError
+
 VERSION = "1.106.2"
 """Also the extra `bench` of pyproject.toml."""
 REMEDY = "run `python -m rollbook.bench.litellm_peer`, which installs it in an environment of its own"
+UV_VARIABLE = "ROLLBOOK_UV"
+"""Words of the command that runs uv, where it is not the one on the path: `make bench` has its own."""
 MODEL = "bench"
 
 
@@ -56,14 +63,27 @@ ENVIRONMENT = {
 """No authentication, which would cost it time; nothing from the network, and little to log."""
 
 
+def uv() -> list[str]:
+    """The command that runs uv.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    words = shlex.split(os.environ.get(UV_VARIABLE, "uv"))
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"uv is not on the path: install it, or name it in {UV_VARIABLE}")
+    return words
+
+
 def main() -> None:
     """Make the environment, unless it is there."""
     folder = home()
     if not (folder / "bin" / "litellm").exists():
         print(f"installing litellm {VERSION} into {folder}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        words = ["install", "--quiet", "--disable-pip-version-check", f"litellm[proxy]=={VERSION}"]
-        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", *words], check=True)
+        make = ["venv", "--quiet", "--allow-existing", "--no-project", "--python", sys.executable]
+        install = ["pip", "install", "--quiet", "--python", str(folder), f"litellm[proxy]=={VERSION}"]
+        for words in ([*make, str(folder)], install):
+            subprocess.run([*uv(), *words], check=True)
     print(folder)
 
 

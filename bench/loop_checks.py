@@ -18,8 +18,8 @@ from rollbook.store.events import (
     TrajectoryOpened,
     TurnCompleted,
 )
-from rollbook.store.fold.ledger import IN_FLIGHT, WAITING, fold_ledger
 from rollbook.store.fold.trajectory import fold
+from rollbook.testing.ledger import IN_FLIGHT, WAITING, fold_ledger
 from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.recipe import is_candidate
 from rollbook.train.data.samples import samples_of

@@ -14,9 +14,9 @@ from rollbook.bench.loop_checks import Witness, samples_to_use, violations
 from rollbook.bench.loop_processes import COMMAND, READY_S, Victim
 from rollbook.bench.loop_stage import Loop, Setting, loop_of
 from rollbook.store.events import StepCommitted
-from rollbook.store.fold.ledger import IN_FLIGHT, WAITING, fold_ledger
 from rollbook.store.log.tail import Filter
 from rollbook.store.upkeep.verify import verify_store
+from rollbook.testing.ledger import IN_FLIGHT, WAITING, fold_ledger
 
 TRAINER, PROXY, ENGINE = "trainer", "proxy", "engine"
 AFTER: dict[str, tuple[str, ...]] = {

@@ -9,8 +9,8 @@ from rollbook.bench.loop_checks import committed_steps
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import StepCommitted, StepPlanned, SyncFinished
-from rollbook.store.fold.ledger import DROPPED, Ledger, fold_ledger
 from rollbook.store.fold.trajectory import fold
+from rollbook.testing.ledger import DROPPED, Ledger, fold_ledger
 from rollbook.train.data.samples import Sample, all_samples
 
 STALE = "staleness"

@@ -15,7 +15,6 @@ import orjson
 import pyarrow.parquet as pq
 
 from rollbook import store
-from rollbook.bench.hostile.script import reply_to
 from rollbook.store.events.event_json import json_bytes
 
 LETTERS = string.ascii_letters + string.digits
@@ -188,7 +187,3 @@ def found_in(planted: Sequence[Planted], stacks: Iterable[tuple[str, bytes]]) ->
             if one not in seen and any(form in data for form in forms):
                 seen[one] = name
     return seen
-
-
-EXPECTED = reply_to("what is the weather?")
-"""What a planted request is answered with, if it is answered."""

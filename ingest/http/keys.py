@@ -261,11 +261,6 @@ class Keys:
         if file is not None:
             self._read(file)
 
-    @classmethod
-    def of_operators(cls, *keys: str) -> Keys:
-        """Keys given in clear, each an operator's."""
-        return cls(given_keys(keys, {}))
-
     @property
     def configured(self) -> bool:
         """Whether keys are checked at all."""

@@ -1,4 +1,4 @@
-"""Which experts a mixture-of-experts model sent each token to: packed for the log, and unpacked. Pure.
+"""Which experts a mixture-of-experts model sent each token to: packed for the log. Pure.
 
 A token passes `topk` experts in each of `layers`, so an engine's int32 ids are 1,536 bytes a token for 48
 layers of 8 out of 128 experts. Ids of so few experts need 7 bits each: 336 bytes, which no general
@@ -9,15 +9,11 @@ and is no larger once it is sealed: zstd takes either back to about the bits tha
 from __future__ import annotations
 
 import base64
-import binascii
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-ExpertIds = npt.NDArray[np.int16]
 LARGEST = 2**15 - 1
 
 
@@ -47,25 +43,6 @@ def pack(experts: npt.NDArray[Any], start: int) -> dict[str, Any]:
         "bits": bits,
         "data": base64.b64encode(data).decode(),
     }
-
-
-def unpack(stored: Mapping[str, Any]) -> ExpertIds:
-    """The expert ids that were packed, int16 [positions, layers, topk]; the first is of `stored["start"]`.
-
-    Raises:
-        ValueError: `stored` is empty, or not what `pack` makes.
-    """
-    try:
-        shape, bits = tuple(stored["shape"]), stored["bits"]
-        data = np.frombuffer(base64.b64decode(stored["data"], validate=True), np.uint8)
-        count = math.prod(shape)
-        if len(shape) != 3 or not 1 <= bits <= 15 or len(data) != (count * bits + 7) // 8:
-            raise ValueError(f"{len(data)} bytes are not {shape} ids of {bits} bits")
-    except (KeyError, TypeError, binascii.Error) as error:
-        raise ValueError(f"these are no packed expert ids: {error!r}") from error
-    planes = np.zeros((count, 16), np.uint8)
-    planes[:, 16 - bits :] = np.unpackbits(data, count=count * bits).reshape(count, bits)
-    return np.packbits(planes, axis=1).view(">u2").astype(np.int16).reshape(shape)
 
 
 def _packed(ids: npt.NDArray[Any], bits: int) -> bytes:

@@ -7,7 +7,6 @@ which are sorted by time across lanes) the first one binds, and whatever disagre
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rollbook.store.errors import VersionError
@@ -89,14 +88,6 @@ class VersionDigests:
 def unversioned(done: TurnCompleted) -> int:
     """How many of a turn's sampled tokens no policy version is known to have made: they are never trained."""
     return len(done.completion_ids) - sum(span.end - span.start for span in done.version_spans)
-
-
-def fold_versions(events: Iterable[Event]) -> VersionDigests:
-    """The digests that events bind versions to."""
-    folded = VersionDigests()
-    for event in events:
-        folded.add(event)
-    return folded
 
 
 def _said(event: Event) -> tuple[tuple[str, int], Bound] | None:

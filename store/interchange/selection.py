@@ -27,11 +27,6 @@ class Selection:
     run: str | None = None
     split: str | None = None
 
-    @property
-    def everything(self) -> bool:
-        """Whether no run and no split is left out."""
-        return self.run is None and self.split is None
-
     def sql(self) -> str:
         """A query for the ids of the trajectories; its parameters are `parameters`."""
         where = "kind = 'trajectory.opened'"

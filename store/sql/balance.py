@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollbook.store.fold.ledger import TERMS
 from rollbook.store.sealed.projections import ONE_VERSION
 from rollbook.store.sql.ledger_view import SHARES
 from rollbook.store.sql.sandbox import Connection
 from rollbook.store.two_samples import Comparison, compare
+
+TERMS = ("trained", "dropped", "waiting", "in flight", "kept out")
+"""Where a sampled token may be: in one of these."""
 
 
 @dataclass(frozen=True, slots=True)

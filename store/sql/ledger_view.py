@@ -1,8 +1,8 @@
 """The view of where every sampled token went, and the query beneath it. Pure; see `store.sql.views`.
 
 What decides is what the trainer does (`train.data.samples`, `train.data.recipe`): a turn belongs to the
-sample of the first leaf above it in turn order, and goes where that sample went. `fold.ledger` is the same as
-a fold.
+sample of the first leaf above it in turn order, and goes where that sample went. `rollbook.testing.ledger`
+is the same as a fold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Row frames: a few events as plain bytes, where an Arrow batch would cost more than it is worth. Pure.
 
 Building and serializing an Arrow batch costs about the same for one event as for ten. A commit of fewer than
-`FEW` events is therefore written row by row, and made into a batch by whoever reads it: else an append of one
-event would take a fifth longer (`rollbook bench append`).
+`FEW` events is therefore written row by row, and made into a batch by whoever reads it. As a batch, an append
+of one event would take a fifth longer (`rollbook bench append`).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from rollbook.bench.rounds import Limit
 from rollbook.bench.turns import make_turns
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store import Event
+from rollbook.store.errors import ConfigError
 from rollbook.store.events import VersionSpan
 from rollbook.testing import tied
 from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply, send_part, serving
@@ -301,6 +302,16 @@ def test_litellm_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     root = Path(__file__).resolve().parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["bench"] == [f"litellm[proxy]=={litellm_peer.VERSION}"]
+
+
+def test_the_peer_is_installed_by_the_uv_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words are the variable's, else uv on the path; where there is neither, the remedy is said."""
+    monkeypatch.setenv("ROLLBOOK_UV", f"'{sys.executable}' .ci/uv.py")
+    assert litellm_peer.uv() == [sys.executable, ".ci/uv.py"]
+    monkeypatch.delenv("ROLLBOOK_UV")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="install it, or name it in ROLLBOOK_UV"):
+        litellm_peer.uv()
 
 
 def test_the_values_of_the_figures() -> None:

@@ -16,6 +16,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -31,9 +32,12 @@ from rollbook.store.settings import AppendSettings, SealSettings
 from rollbook.store.upkeep.compact import merge, remove_superseded
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
+from rollbook.store.wal import framer
 
 FOLDER = Path(__file__).parent / "format-1"
 STORE_ID = "01900000-0000-7000-8000-000000000001"
+LATER = {"engine.controlled", "step.abandoned"}
+"""Kinds that this log is older than."""
 SMALL = AppendSettings(body_bytes=256)
 SEAL = SealSettings(row_group=4)
 SYSTEM = "You are terse. é✓ " + "Never guess; look it up. " * 12
@@ -174,6 +178,12 @@ class _Golden:
 
 def main() -> None:
     """Write the store anew."""
+    # The release that wrote it took rewards that are no number; a log that has one is read all the same.
+    with mock.patch.object(framer, "_check_rewards"):
+        _write()
+
+
+def _write() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     open_store(FOLDER, create=True)
     (FOLDER / "STORE.json").write_text(f'{{"format":1,"id":"{STORE_ID}","created_us":0}}\n')
@@ -195,7 +205,7 @@ def main() -> None:
     golden.write("serve", [serve[5]])
     golden.write("train", train_records())
     told = list(golden.log.events())
-    assert {event.kind for event in told} == set(kinds.RECORDS)
+    assert {event.kind for event in told} == set(kinds.RECORDS) - LATER
     _check(golden.given, told)
     lines = [json.dumps(as_json(event), ensure_ascii=False) for event in told]
     FOLDER.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")

@@ -15,7 +15,7 @@ import pytest
 from rollbook.cli import app as cli
 from rollbook.store import Store
 from rollbook.store.events import QUARANTINE, SPLITS
-from rollbook.store.fold import ledger
+from rollbook.testing import ledger
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from rollbook import store
 from rollbook.demo.processes import rollbook_command
 from rollbook.store import Store
 from rollbook.store.events import PolicyActivated, StepCommitted, SyncFinished
-from rollbook.store.fold.ledger import fold_ledger
+from rollbook.testing.ledger import fold_ledger
 
 VERSIONS, GROUPS, GROUP_SIZE = 5, 2, 4
 CONFIG = """

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, TOLERANCE, greatest_difference
+from unpacked_experts import unpack
 
 from rollbook.ingest.engines.engine import Generation, Sampling
-from rollbook.store.events.routed_experts import unpack
 
 LONG = Sampling(240, 1.0, 3)
 MODES = ("abort", "in_place", "retract")

@@ -19,7 +19,6 @@ from rollbook import store as rb
 from rollbook.store import Event, Store, format_cut
 from rollbook.store.cut import parse_cut
 from rollbook.store.events.batches import encode
-from rollbook.store.fold.ledger import TRAINED, Ledger, fold_ledger
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
@@ -27,6 +26,7 @@ from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
 from rollbook.store.sql.relations import INTERNAL, LIVE, Snapshot, definitions
 from rollbook.store.sql.views import VIEWS
+from rollbook.testing.ledger import TRAINED, Ledger, fold_ledger
 from rollbook.train.data.samples import samples_of
 
 SEEDS = st.integers(0, 2**32 - 1)

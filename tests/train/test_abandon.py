@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folded_versions import fold_versions
 
 from rollbook import store as rb
 from rollbook.replay.step import replay_step
@@ -21,9 +22,8 @@ from rollbook.store.events import (
     StepCommitted,
     StepPlanned,
 )
-from rollbook.store.fold.ledger import TRAINED, WAITING, fold_ledger
-from rollbook.store.fold.versions import fold_versions
 from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.testing.ledger import TRAINED, WAITING, fold_ledger
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.loop.trainer import Trainer
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from weight_maps import to_huggingface, to_megatron
 
 from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights, widened
@@ -22,7 +23,7 @@ from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape
-from rollbook.train.megatron.weight_names import checked, plan, to_huggingface, to_megatron, weight_shapes
+from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
 VOCAB = 125
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw")

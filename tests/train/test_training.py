@@ -27,8 +27,9 @@ from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.phase import family_names
 from rollbook.train.data.recipe import is_candidate
 from rollbook.train.data.samples import all_samples
-from rollbook.train.loop.step import INPUT_STAGES, STAGES
+from rollbook.train.loop.step import STAGES
 
+INPUT_STAGES = STAGES[:3]
 Stores = Callable[..., Store]
 
 

@@ -39,8 +39,6 @@ STAGES = (
 )
 """Every stage of a step, each after what it depends on: the first that differs is where it began."""
 
-INPUT_STAGES = STAGES[:3]
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -123,21 +123,6 @@ def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: dims for pair in pairs for name, dims in pair}
 
 
-def to_megatron(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
-    """Hugging Face tensors under Megatron's names (one rank).
-
-    Raises:
-        ModelError: a tensor is missing, or not of the config's shape.
-    """
-    fitting = checked(tensors, shape)
-    return {weight.megatron: shard(weight, fitting, shape) for weight in plan(shape)}
-
-
-def to_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
-    """The inverse of `to_megatron`; tied models have no `lm_head.weight`, as in their files."""
-    return dict(stream_weights(tensors, shape))
-
-
 def stream_weights(
     tensors: Mapping[str, torch.Tensor], shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 NO, BAD, UNFORESEEN = 1, 2, 70
-INTERRUPTED, NO_READER, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGPIPE, 128 + signal.SIGTERM
+INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 TRACEBACK = "ROLLBOOK_TRACEBACK"
 PATIENCE_S = 20.0
 """How long a command that was told to stop may take. What it was writing is then cut off, as by a crash."""

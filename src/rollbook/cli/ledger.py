@@ -13,9 +13,8 @@ from rollbook.cli.runs import check_run, of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import CutError
-from rollbook.store.fold.ledger import TERMS
 from rollbook.store.open import open_store
-from rollbook.store.sql.balance import RunLedger, read_ledger
+from rollbook.store.sql.balance import TERMS, RunLedger, read_ledger
 from rollbook.store.sql.object_storage import outage
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import explained

@@ -1,1 +1,1 @@
-"""Scripted engines and models' servers, for tests and benchmarks, here and in projects of users."""
+"""Scripted engines and servers, and a second ledger: for tests and benchmarks, in projects of users too."""

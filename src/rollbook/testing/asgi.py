@@ -18,7 +18,6 @@ START_S = 20.0
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 async def read_body(receive: Receive) -> bytes:

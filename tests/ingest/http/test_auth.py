@@ -8,7 +8,7 @@ import httpx
 import pytest
 from streamed import KINDS, PATHS, asked
 
-from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.keys import Keys, given_keys
 from rollbook.ingest.http.options import ProxyOptions
 from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store.secret import store_secret
@@ -20,7 +20,7 @@ KEYS = ("first-key", "second:key")
 @pytest.fixture(scope="module")
 def proxy(played: Any) -> Any:
     """A proxy with two keys."""
-    return played(options=ProxyOptions(keys=Keys.of_operators(*KEYS)))
+    return played(options=ProxyOptions(keys=Keys(given_keys(KEYS, {}))))
 
 
 def _key(proxy: Any, name: str, run: str = "default") -> str:

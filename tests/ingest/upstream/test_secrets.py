@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 from http_upstream import chat_reply, sse, streamed, whole
 
-from rollbook.ingest.http.keys import Keys
+from rollbook.ingest.http.keys import Keys, given_keys
 from rollbook.ingest.recording.redact import Redactor
 from rollbook.ingest.trajectories.identity import trajectory_key
 from rollbook.store.redaction import PLACEHOLDER
@@ -90,7 +90,7 @@ def test_a_trajectorys_key_never_leaves(
     passing: Any, upstream: Any, key: str | None, form: str, secret: str | None
 ) -> None:
     """It names the trajectory to us and is nobody else's business, however it is sent."""
-    passed = passing(key=key, keys=Keys.of_operators(*([secret] if secret else [])))
+    passed = passing(key=key, keys=Keys(given_keys([secret] if secret else [], {})))
     made_with = store_secret(passed.path, "trajectory keys") if secret else None
     own = trajectory_key("named", "default", made_with)
     header = "x-api-key" if form == "{}" else "authorization"
@@ -106,7 +106,7 @@ def test_a_trajectorys_key_never_leaves(
 
 def test_the_proxys_own_key_never_leaves(passing: Any, upstream: Any) -> None:
     """Where the proxy checks keys, what it was sent is its own; without one nothing passes."""
-    passed = passing(keys=Keys.of_operators("proxy-secret"))
+    passed = passing(keys=Keys(given_keys(["proxy-secret"], {})))
     assert passed.chat(USER).status_code == 401
     reply = passed.post("/v1/embeddings", {}, headers={"authorization": "Bearer proxy-secret"})
     assert reply.status_code == 200

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from unpacked_experts import unpack
 
-from rollbook.store.events.routed_experts import pack, unpack
+from rollbook.store.events.routed_experts import pack
 
 
 @given(

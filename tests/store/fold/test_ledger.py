@@ -17,9 +17,9 @@ from rollbook.cli.ledger import told
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.cut import format_cut
-from rollbook.store.fold.ledger import fold_ledger
 from rollbook.store.sql import balance
 from rollbook.store.two_samples import compare, ks_p_value, ks_statistic
+from rollbook.testing.ledger import fold_ledger
 
 ASK: Any = ("r", None, None, 0, [], {}, None, {}, {}, "c")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from folded_versions import fold_versions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from rollbook.store.events import (
     TurnCompleted,
     VersionSpan,
 )
-from rollbook.store.fold.versions import BINDING, VersionDigests, fold_versions, unversioned
+from rollbook.store.fold.versions import BINDING, VersionDigests, unversioned
 
 
 def said(kind: str, version: int, digest: str, policy: str = "actor") -> Any:

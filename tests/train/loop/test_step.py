@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from weight_maps import to_huggingface
 
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.store.fold.trajectory import fold
@@ -19,7 +20,6 @@ from rollbook.train.loop.step import STAGES, StepResult, batch_of, input_digests
 from rollbook.train.loop.trainer import StepOutcome
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape
-from rollbook.train.megatron.weight_names import to_huggingface
 
 
 @pytest.fixture(scope="session")

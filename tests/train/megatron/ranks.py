@@ -19,16 +19,18 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
 import torch.distributed as dist
+from rank_streams import layout_here, stream_from_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from weight_maps import to_megatron
 
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.store.errors import ModelError
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.model import build_module
-from rollbook.train.megatron.reshard import RankLayout, layout_here, rank_weights, stream_from_ranks
+from rollbook.train.megatron.reshard import RankLayout, rank_weights
 from rollbook.train.megatron.shape import ModelShape, read_shape
-from rollbook.train.megatron.weight_names import to_megatron, weight_shapes
+from rollbook.train.megatron.weight_names import weight_shapes
 
 WORLD = 4
 LAYOUTS = ((2, 1, 1), (1, 2, 1), (2, 2, 2))

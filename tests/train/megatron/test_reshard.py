@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from weight_maps import to_megatron
 
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.store.errors import ModelError
@@ -20,7 +21,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.reshard import RankLayout, check_layout, one_rank, rank_weights
 from rollbook.train.megatron.shape import ModelShape, read_shape
-from rollbook.train.megatron.weight_names import plan, to_megatron
+from rollbook.train.megatron.weight_names import plan
 
 PROGRAM = Path(__file__).parent / "ranks.py"
 ROOT = Path(__file__).parents[3]
@@ -63,7 +64,10 @@ def folders(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def found(folders: Path) -> list[dict[str, Any]]:
     """What four processes over gloo say, a record per model, layout and copy of the model."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests' / 'fakes'}",
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(folders)],
         capture_output=True,

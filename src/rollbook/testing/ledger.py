@@ -7,7 +7,7 @@ Per run and policy version, at any cut,
 in tokens of completed turns. What decides is what the trainer does: a turn belongs to the sample of the first
 leaf above it in turn order, and is decided with that sample by each committed attempt that consumed or
 dropped it and was not abandoned since, if it had been delivered by the cut of the attempt's plan (before that
-it was masked). The SQL view `ledger` says the same of a whole store.
+it was masked). Tests and benchmarks hold the SQL view `ledger` against it: it shares no code with that.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from rollbook.store.events import (
 )
 from rollbook.store.events.erased import TOKENS_ERASED
 from rollbook.store.fold.ownership import Place, Tenures
+from rollbook.store.sql.balance import TERMS
 
-TRAINED, DROPPED, WAITING = "trained", "dropped", "waiting"
-IN_FLIGHT, KEPT_OUT = "in flight", "kept out"
-TERMS = (TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT)
-
+TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT = TERMS
 TEXT_ONLY, ALTERED, ERASED = "text only", "altered", "erased"
 UNDELIVERED, LATE, NO_VERSION = "undelivered", "late", "no version"
 
