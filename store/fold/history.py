@@ -1,8 +1,8 @@
 """What the training of a policy in a run has done so far, folded from its events. Pure.
 
 The trainer, replay, retention and erasure all ask here what steps used. The weights of a version are a fold
-too: start at a checkpoint, and take the committed steps after it. Steps that were abandoned are no part of it,
-nor are the versions that they made and the checkpoints of those.
+too: start at a checkpoint, and take the committed steps after it. Steps that were abandoned are no part of
+it, nor are the versions that they made and the checkpoints of those.
 """
 
 from __future__ import annotations

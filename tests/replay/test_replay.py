@@ -135,12 +135,15 @@ def test_a_late_reward_inside_the_cut_was_trained(fabric: Any, trained: Stores) 
 
 
 def test_no_such_step(trained: Stores, cli: Callable[..., Any]) -> None:
-    """A step that no run committed is exit code 2, and says how to list those there are."""
+    """A step that no run committed, and a run that is not there, are exit code 2; what there is is named."""
     log = trained()
-    for arguments in (("99",), ("3", "--run", "nobody")):
+    for arguments, error in (
+        (("99",), "no committed step 99"),
+        (("3", "--run", "nobody"), "no run 'nobody'; there are: demo"),
+    ):
         code, out, err = cli("replay", "step", *arguments, "--store", log.path)
         assert (code, out) == (2, "")
-        assert f"no committed step {arguments[0]}" in err
+        assert error in err
     with pytest.raises(ReplayError, match="of policy 'critic'"):
         replay_step(log, 3, policy="critic")
 
