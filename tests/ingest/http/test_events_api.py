@@ -501,7 +501,9 @@ def test_the_command_prints_the_same_from_both_places(server: Any, log: Store, p
         assert [json.loads(line)["lane"] for line in some.splitlines()] == ["told-serve"]
         assert _run(*place, "--no-follow", "--from", format_cut(log.head())) == ""
         assert _run(*place, "--no-follow", "--from", "head") == ""
-        assert _run(*place, "--no-follow", "--run", "nobody") == ""
+    assert _run(*places[1], "--no-follow", "--run", "nobody") == ""
+    with pytest.raises(CutError, match="no run 'nobody'; there are: demo, default"):
+        _run(*places[0], "--no-follow", "--run", "nobody")
 
 
 def test_rollbook_tail_prints_a_line_an_event(server: Any) -> None:

@@ -443,7 +443,7 @@ def test_nothing_points_to_what_is_finished(proxy: Any) -> None:
         assert len(index) == 0
     assert known.bytes == 0
     assert all(live.contents is None for live in known.ended._latest.values())
-    assert proxy.recorder.known_run.opened == {}
+    assert proxy.recorder.known_run._open == {}
 
 
 def test_a_response_is_found_without_asking_every_trajectory(proxy: Any) -> None:
