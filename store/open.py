@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollbook.store.catalog.catalog import note_opening
 from rollbook.store.inside import look_inside
 from rollbook.store.log.store import Store
 from rollbook.store.marker import MARKER, create_marker, read_marker
+from rollbook.store.wal.check import LaneState
 
 
 def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
@@ -22,6 +22,13 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
     folder = Path(path).absolute()
     if create and not (folder / MARKER).exists():
         create_marker(folder)
-    store = Store(folder, read_marker(folder), note_opening)
+    store = Store(folder, read_marker(folder), _note_opening)
     look_inside(folder)
     return store
+
+
+def _note_opening(store: Path, lane: str, state: LaneState) -> None:
+    # SQLAlchemy takes a quarter of a second to import, which who only reads need not wait for.
+    from rollbook.store.catalog.catalog import note_opening
+
+    note_opening(store, lane, state)

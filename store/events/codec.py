@@ -148,8 +148,3 @@ def inline_bodies(batch: pa.RecordBatch, body: Body) -> pa.RecordBatch:
         values |= {name: resolve(values[name], body) for name in names if name in values}
         texts[i] = orjson.dumps(values).decode()
     return batch.set_column(batch.schema.get_field_index("extra"), "extra", pa.array(texts, pa.string()))
-
-
-# The first array that pyarrow makes in a process makes it look for pandas, and import it: now, not while
-# somebody waits for an append or a poll.
-pa.array([], pa.int8())

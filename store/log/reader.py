@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from rollbook.store.errors import CorruptionError, CutError, FormatError
 from rollbook.store.events import BodyStored
 from rollbook.store.inside import open_plain
-from rollbook.store.sealed.parquet import segment_rows
-from rollbook.store.sealed.unit import Unit, current_units, unit_folder
+from rollbook.store.sealed.parquet import segment_bodies, segment_rows
+from rollbook.store.sealed.unit import SealedSegment, Unit, current_units, unit_folder
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 from rollbook.store.wal.frame import ALIGN, BadFrameError, first_seq_of
 from rollbook.store.wal.segment import Segment
@@ -125,35 +125,40 @@ class LaneReader:
 
     def _read_unit(self, unit: Unit, end: int) -> Iterator[pa.RecordBatch]:
         for segment in unit.segments:
-            place = segment.first_seq
-            if place + segment.events <= self.next_seq:
+            if segment.first_seq + segment.events <= self.next_seq:
                 continue
-            self._bodies, self._more_bodies, self.held = {}, None, segment.bytes
+            place = max(segment.first_seq, self.next_seq)
             try:
                 # Its rows come into memory with the first batch: its file may go while they are handed out.
-                batches = segment_rows(self._store, unit, segment)
-                first_batch = list(islice(batches, 1))
+                batches = self._open_sealed(unit, segment, place)
             except CorruptionError:
                 if unit in current_units(self._store, self.lane):
                     raise
                 return  # another unit took its place, and its files went: `poll` looks again
-            for batch in chain(first_batch, batches):
+            for batch in batches:
                 seq = batch.column("seq")
                 # Retention and erasure leave gaps in no unit, so the place of a row follows from its number.
                 if (seq[0].as_py(), seq[-1].as_py()) != (place, place + batch.num_rows - 1):
                     raise self._incomplete(unit, place)
                 place += batch.num_rows
                 self._shelve(batch)
-                skip = self.next_seq - (place - batch.num_rows)
-                if skip >= batch.num_rows:
-                    continue
-                taken = min(batch.num_rows - skip, end - self.next_seq)
+                taken = min(batch.num_rows, end - self.next_seq)
                 self.next_seq += taken
-                yield batch.slice(skip, taken)
+                yield batch.slice(0, taken)
                 if self.next_seq >= end:
                     return
             if place != segment.first_seq + segment.events:
                 raise self._incomplete(unit, place)
+
+    def _open_sealed(self, unit: Unit, segment: SealedSegment, start: int) -> Iterator[pa.RecordBatch]:
+        """A sealed segment's batches from an event on; the bodies stored before it are known then."""
+        self._bodies, self._more_bodies, self.held = {}, None, segment.bytes
+        batches = segment_rows(self._store, unit, segment, start)
+        first = list(islice(batches, 1))
+        if start > segment.first_seq:
+            for batch in segment_bodies(self._store, unit, segment, start).to_batches():
+                self._shelve(batch)
+        return chain(first, batches)
 
     def _incomplete(self, unit: Unit, seq: int) -> CorruptionError:
         return CorruptionError(

@@ -33,7 +33,7 @@ COLUMNS = ("seq", "prompt_ids", "completion_ids", "logprobs", "version_spans")
 KEPT_GROUPS = 64
 """Row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
 
-_NONE = pa.schema([LOG_SCHEMA.field(name) for name in COLUMNS]).empty_table()
+_NONE = pa.Table.from_batches([], pa.schema([LOG_SCHEMA.field(name) for name in COLUMNS]))
 
 Places = npt.NDArray[np.int64]
 _Key = tuple[str, str, int]

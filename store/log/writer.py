@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import pyarrow as pa
+
 from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import CorruptionError, WriteFailedError
 from rollbook.store.events import Event, TurnCompleted
@@ -128,6 +130,9 @@ class LaneWriter:
                 raise WriteFailedError(text) from error
             raise
         self._failure = None
+        # The first array that pyarrow makes in a process makes it look for pandas, and import it: now, not
+        # while somebody waits for an append.
+        pa.array([], pa.int8())
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
 

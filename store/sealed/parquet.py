@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollbook.store.errors import CorruptionError, ShortageError, StoreError
+from rollbook.store.events import BodyStored
 from rollbook.store.events.codec import conform
 from rollbook.store.events.event import kinds_where
 from rollbook.store.events.schema import LOG_SCHEMA
@@ -173,17 +174,20 @@ def unit_table(store: Path, unit: Unit, columns: Sequence[str] | None = None) ->
     return table.combine_chunks().take(pa.array(order))
 
 
-def segment_rows(store: Path, unit: Unit, segment: SealedSegment) -> Iterator[pa.RecordBatch]:
-    """The events of one of the unit's segments in the order of the lane, in batches of `LOG_SCHEMA`.
+def segment_rows(store: Path, unit: Unit, segment: SealedSegment, start: int) -> Iterator[pa.RecordBatch]:
+    """The events of one of the unit's segments, from one on, in the order of the lane, as `LOG_SCHEMA`.
 
-    A segment is read by itself, with the bodies that it refers to: a unit may hold more than there is memory
-    for. Row groups without its rows are passed over, one row group at a time is held beside its rows.
+    A segment is read by itself: a unit may hold more than there is memory for. Row groups without these rows
+    are passed over, one row group at a time is held beside them.
+
+    Args:
+        start: sequence number of the first event.
 
     Raises:
         CorruptionError: a file is missing or damaged.
     """
     end = segment.first_seq + segment.events
-    parts = [_rows_between(store, unit, name, segment.first_seq, end) for name in (TURNS, MARKS)]
+    parts = [_rows_between(store, unit, name, start, end) for name in (TURNS, MARKS)]
     table = pa.concat_tables(parts).combine_chunks()
     order = np.argsort(table.column("seq").to_numpy())
     sizes = pc.binary_length(table.column("extra")).to_numpy()[order]
@@ -192,9 +196,19 @@ def segment_rows(store: Path, unit: Unit, segment: SealedSegment) -> Iterator[pa
         yield conform(part.to_batches()[0])
 
 
+def segment_bodies(store: Path, unit: Unit, segment: SealedSegment, end: int) -> pa.Table:
+    """The bodies that one of the unit's segments stores before sequence number `end`, as `LOG_SCHEMA`.
+
+    Raises:
+        CorruptionError: a file is missing or damaged.
+    """
+    rows = _rows_between(store, unit, MARKS, segment.first_seq, end)
+    return rows.filter(pc.equal(rows.column("kind"), BodyStored.KIND))
+
+
 def _rows_between(store: Path, unit: Unit, name: str, first: int, end: int) -> pa.Table:
     """The rows of one of the unit's files with `first <= seq < end`, without the lane."""
-    found = [LOG_SCHEMA.empty_table()]
+    found = [pa.Table.from_batches([], LOG_SCHEMA)]
     if unit.file(name) is None:
         return found[0]
     try:

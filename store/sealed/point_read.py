@@ -30,7 +30,7 @@ KEPT_FOUND = 8
 """Units whose locations it keeps in memory, where they were not derived."""
 _SMALL = [name for name in TABLE_SCHEMA.names if not pa.types.is_list(TABLE_SCHEMA.field(name).type)]
 """Columns that the rows of small kinds use: no tokens."""
-_NO_ROWS = TABLE_SCHEMA.empty_table()
+_NO_ROWS = pa.Table.from_batches([], TABLE_SCHEMA)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ LIVE = "live"
 KEY = "key"
 """The youngest column of the rewards that are derived."""
 
-MOST_BRANCHES = 8
+MOST_BRANCHES = 4
 """More queries in a relation would take longer to plan than they save: each reads a file's footer."""
 LEAST_FILES = 2
 """Of a query. One over a single file has all its row groups looked at while any query is planned, even one

@@ -50,7 +50,7 @@ class Vocabulary:
         return self.texts.take(pa.array(places, mask=~there))
 
 
-_NO_VOCABULARY = Vocabulary(np.empty(0, np.int64), pa.array([], pa.string()))
+_NO_VOCABULARY = Vocabulary(np.empty(0, np.int64), pa.nulls(0, pa.string()))
 
 
 class Vocabularies:

@@ -51,7 +51,7 @@ class Segment:
         if self._schema is None:
             header = read_frame(self._view, 0)
             self._schema = read_schema(header.payload)
-            conform(pa.RecordBatch.from_pylist([], schema=self._schema))  # refuses other columns
+            conform(_no_rows(self._schema))  # refuses other columns
             self.offset = _skip_to(self._view, header.end, start_seq)
         yield from self._batches(self._view, self.offset)
 
@@ -104,6 +104,10 @@ def _rows_batch(frames: list[Frame]) -> tuple[pa.RecordBatch, int, int]:
         return to_batch(rows, frames[0].first_seq), frames[0].first_seq, frames[-1].end
     except (ValueError, TypeError, OverflowError) as error:
         raise BadFrameError(frames[0].offset, f"not the rows of events: {error}") from error
+
+
+def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
 def _skip_to(buffer: memoryview, offset: int, seq: int) -> int:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from rich.text import Text
 
 from rollbook.cli import app as cli
 from rollbook.cli import turn_lines as print_turns
-from rollbook.cli.turn_lines import KINDS, Traffic
+from rollbook.cli.turn_lines import KINDS, Traffic, Words
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.events.event_json import json_bytes
@@ -35,7 +34,11 @@ LINES = """\
 
 
 def _lines(traffic: Traffic, events: list[Event]) -> list[str]:
-    return [line.plain for event in events for line in traffic.lines(event)]
+    return [_plain(line) for event in events for line in traffic.lines(event)]
+
+
+def _plain(line: Words) -> str:
+    return "".join(text for text, _ in line)
 
 
 def _without(event: Event, **changes: Any) -> Event:
@@ -115,15 +118,15 @@ def test_the_width_is_used(story: dict[str, list[Event]]) -> None:
 def test_colours(story: dict[str, list[Event]]) -> None:
     """What fails is red, what is cut short is yellow, and a trajectory's name has one colour."""
     traffic = Traffic()
-    lines = {line.plain[26:39].strip(): line for e in story["serve"] for line in traffic.lines(e)}
+    lines = {_plain(line)[26:39].strip(): line for e in story["serve"] for line in traffic.lines(e)}
 
-    def styles(line: Text) -> dict[str, str]:
-        return {line.plain[s.start : s.end].strip(): str(s.style) for s in line.spans}
+    def styles(line: Words) -> dict[str, str]:
+        return {text.strip(): style for text, style in line}
 
     assert styles(lines["3 history_c"])["failed after 1.0 s: the engine is gone"] == "red"
     assert styles(lines["2 extends 1"])["length"] == "yellow"
     assert styles(lines["1 first"])["stop"] == "green"
-    assert len({styles(line)["alpha"] for line in lines.values() if "alpha" in line.plain}) == 1
+    assert len({styles(line)["alpha"] for line in lines.values() if "alpha" in _plain(line)}) == 1
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, story: dict[str, list[Event]]) -> None:
@@ -137,8 +140,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, story: dict[str, lis
         traffic.lines(_without(asked, trajectory_id=f"t{i}", turn_id=f"u{i}"))
     assert [len(m) for m in (traffic._trajectories, traffic._running, traffic._numbers)] == [10, 10, 10]
     last, first = (traffic.lines(_without(done, trajectory_id=f"t{i}", turn_id=f"u{i}")) for i in (499, 0))
-    assert last[0].plain.startswith("22:13:23 n499               1 first ")
-    assert first[0].plain.startswith("22:13:23 ..t0                             ")
+    assert _plain(last[0]).startswith("22:13:23 n499               1 first ")
+    assert _plain(first[0]).startswith("22:13:23 ..t0                             ")
     assert len(traffic._running) == 9  # one was answered
 
 

@@ -15,7 +15,7 @@ store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and
 @store_app.command("info")
 def store_info(store: StoreOption, json: AsJson = False) -> None:
     """Lanes, segments and checkpoints of a store."""
-    from rollbook.cli.sql import print_info
+    from rollbook.cli.store_info import print_info
 
     print_info(store, json)
 

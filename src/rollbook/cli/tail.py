@@ -13,7 +13,6 @@ from rollbook.cli.runs import check_run
 from rollbook.cli.show.terminal_text import clock, one_line, short_id, visible
 from rollbook.cli.terminal import Console, json_for_terminal
 from rollbook.cli.turn_lines import KINDS, TurnLines
-from rollbook.client.tail import HttpTail
 from rollbook.store.errors import ConfigError, CutError
 from rollbook.store.events import (
     RECORDS,
@@ -82,6 +81,8 @@ def run_tail(
         show, wanted = TurnLines(), KINDS
     try:
         if url is not None:
+            from rollbook.client.tail import HttpTail
+
             with HttpTail(url, start, wanted or {"*"}, run, key=key) as remote:
                 _pump(remote, show, follow)
         else:

@@ -10,12 +10,13 @@ import zlib
 from dataclasses import dataclass, replace
 
 from cachetools import FIFOCache
+from rich.cells import cell_len
 from rich.text import Text
 
 from rollbook.cli.show.messages import beginning
 from rollbook.cli.show.reading import mean_and_lowest
 from rollbook.cli.show.terminal_text import clock, duration, one_line, short_id, visible
-from rollbook.cli.terminal import Console
+from rollbook.cli.terminal import Console, say
 from rollbook.store.events import (
     Event,
     PolicyActivated,
@@ -85,7 +86,7 @@ class Traffic:
         self._numbers: FIFOCache[str, int] = FIFOCache(NUMBERS)
         self._day = ""
 
-    def lines(self, event: Event) -> list[Text]:
+    def lines(self, event: Event) -> list[Words]:
         """What an event adds: nothing, or a line; before it the date (UTC), where that is another one."""
         words = self._words(event)
         if words is None:
@@ -94,12 +95,11 @@ class Traffic:
         trajectory_id = str(getattr(event.record, "trajectory_id", ""))
         colour = COLOURS[zlib.crc32(trajectory_id.encode()) % len(COLOURS)] if trajectory_id else ""
         name = _fitted(self._name(trajectory_id) if trajectory_id else getattr(event.record, "policy", ""))
-        line = Text.assemble((f"{time[:8]:<8} ", "dim"), (f"{name:<{NAME_WIDTH}} ", colour))
-        line.append_text(Text.assemble(*words))
+        line = [(f"{time[:8]:<8} ", "dim"), (f"{name:<{NAME_WIDTH}} ", colour), *words]
         if isinstance(event.record, TurnCompleted):
-            room = WORDS if self._width is None else max(WORDS // 2, self._width - line.cell_len - 2)
-            line.append(f" {beginning(event.record.reply, room)}")
-        date = [Text(f"{day} UTC", "dim")] if day != self._day else []
+            room = WORDS if self._width is None else max(WORDS // 2, self._width - cell_len(_plain(line)) - 2)
+            line.append((f" {beginning(event.record.reply, room)}", ""))
+        date = [[(f"{day} UTC", "dim")]] if day != self._day else []
         self._day = day
         return [*date, line]
 
@@ -200,13 +200,21 @@ def _fitted(name: str) -> str:
     return text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 10]}..{text[-8:]}"
 
 
+def _plain(line: Words) -> str:
+    return "".join([text for text, _ in line])
+
+
 class TurnLines:
-    """Prints traffic; colours only where they are seen."""
+    """Prints traffic; colours only where they are seen. Elsewhere Rich would take most of the time."""
 
     def __init__(self) -> None:
         self._console = Console(soft_wrap=True)
-        self._traffic = Traffic(self._console.width if self._console.is_terminal else None)
+        self._coloured = self._console.is_terminal
+        self._traffic = Traffic(self._console.width if self._coloured else None)
 
     def __call__(self, event: Event) -> None:
         for line in self._traffic.lines(event):
-            self._console.print(line)
+            if self._coloured:
+                self._console.print(Text.assemble(*line))
+            else:
+                say(_plain(line))

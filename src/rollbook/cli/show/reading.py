@@ -178,7 +178,9 @@ def _answer(turn: Turn) -> Answer | None:
 
 def mean_and_lowest(logprobs: Logprobs | None) -> tuple[float | None, float | None]:
     """(mean, lowest) of the logprobs that are numbers; None where there is none."""
-    known = None if logprobs is None else logprobs[~np.isnan(logprobs)]
-    if known is None or not len(known):
+    if logprobs is None or not len(logprobs):
         return None, None
-    return float(known.mean(dtype=np.float64)), float(known.min())
+    lowest = logprobs.min()
+    if lowest != lowest:  # one of them is no number
+        return mean_and_lowest(logprobs[~np.isnan(logprobs)])
+    return float(logprobs.mean(dtype=np.float64)), float(lowest)
