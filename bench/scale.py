@@ -74,7 +74,7 @@ class Plan:
     tail_turns: int = 10_000
     rounds: int = 3
     seconds: float = 300.0
-    samples: int = 500
+    samples: int = 2048
     passes: int = 5
 
     @property

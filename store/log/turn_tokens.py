@@ -6,10 +6,12 @@ What is not sealed is read once, tokens alone, and kept until it is sealed.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +32,8 @@ from rollbook.store.sealed.unit import TURNS, Unit, while_replaced
 
 COLUMNS = ("seq", "prompt_ids", "completion_ids", "logprobs", "version_spans")
 """Place, tokens that the prompt adds, sampled tokens, a logprob for each, and which version sampled which."""
+SPAN = ("version", "start", "end")
+"""Of a span: the policy version, and the first sampled token that it made, and the first that it did not."""
 KEPT_GROUPS = 64
 """Row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
 
@@ -38,6 +42,23 @@ _NONE = pa.Table.from_batches([], pa.schema([LOG_SCHEMA.field(name) for name in 
 Places = npt.NDArray[np.int64]
 _Key = tuple[str, str, int]
 """Lane, unit and row group."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnViews:
+    """Token columns of N turns, an array for each turn: views of the memory that they were read into.
+
+    Attributes:
+        prompts: int32, tokens that the prompt adds to its parent's.
+        completions: int32 [T], sampled tokens.
+        logprobs: float32 [T]; None where the turn has none.
+        spans: the fields `SPAN` of each span.
+    """
+
+    prompts: list[npt.NDArray[np.int32]]
+    completions: list[npt.NDArray[np.int32]]
+    logprobs: list[npt.NDArray[np.float32] | None]
+    spans: list[list[tuple[int, int, int]]]
 
 
 class TurnTokens:
@@ -50,12 +71,12 @@ class TurnTokens:
 
     def __init__(self, store: Path, ends: Mapping[str, int]) -> None:
         self._store, self._ends = store, dict(ends)
-        self._kept: LRUCache[_Key, pa.Table] = LRUCache(KEPT_GROUPS)
+        self._kept: LRUCache[_Key, _Rows] = LRUCache(KEPT_GROUPS)
         self._scratch = _Scratch()
-        self._live: dict[str, tuple[int, pa.Table]] = {}
+        self._live: dict[str, tuple[int, _Rows]] = {}
 
-    def read(self, lanes: Sequence[str], seqs: Places, trajectories: Sequence[str]) -> pa.Table:
-        """The columns `COLUMNS` of N completed turns, in the order asked for.
+    def read(self, lanes: Sequence[str], seqs: Places, trajectories: Sequence[str]) -> TurnViews:
+        """Token columns of N completed turns, in the order asked for.
 
         Args:
             lanes, seqs: place of each turn's `turn.completed` event; trajectories: id of each one's.
@@ -65,124 +86,216 @@ class TurnTokens:
             RemoteError: object storage does not answer.
         """
         names = np.asarray(lanes)
-        parts, order = [], []
+        found: list[_Found] = []
         for lane in dict.fromkeys(lanes):
             mine = np.flatnonzero(names == lane)
             ids = [trajectories[int(i)] for i in mine]
-            part = partial(self._of_lane, lane, seqs[mine], ids)
-            parts.append(while_replaced(self._store, lane, part))
-            order.append(mine)
-        return _reordered(parts, order)
+            parts = while_replaced(self._store, lane, partial(self._of_lane, lane, seqs[mine], ids))
+            found += [_Found(part.rows, part.at, mine[part.wanted]) for part in parts]
+        return _views(len(lanes), found)
 
-    def _of_lane(self, lane: str, seqs: Places, ids: Sequence[str], units: Sequence[Unit]) -> pa.Table:
+    def _of_lane(self, lane: str, seqs: Places, ids: Sequence[str], units: Sequence[Unit]) -> list[_Found]:
         ends = np.array([unit.next_seq for unit in units], np.int64)
         held_by = np.searchsorted(ends, seqs, side="right")
-        parts, order = [], []
+        found: list[_Found] = []
         for number in map(int, np.unique(held_by)):
             mine = np.flatnonzero(held_by == number)
             if number == len(units):
-                found = _at(self._unsealed(lane, int(ends[-1]) if len(ends) else 0), seqs[mine])
+                live = self._unsealed(lane, int(ends[-1]) if len(ends) else 0)
+                parts = _find([live], seqs[mine])
             else:
-                found = self._of_unit(units[number], seqs[mine], {ids[int(i)] for i in mine})
-            if found is None:
+                parts = self._of_unit(units[number], seqs[mine], {ids[int(i)] for i in mine})
+            if parts is None:
                 raise CorruptionError(f"lane {lane!r}: a completed turn is missing among events {seqs[mine]}")
-            parts.append(found)
-            order.append(mine)
-        return _reordered(parts, order)
+            found += [_Found(part.rows, part.at, mine[part.wanted]) for part in parts]
+        return found
 
-    def _of_unit(self, unit: Unit, seqs: Places, ids: Collection[str]) -> pa.Table | None:
+    def _of_unit(self, unit: Unit, seqs: Places, ids: Collection[str]) -> list[_Found] | None:
         for derived in (True, False):  # the derived file may be of something else
             groups = row_groups_of(self._store, unit, ids, derived=derived)
-            if groups:
-                found = _at(pa.concat_tables([self._group(unit, group) for group in groups]), seqs)
-                if found is not None:
-                    return found
+            found = _find([self._group(unit, group) for group in groups], seqs)
+            if found is not None:
+                return found
         return None
 
-    def _group(self, unit: Unit, group: int) -> pa.Table:
-        """A row group's completed turns: from memory, from the scratch file, or from the unit."""
+    def _group(self, unit: Unit, group: int) -> _Rows:
+        """A row group: from memory, from the scratch file, or from the unit."""
         key = (unit.lane, unit.name, group)
         if key in self._kept:
             return self._kept[key]
         held = self._scratch.get(key)
         if held is None:
             try:
-                held = _completed(read_row_group(self._store, unit, group, ["kind", *COLUMNS]))
+                held = _rows(read_row_group(self._store, unit, group, COLUMNS))
             except (pa.ArrowException, OSError) as error:
                 raise damaged(self._store, unit, TURNS, error) from error
             self._scratch.put(key, held)
         self._kept[key] = held
         return held
 
-    def _unsealed(self, lane: str, start: int) -> pa.Table:
+    def _unsealed(self, lane: str, start: int) -> _Rows:
         """The completed turns of the lane that are in no unit, in the order of the lane."""
         known = self._live.get(lane)
         if known is None or known[0] != start:
             reader = LaneReader(self._store, lane, start)
             batches = [_completed(pa.Table.from_batches([b])) for b in reader.poll(self._ends[lane])]
             table = pa.concat_tables(batches) if batches else _NONE
-            known = self._live[lane] = (start, table.combine_chunks())
+            known = self._live[lane] = (start, _rows(table))
         return known[1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The columns of R events as flat arrays; the part of row i lies from `..._at[i]` to `..._at[i + 1]`.
+
+    In the order of their items' sizes, so that one after the other each of them is aligned.
+    """
+
+    seqs: Places
+    prompt_at: Places
+    completion_at: Places
+    logprob_at: Places
+    span_at: Places
+    versions: Places
+    starts: Places
+    ends: Places
+    prompts: npt.NDArray[np.int32]
+    completions: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    has_logprobs: npt.NDArray[np.bool_]
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """All of them, in order."""
+        return [np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Rows `at` among those that were read are the ones at the places `wanted` of the question."""
+
+    rows: _Rows
+    at: Places
+    wanted: Places
+
+
 class _Scratch:
-    """Row groups that were decoded before, uncompressed, in a file without a name that goes with its reader.
+    """Row groups that were decoded before, as plain arrays, in a nameless file that goes with its reader.
 
     A sample is often asked for again, and most of what is in its row group too, in another epoch or another
-    order. Reading it here takes a twentieth of what decoding takes. Where there is no room it keeps no more.
+    order. Mapped from here, only what is asked for is touched. Where there is no room it keeps no more.
     """
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
-        self._at: dict[_Key, tuple[int, int]] = {}
+        self._at: dict[_Key, tuple[int, list[tuple[np.dtype[Any], int]]]] = {}
         self._end, self._room = 0, 0
 
-    def put(self, key: _Key, table: pa.Table) -> None:
-        """Keep a table."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table.combine_chunks())
-        data = sink.getvalue()
+    def put(self, key: _Key, rows: _Rows) -> None:
+        """Keep a row group."""
+        arrays = rows.arrays()
+        size = sum(array.nbytes for array in arrays)
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="rollbook-tokens-", buffering=0)  # noqa: SIM115  # kept
                 self._room = shutil.disk_usage(tempfile.gettempdir()).free // 2
-            if self._end + data.size <= self._room:
-                os.pwrite(self._file.fileno(), data, self._end)
-                self._at[key] = (self._end, data.size)
-                self._end += data.size
+            if self._end + size <= self._room:
+                written = os.pwritev(self._file.fileno(), [array.data for array in arrays], self._end)
+                if written == size:
+                    self._at[key] = (self._end, [(array.dtype, array.size) for array in arrays])
+                    self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         except OSError:
             self._room = 0  # a full disk: what is not kept is decoded again
 
-    def get(self, key: _Key) -> pa.Table | None:
-        """A table that was kept, or None."""
+    def get(self, key: _Key) -> _Rows | None:
+        """A row group that was kept, or None."""
         if self._file is None or key not in self._at:
             return None
-        start, size = self._at[key]
-        data = os.pread(self._file.fileno(), size, start)
-        return pa.ipc.open_stream(pa.py_buffer(data)).read_all() if len(data) == size else None
+        start, parts = self._at[key]
+        size = sum(dtype.itemsize * count for dtype, count in parts)
+        data = mmap.mmap(self._file.fileno(), size, prot=mmap.PROT_READ, offset=start)
+        arrays, at = list[npt.NDArray[Any]](), 0
+        for dtype, count in parts:
+            arrays.append(np.frombuffer(data, dtype, count, at))
+            at += dtype.itemsize * count
+        return _Rows(*arrays)
 
 
 def _completed(rows: pa.Table) -> pa.Table:
     return rows.filter(pc.equal(rows["kind"], TurnCompleted.KIND)).select(list(COLUMNS))
 
 
-def _at(table: pa.Table, seqs: Places) -> pa.Table | None:
-    """The rows with these sequence numbers, in this order; None where one is not there."""
-    held = table["seq"].to_numpy()
+def _rows(table: pa.Table) -> _Rows:
+    spans, span_at, _ = _lists(table["version_spans"])
+    prompts, prompt_at, _ = _lists(table["prompt_ids"])
+    completions, completion_at, _ = _lists(table["completion_ids"])
+    logprobs, logprob_at, has_logprobs = _lists(table["logprobs"])
+    versions, starts, ends = (spans.field(name).fill_null(-1).to_numpy().astype(np.int64) for name in SPAN)
+    return _Rows(
+        seqs=table["seq"].to_numpy(),
+        prompt_at=prompt_at,
+        completion_at=completion_at,
+        logprob_at=logprob_at,
+        span_at=span_at,
+        versions=versions,
+        starts=starts,
+        ends=ends,
+        prompts=prompts.to_numpy(),
+        completions=completions.to_numpy(),
+        logprobs=logprobs.to_numpy(),
+        has_logprobs=has_logprobs,
+    )
+
+
+def _lists(column: pa.ChunkedArray) -> tuple[pa.Array, Places, npt.NDArray[np.bool_]]:
+    """The values of R lists, where each begins and the last ends [R + 1], and which are no nulls [R]."""
+    lists = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which would copy it
+    given = lists.is_valid().to_numpy(zero_copy_only=False)
+    at = lists.offsets.to_numpy().astype(np.int64)
+    if np.diff(at)[~given].any():  # a null may have values behind it
+        lengths = lists.value_lengths().fill_null(0).to_numpy()
+        return lists.flatten(), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), given
+    return lists.values, at, given
+
+
+def _find(parts: Sequence[_Rows], seqs: Places) -> list[_Found] | None:
+    """Where the rows with these sequence numbers are; None where one is not there."""
+    if not parts:
+        return None
+    held = np.concatenate([rows.seqs for rows in parts])
     if not len(held):
         return None
     by_seq = np.argsort(held, kind="stable")
-    found = np.minimum(np.searchsorted(held, seqs, sorter=by_seq), len(held) - 1)
-    rows = by_seq[found]
-    return table.take(pa.array(rows)) if (held[rows] == seqs).all() else None
+    at = by_seq[np.minimum(np.searchsorted(held, seqs, sorter=by_seq), len(held) - 1)]
+    if (held[at] != seqs).any():
+        return None
+    begins = np.concatenate([[0], np.cumsum([len(rows.seqs) for rows in parts])])
+    number = np.searchsorted(begins, at, side="right") - 1
+    found = []
+    for part in np.unique(number).tolist():
+        wanted = np.flatnonzero(number == part)
+        found.append(_Found(parts[part], at[wanted] - begins[part], wanted))
+    return found
 
 
-def _reordered(parts: Sequence[pa.Table], order: Sequence[npt.NDArray[Any]]) -> pa.Table:
-    """The rows of the parts, of which `order` says where each is to stand."""
-    if len(parts) == 1:
-        return parts[0]
-    places = np.concatenate(order)
-    inverse = np.empty(len(places), np.int64)
-    inverse[places] = np.arange(len(places))
-    return pa.concat_tables(parts).take(pa.array(inverse))
+def _views(count: int, found: Sequence[_Found]) -> TurnViews:
+    """Each row's part of each column, at the place where it is wanted."""
+    nothing: list[Any] = [None] * count
+    prompts, completions, logprobs, spans = nothing[:], nothing[:], nothing[:], nothing[:]
+    for one in found:
+        rows, at, wanted = one.rows, one.at, one.wanted.tolist()
+        for views, flat, bounds in (
+            (prompts, rows.prompts, rows.prompt_at),
+            (completions, rows.completions, rows.completion_at),
+            (logprobs, rows.logprobs, rows.logprob_at),
+        ):
+            for place, begin, end in zip(wanted, bounds[at].tolist(), bounds[at + 1].tolist(), strict=True):
+                views[place] = flat[begin:end]
+        for i in np.flatnonzero(~rows.has_logprobs[at]).tolist():
+            logprobs[wanted[i]] = None
+        begins, ends = rows.span_at[at].tolist(), rows.span_at[at + 1].tolist()
+        first, last = min(begins), max(ends)
+        columns = (column[first:last].tolist() for column in (rows.versions, rows.starts, rows.ends))
+        told = list(zip(*columns, strict=True))
+        for place, begin, end in zip(wanted, begins, ends, strict=True):
+            spans[place] = told[begin - first : end - first]
+    return TurnViews(prompts, completions, logprobs, spans)

@@ -59,22 +59,29 @@ _TRUE = (
 )
 """Whether JSON as text is something; each comparison by itself, since a list of them would be a join."""
 
+_FIELDS = (
+    "prompt_length",
+    "finish_reason",
+    "prompt_sha256",
+    "logprob_semantics.altered",
+    "logprob_semantics.temperature",
+)
+"""What the list `done` has of a completed turn's fields that have no column, as text."""
+
 _TRAINED = {
     "delta_length": "coalesce(len(prompt_ids), 0)",
     "known_tokens": """CAST(coalesce(list_sum(list_transform(
         version_spans, lambda s: s."end" - s.start)), 0) AS BIGINT)""",
     "exact_logprobs": """logprobs IS NOT NULL
         AND NOT coalesce(list_bool_or(list_transform(logprobs, lambda p: isnan(p))), false)""",
-    "altered": _TRUE.format("json_extract_string(extra, '$.logprob_semantics.altered')"),
     "erased": """contains(extra, '"tokens_erased"')""",
-    "temperature": """coalesce(nullif(CAST(
-        json_extract_string(extra, '$.logprob_semantics.temperature') AS DOUBLE), 0), 1)""",
+    "temperature": "coalesce(nullif(CAST(done[5] AS DOUBLE), 0), 1)",
     "lowest_token": "CAST(least(list_min(prompt_ids), list_min(completion_ids)) AS BIGINT)",
     "highest_token": "CAST(greatest(list_max(prompt_ids), list_max(completion_ids)) AS BIGINT)",
 }
 """What decides how a completed turn is trained: tokens that its prompt adds, sampled tokens whose version is
-known, whether each has a logprob, whether those are of altered logits, whether tokens were erased, the
-temperature (greedy turns have the distribution of 1), and the lowest and the highest id among its tokens."""
+known, whether each has a logprob, whether tokens were erased, the temperature (greedy turns have the
+distribution of 1), and the lowest and the highest id among its tokens."""
 
 _USAGE = (
     "prompt_tokens",
@@ -112,7 +119,7 @@ def turn_parts(events: str) -> str:
     asked = "CASE WHEN kind = 'turn.requested' THEN {} END"
     done = "CASE WHEN kind = 'turn.completed' THEN {} END"
     fields_asked = "json_extract_string(extra, ['$.parent_turn_id', '$.root_reason', '$.requested_model'])"
-    fields_done = "json_extract_string(extra, ['$.prompt_length', '$.finish_reason', '$.prompt_sha256'])"
+    fields_done = f"json_extract_string(extra, {[f'$.{field}' for field in _FIELDS]})"
     usage = f"json_extract_string(extra, {[f'$.upstream.usage.{name}' for name in _USAGE]})"
     return f"""
     SELECT trajectory_id, turn_id, any_value(run) AS run,
@@ -132,6 +139,7 @@ def turn_parts(events: str) -> str:
            any_value({done.format("lane")}) AS completed_lane,
            any_value({done.format("seq")}) AS completed_seq,
            {", ".join(f"any_value({name}) AS {name}" for name in _TRAINED)},
+           any_value({done.format(_TRUE.format("done[4]"))}) AS altered,
            any_value(unhex(done[3])) AS prompt_sha256, {_reported()},
            any_value(error) AS error, max(delivered) AS delivered,
            bool_and(one_version) AS one_version,

@@ -50,6 +50,10 @@ LEAST_FILES = 2
 """Of a query. One over a single file has all its row groups looked at while any query is planned, even one
 that in the end does not read it."""
 
+_MERGED = "* REPLACE (false AS whole)"
+"""What is computed is always merged with what else there is: else it would be computed twice, for the rows
+that are whole and for those that are not."""
+
 _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
 
 
@@ -110,9 +114,9 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
 
     computed = of.live or of.parts or rest or not derived
 
-    def known(name: str, query: str) -> str:
+    def known(name: str, query: str, columns: str = "*") -> str:
         files = [str(derived_folder(of.store, unit) / name) for unit in derived]
-        queries = [f"SELECT * FROM ({query})"] if computed else []
+        queries = [f"SELECT {columns} FROM ({query})"] if computed else []
         queries += [f"SELECT * FROM {_read(files)}"] if files else []
         return " UNION ALL BY NAME ".join(queries)
 
@@ -122,9 +126,9 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         ("internal.rest_turns", _events(of, rest, TURNS, fat)),
         ("internal.rest_marks", _events(of, rest, MARKS, small)),
         ("internal.rest", "SELECT * FROM internal.rest_turns UNION ALL SELECT * FROM internal.rest_marks"),
-        ("internal.turn_parts", known(SCALARS, turn_parts("internal.rest"))),
+        ("internal.turn_parts", known(SCALARS, turn_parts("internal.rest"), _MERGED)),
         ("internal.turn_scalars", turn_scalars("internal.turn_parts")),
-        ("internal.trajectory_parts", known(TRAJECTORIES, trajectory_parts("internal.rest"))),
+        ("internal.trajectory_parts", known(TRAJECTORIES, trajectory_parts("internal.rest"), _MERGED)),
         ("internal.trajectory_scalars", trajectory_scalars("internal.trajectory_parts")),
         ("internal.rewards", _all_rewards(of, derived, computed=bool(computed))),
         ("internal.several_turns", _events(of, several, TURNS, fat)),

@@ -94,9 +94,11 @@ def _collate(samples: Sequence[Sample], advantages_B: Floats) -> MicroBatch:
         length = len(sample)
         micro.tokens[row, :length] = sample.tokens
         micro.loss_mask[row, :length] = sample.loss_mask
-        micro.old_logprobs[row, :length] = np.nan_to_num(sample.logprobs, nan=0.0)
+        micro.old_logprobs[row, :length] = sample.logprobs
         micro.temperatures[row, :length] = sample.temperatures
         micro.advantages[row, :length] = advantages_B[row]
         micro.versions[row, :length] = sample.versions
+    if not np.isfinite(micro.old_logprobs).all():
+        np.nan_to_num(micro.old_logprobs, copy=False, nan=0.0)
     micro.loss_mask[:, 0] = False  # nothing precedes the first token
     return micro

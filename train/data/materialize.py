@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +19,11 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, TrainError
 from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
-from rollbook.store.log.turn_tokens import TurnTokens
-from rollbook.train.data.references import Bools, Ints, References
+from rollbook.store.log.turn_tokens import TurnTokens, TurnViews
+from rollbook.train.data.references import Bools, Ints, References, SampleRef
 from rollbook.train.data.samples import Sample
 
-_SPAN = ("version", "start", "end")
+_T = TypeVar("_T", bound=np.generic)
 
 
 class Materializer:
@@ -48,20 +50,24 @@ class Materializer:
         found, back = np.unique(rows, return_inverse=True)
         chosen = turns.take(pa.array(found))
         ids = of.trajectories["trajectory_id"].take(chosen["place"])
-        table = self._tokens.read(
+        turn = self._tokens.read(
             chosen["completed_lane"].to_pylist(), chosen["completed_seq"].to_numpy(), ids.to_pylist()
         )
-        turn = table.take(pa.array(back)).combine_chunks()
         temperature = chosen["temperature"].to_numpy()[back].astype(np.float32)
-        arrays = _assemble(turn, of.sampled[entries], of.trained[entries], temperature)
+        arrays = _assemble(turn, back.tolist(), of.sampled[entries], of.trained[entries], temperature)
         ends = np.cumsum(np.add.reduceat(arrays.turn_lengths, np.cumsum(counts) - counts))
-        self._check(numbers, arrays.tokens, ends)
-        return [
-            self._sample(int(number), arrays, slice(int(end - length), int(end)))
-            for number, length, end in zip(numbers, np.diff(ends, prepend=0), ends, strict=True)
-        ]
+        self._check(numbers, arrays, ends)
+        turn_ids = turns["turn_id"].take(pa.array(rows)).to_pylist()
+        last, path_ends = 0, np.cumsum(counts).tolist()
+        made = []
+        for ref, start, end, path_end in zip(
+            of.refs(numbers), [0, *ends[:-1].tolist()], ends.tolist(), path_ends, strict=True
+        ):
+            made.append(self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end])))
+            last = path_end
+        return made
 
-    def _check(self, numbers: Ints, tokens: npt.NDArray[np.int32], ends: Ints) -> None:
+    def _check(self, numbers: Ints, arrays: _Arrays, ends: Ints) -> None:
         """See that each sample's prompt is the ids that were sent, by length and sha256."""
         of = self._references
         leaves = of.turns.take(pa.array(of.leaf[numbers]))
@@ -69,24 +75,21 @@ class Materializer:
         digests = leaves["prompt_sha256"].to_pylist()
         starts = np.concatenate([[0], ends[:-1]])
         for i, (start, end, length) in enumerate(zip(starts, ends, of.length[numbers], strict=True)):
-            prompt = tokens[start : start + lengths[i]]
+            prompt = arrays.tokens[start : start + lengths[i]]
             same = end - start == length
-            if same and digests[i] and not (prompt == ERASED_TOKEN).any():
+            if same and digests[i] and not (arrays.some_erased and (prompt == ERASED_TOKEN).any()):
                 same = hashlib.sha256(np.ascontiguousarray(prompt, "<i4").data).digest() == digests[i]
             if not same:
                 turn_id = leaves["turn_id"][i].as_py()
                 raise CorruptionError(f"turn {turn_id}: its prompt does not fold to the ids sent")
 
-    def _sample(self, number: int, arrays: _Arrays, at: slice) -> Sample:
-        of = self._references
-        ref = of.ref(number)
-        if not ref.erased and (arrays.tokens[at] == ERASED_TOKEN).any():
+    def _sample(self, ref: SampleRef, arrays: _Arrays, at: slice, turn_ids: tuple[str, ...]) -> Sample:
+        if arrays.some_erased and not ref.erased and (arrays.tokens[at] == ERASED_TOKEN).any():
             raise TrainError(
                 f"trajectory {ref.name!r} was erased while it was trained on: start again, and the training "
                 "goes on without it"
             )
-        path = of.path[of.starts[number] : of.starts[number + 1]]
-        turn_ids = tuple(of.turns["turn_id"].take(pa.array(path)).to_pylist())
+        of = self._references
         return Sample(
             run=self._run,
             trajectory_id=ref.trajectory_id,
@@ -106,77 +109,72 @@ class Materializer:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Arrays:
-    """The tokens of many turns, one after the other: the prompt's own part of each, then what it sampled."""
+    """The tokens of many turns, one after the other: the prompt's own part of each, then what it sampled.
 
-    __slots__ = ("logprobs", "loss_mask", "temperatures", "tokens", "turn_lengths", "versions")
+    Attributes:
+        turn_lengths: of each turn; the other arrays have a value for each token.
+        some_erased: whether there is an erased token among them.
+    """
 
+    turn_lengths: Ints
     tokens: npt.NDArray[np.int32]
     loss_mask: Bools
     logprobs: npt.NDArray[np.float32]
     versions: Ints
     temperatures: npt.NDArray[np.float32]
-    turn_lengths: Ints
+    some_erased: bool
 
 
 def _assemble(
-    turn: pa.Table, sampled: Bools, trained: Bools, temperature: npt.NDArray[np.float32]
+    turns: TurnViews,
+    rows: Sequence[int],
+    sampled: Bools,
+    trained: Bools,
+    temperature: npt.NDArray[np.float32],
 ) -> _Arrays:
-    prompt, prompts = _flat(turn["prompt_ids"])
-    completion, completions = _flat(turn["completion_ids"])
-    lengths = np.stack([prompts, completions], axis=1).ravel()
-    total = int(lengths.sum())
-    is_sampled = np.repeat(np.tile([False, True], len(turn)), lengths)
-    made = _Arrays()
-    made.turn_lengths = prompts + completions
-    made.tokens = np.empty(total, np.int32)
-    made.tokens[is_sampled], made.tokens[~is_sampled] = completion, prompt
-    mask = np.repeat(trained, completions)
-    made.loss_mask = np.zeros(total, np.bool_)
-    made.loss_mask[is_sampled] = mask
-    made.logprobs = np.zeros(total, np.float32)
-    made.logprobs[is_sampled] = np.where(mask, _logprobs(turn["logprobs"], completions), np.float32(0))
-    made.versions = np.full(total, NO_VERSION, np.int64)
-    made.versions[is_sampled] = _versions(turn["version_spans"], completions, sampled)
-    made.temperatures = np.ones(total, np.float32)
-    made.temperatures[is_sampled] = np.repeat(np.where(sampled, temperature, np.float32(1)), completions)
-    return made
-
-
-def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], Ints]:
-    """The values of all lists, and the length of each; a null is an empty list."""
-    lists = column.combine_chunks()
-    lengths = lists.value_lengths().fill_null(0).to_numpy().astype(np.int64)
-    return lists.flatten().to_numpy(), lengths
-
-
-def _logprobs(column: pa.ChunkedArray, completions: Ints) -> npt.NDArray[np.float32]:
-    """A logprob for each sampled token, NaN for those of turns without."""
-    lists = column.combine_chunks()
-    given = lists.is_valid().to_numpy(zero_copy_only=False)
-    values = lists.flatten().to_numpy()
-    if given.all():
-        return values
-    whole = np.full(int(completions.sum()), np.nan, np.float32)
-    whole[np.repeat(given, completions)] = values
-    return whole
-
-
-def _versions(column: pa.ChunkedArray, completions: Ints, sampled: Bools) -> Ints:
-    """The version of each sampled token, by the spans of its turn; `NO_VERSION` where none says."""
-    lists = column.combine_chunks()
-    counts = lists.value_lengths().fill_null(0).to_numpy().astype(np.int64)
-    spans = lists.flatten()
-    versions = np.full(int(completions.sum()), NO_VERSION, np.int64)
-    if not len(spans):
-        return versions
-    version, start, end = (
-        spans.field(name).to_numpy().astype(np.int64) for name in ("version", "start", "end")
+    """The arrays of the turns in these rows; the other arguments have a value for each row."""
+    prompts, completions = ([views[i] for i in rows] for views in (turns.prompts, turns.completions))
+    sizes = np.array([len(ids) for ids in prompts], np.int64)
+    sampled_sizes = np.array([len(ids) for ids in completions], np.int64)
+    lengths = _in_turn(sizes, sampled_sizes)
+    turn_lengths = sizes + sampled_sizes
+    starts = np.cumsum(turn_lengths) - sampled_sizes
+    tokens = np.concatenate([ids for both in zip(prompts, completions, strict=True) for ids in both])
+    logprobs = np.zeros(len(tokens), np.float32)
+    for i, start in zip(np.flatnonzero(trained).tolist(), starts[trained].tolist(), strict=True):
+        values = turns.logprobs[rows[i]]
+        logprobs[start : start + sampled_sizes[i]] = np.nan if values is None else values
+    hot = np.where(sampled, temperature, np.float32(1))
+    return _Arrays(
+        turn_lengths=turn_lengths,
+        tokens=tokens,
+        loss_mask=np.repeat(_in_turn(np.zeros_like(trained), trained), lengths),
+        logprobs=logprobs,
+        versions=_versions([turns.spans[i] for i in rows], starts, sampled, len(tokens)),
+        temperatures=np.repeat(_in_turn(np.ones_like(hot), hot), lengths),
+        some_erased=bool((tokens == ERASED_TOKEN).any()),
     )
-    before = np.repeat(np.cumsum(completions) - completions, counts)
-    kept = np.repeat(sampled, counts) & (end > start)
-    version, start, size = version[kept], (before + start)[kept], (end - start)[kept]
-    versions[_ranges(start, size)] = np.repeat(version, size)
+
+
+def _in_turn(first: npt.NDArray[_T], second: npt.NDArray[_T]) -> npt.NDArray[_T]:
+    """Values of two arrays in turn: [2 N]."""
+    return np.stack([first, second], axis=1).ravel()
+
+
+def _versions(
+    spans: Sequence[Sequence[tuple[int, int, int]]], starts: Ints, sampled: Bools, total: int
+) -> Ints:
+    """The version of each token [total], by the spans of its turn; `NO_VERSION` where none says.
+
+    Args:
+        starts: where each turn's sampled tokens begin.
+    """
+    versions = np.full(total, NO_VERSION, np.int64)
+    for i, start in zip(np.flatnonzero(sampled).tolist(), starts[sampled].tolist(), strict=True):
+        for version, first, end in spans[i]:
+            versions[start + first : start + end] = version
     return versions
 
 

@@ -6,7 +6,7 @@ Tokens are read when a sample is used: `train.data.materialize`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,27 +146,34 @@ class References:
             highest=self.highest[at],
         )
 
+    def refs(self, samples: Sequence[int] | Ints) -> list[SampleRef]:
+        """Samples by name, by their numbers."""
+        at = np.asarray(samples, np.int64)
+        named = self.trajectories.select(_NAMED).take(pa.array(self.trajectory[at])).to_pylist()
+        leaves = self.turns["turn_id"].take(pa.array(self.leaf[at])).to_pylist()
+        return [
+            SampleRef(
+                leaf_turn_id=leaf,
+                trained=int(self.trained_tokens[sample]),
+                unknown=int(self.unknown[sample]),
+                exact=bool(self.exact[sample]),
+                oldest_version=None if self.oldest[sample] == NOWHERE else int(self.oldest[sample]),
+                erased=bool(self.erased[sample]),
+                length=int(self.length[sample]),
+                lowest_token=int(self.lowest[sample]),
+                highest_token=int(self.highest[sample]),
+                learnable=int(self.learnable[sample]),
+                **names,
+            )
+            for sample, leaf, names in zip(at.tolist(), leaves, named, strict=True)
+        ]
+
     def ref(self, sample: int) -> SampleRef:
         """One sample by name."""
-        place = int(self.trajectory[sample])
-        row = {name: self.trajectories[name][place].as_py() for name in _NAMED}
-        oldest = int(self.oldest[sample])
-        return SampleRef(
-            leaf_turn_id=self.turns["turn_id"][int(self.leaf[sample])].as_py(),
-            trained=int(self.trained_tokens[sample]),
-            unknown=int(self.unknown[sample]),
-            exact=bool(self.exact[sample]),
-            oldest_version=None if oldest == NOWHERE else oldest,
-            erased=bool(self.erased[sample]),
-            length=int(self.length[sample]),
-            lowest_token=int(self.lowest[sample]),
-            highest_token=int(self.highest[sample]),
-            learnable=int(self.learnable[sample]),
-            **row,
-        )
+        return self.refs([sample])[0]
 
 
-_NAMED = ("trajectory_id", "name", "group", "split", "reward")
+_NAMED = ["trajectory_id", "name", "group", "split", "reward"]
 
 
 def find_references(
