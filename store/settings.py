@@ -44,7 +44,7 @@ class SealSettings(_Section):
     compression_level: int = Field(default=1, ge=1, le=22)
     """zstd level."""
     keep_wal_bytes: int = Field(default=1024 * MIB, ge=0)
-    """Newest bytes of sealed segments of a lane kept as memory-mapped Arrow for the trainer's stream."""
+    """Newest bytes of a lane's segments that stay after they are sealed: tails read them without decoding."""
     compact_bytes: int = Field(default=512 * MIB, ge=0)
     """Neighbouring sealed units are merged until one holds about this many bytes of log; 0 merges nothing.
     Merging takes memory for three times as much."""
