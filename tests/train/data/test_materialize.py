@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,8 @@ from rollbook.store import Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CorruptionError
 from rollbook.store.fold.trajectory import fold
+from rollbook.store.log import turn_tokens
+from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.train.data.materialize import Materializer
@@ -23,6 +29,7 @@ from rollbook.train.data.samples import Sample, all_samples
 
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
 SPLITS = ("train", "teacher")
+Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(params=["live", "sealed", "both"])
@@ -76,6 +83,37 @@ def test_samples_from_columns_are_those_of_the_fold(recorded_forests: Store) -> 
         _same(sample, folded[sample.leaf_turn_id])
     in_order = sorted(folded.values(), key=lambda s: s.name)
     assert [s.leaf_turn_id for s in samples] == [s.leaf_turn_id for s in in_order]
+
+
+@pytest.mark.parametrize("disk", ["roomy", "full", "short of room"])
+def test_tokens_are_read_again_from_scratch(
+    recorded_forests: Store, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    """Another pass over row groups that memory had no room for gives the same, whatever the disk holds."""
+    kept = list[int]()
+
+    def write(_: int, parts: list[memoryview], at: int) -> int:
+        kept.append(at)
+        if disk == "short of room" and len(kept) > 1:
+            raise OSError(errno.ENOSPC, "no space")
+        return pwritev(_, parts, at)
+
+    pwritev = os.pwritev
+    monkeypatch.setattr(turn_tokens, "KEPT_GROUPS", 1)
+    monkeypatch.setattr(os, "pwritev", write)
+    if disk == "full":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1, 1, 0))
+    head = recorded_forests.head()
+    references = find_references(recorded_forests, head, "demo", SPLITS, "agent")
+    made = Materializer(recorded_forests, head, references, "demo")
+    folded = _folded(recorded_forests)
+    for _ in range(2):
+        for number in range(len(references)):
+            [sample] = made.samples([number])
+            _same(sample, folded[sample.leaf_turn_id])
+    sealed = any(current_units(recorded_forests.path, lane) for lane in ("a", "b"))
+    assert len(set(kept)) == len(kept)
+    assert (len(kept) > 0) == (sealed and disk != "full")
 
 
 def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
