@@ -36,7 +36,7 @@ TOOLS: list[Any] = [
 
 
 def calculator(arguments: str) -> str:
-    """Run the tool; whatever is wrong with the call is told to the model."""
+    """Run the tool; whatever is wrong with the call is the result that the model gets."""
     try:
         call = json.loads(arguments)
         a, b = int(call["a"]), int(call["b"])

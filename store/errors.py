@@ -88,7 +88,7 @@ class RemoteError(StoreError):
 
 
 class UpkeepError(StoreError, ValueError):
-    """What retention or erasure was told to keep, retire or erase cannot be read, or is not in the store."""
+    """What retention or erasure is to keep, retire or erase cannot be read, or is not in the store."""
 
 
 class QueryError(RollbookError, ValueError):

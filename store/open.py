@@ -1,4 +1,4 @@
-"""Opens a store: its log, and its catalog, which is told of the lanes that are written."""
+"""Opens a store: its log, and its catalog, which notes the lanes that are written."""
 
 from __future__ import annotations
 

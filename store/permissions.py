@@ -55,7 +55,7 @@ def _read(folder: Path, _mtime_ns: int, _inode: int) -> Modes:
     try:
         return MODES[read_settings(folder).files.share]
     except ConfigError:
-        return MODES["nobody"]  # whoever opens the store is told; until then nobody else gets anything
+        return MODES["nobody"]  # opening the store raises it; until then only the owner may read
 
 
 def open_file(path: str | Path, flags: int) -> int:

@@ -204,12 +204,12 @@ class Fleet:
         for member in self.members:
             if member.usable and not member.has_its_weights:
                 self._waits_for_sync(member)
-        self._tell()
+        self._notify()
 
     def on_sync(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
         """Take what the log says of a sync."""
         self._take(record, earlier=False)
-        self._tell()
+        self._notify()
 
     def _take(self, record: SyncStarted | SyncFinished | SyncFailed, *, earlier: bool) -> None:
         """Take what the log says of a sync.
@@ -260,7 +260,7 @@ class Fleet:
                 self._waits_for_sync(member)
         finally:
             member.looking = False
-            self._tell()
+            self._notify()
 
     def _away(self, member: Member, why: str) -> None:
         """Mark an engine that cannot be reached or used."""
@@ -302,7 +302,7 @@ class Fleet:
                     # Its trainer is gone: tokens are recorded with the version that the engine really has.
                     member.kept, member.version = False, None
                 member.comes_back()
-                self._tell()
+                self._notify()
                 return
             if member.out is not None:
                 self._waits_for_sync(member)
@@ -323,7 +323,7 @@ class Fleet:
         member.connected = True
         return True
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Wake all requests that wait for an engine."""
 
         async def wake() -> None:

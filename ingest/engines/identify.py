@@ -157,10 +157,10 @@ class Identity:
             "dtype": str(info.get("dtype", "auto")),
             "ranks": [asdict(rank) for rank in ranks],
         }
-        told = await compare_elsewhere(asked)
-        found = told["found"]
+        answer = await compare_elsewhere(asked)
+        found = answer["found"]
         if found is None:
-            reasons = "; ".join(f"{path}: {why}" for path, why in told["reasons"].items())
+            reasons = "; ".join(f"{path}: {why}" for path, why in answer["reasons"].items())
             raise EngineError(f"{server.url} holds no version that is known here ({reasons}); {REMEDY}")
         return Verified(found["version"], found["digest"], found["path"])
 
@@ -198,5 +198,5 @@ async def compare_elsewhere(asked: Json) -> Json:
         remedy = "install torch and safetensors with pip install 'rollbook[engine]', or " if lacking else ""
         text = f"the weights of {asked['url']} could not be compared: {last}: {remedy}let the trainer sync it"
         raise EngineError(text)
-    told: Json = orjson.loads(output)
-    return told
+    answer: Json = orjson.loads(output)
+    return answer

@@ -85,7 +85,7 @@ class Connections:
 
     Args:
         most: how many there may be.
-        refused: told the code of each refusal.
+        refused: called with the code of each refusal.
     """
 
     def __init__(self, most: int, refused: Callable[[str], None] = lambda code: None) -> None:
@@ -378,9 +378,9 @@ def _unsent(transport: Any) -> int:
     """Bytes that the client has not taken: of the transport, and of the system, which holds megabytes."""
     size: int = transport.get_write_buffer_size()
     try:
-        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-        return size + int.from_bytes(told, sys.byteorder)
-    except OSError:  # a system that does not tell
+        unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return size + int.from_bytes(unsent, sys.byteorder)
+    except OSError:  # a system without this call
         return size
 
 

@@ -36,7 +36,7 @@ class Feed(Protocol):
         """Whether nothing more will come."""
 
     def next(self) -> bytes | None:
-        """The next message; empty where none was found in `SEARCH_S`; None at the head, once it was told."""
+        """The next message; empty where none came in `SEARCH_S`; None at a head that was announced."""
 
     @property
     def held(self) -> int:
@@ -58,7 +58,7 @@ class SseFeed:
         self._events: Iterator[Event] = iter(())
         self._batch = 0
         self._cut = tail.cut()
-        self._told: dict[str, int] | None = None
+        self._announced: dict[str, int] | None = None
         self._round_ended = False
         self._reading = Lock()
 
@@ -81,7 +81,7 @@ class SseFeed:
             self._tail.rest(self._cut)
 
     def next(self) -> bytes | None:
-        """The next message; empty where none was found in `SEARCH_S`; None at the head, once it was told."""
+        """The next message; empty where none came in `SEARCH_S`; None at a head that was announced."""
         with self._reading:
             return self._head() if self._round_ended else self._next()
 
@@ -114,9 +114,9 @@ class SseFeed:
     def _head(self) -> bytes | None:
         self._round_ended = False
         self._cut = self._tail.cut()
-        if self._cut == self._told:
+        if self._cut == self._announced:
             return None
-        self._told = dict(self._cut)
+        self._announced = dict(self._cut)
         return b'event: head\nid: %s\ndata: {"cut":"%s"}\n\n' % (self._id(), self._id())
 
     def _id(self) -> bytes:

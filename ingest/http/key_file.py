@@ -19,7 +19,7 @@ MADE = "rollbook-"
 
 
 def add_key(file: Path, name: str, role: str, expires: datetime | None) -> str:
-    """Make a key and add its hash to a file, which is made where there is none; the key, told this once.
+    """Make a key and add its hash to a file, made where there is none; the key, shown this once.
 
     Raises:
         ConfigError: the name is taken or none, the role is none, or the file cannot be used; it is as before.

@@ -1,8 +1,8 @@
 """Keeps web pages out: requests that a browser may send for a foreign page never reach a route.
 
 A page on any site can have its visitor's browser send requests to this host, loopback included, and by a name
-whose address it changes (DNS rebinding) even read the replies. Browsers tell on it: by the `Host` they meant,
-by the `Origin` of the page, by `Sec-Fetch-Site`. Clients that are no browsers send neither of the last two.
+whose address it changes (DNS rebinding) even read the replies. Browsers send what gives such a page away: the
+`Host` they meant, the `Origin` of the page, `Sec-Fetch-Site`. Other clients send neither of the last two.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _RESTORED = f"""
 class RunReader:
     """Which trajectories of a run are open, which are outstanding, and what trainings and syncs there were.
 
-    What the units' scalars tell is not read from events, so that a start takes as long as what is open, and
+    What the units' scalars hold is not read from events, so that a start takes as long as what is open, and
     not as long as the log.
 
     Attributes:

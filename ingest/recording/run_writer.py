@@ -68,7 +68,7 @@ class RunWriter:
         else:
             await all_durable(pending)
             await asyncio.wrap_future(self._append(events))
-        self._tell()
+        self._notify()
         return events
 
     def append(self, *records: Record) -> Future[int]:
@@ -115,7 +115,7 @@ class RunWriter:
             self._last = appends[-1][1]
             self.writer.append_each(appends)
             self._untold += [(future, events) for events, future in appends]
-        self._tell()
+        self._notify()
 
     def _put_down(self, events: int, about: frozenset[str], future: Future[int]) -> None:
         """Callback of an append, in any thread: pass its outcome to the loop."""
@@ -126,7 +126,7 @@ class RunWriter:
     def _doubt(self, trajectories: frozenset[str]) -> None:
         """Callback of a failed append, in any thread: mark the trajectories that it was about."""
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Run the callbacks of finished appends; a lane finishes them in order."""
         while self._untold and self._untold[0][0].done():
             future, events = self._untold.popleft()
@@ -144,7 +144,7 @@ class RunWriter:
 
     def _tell_later(self) -> None:
         self._telling = None
-        self._tell()
+        self._notify()
 
     def _opened(self, trajectory_id: str, *, durable: bool) -> None:
         """Callback of an opening: whether it is in the log."""

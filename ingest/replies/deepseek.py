@@ -1,4 +1,4 @@
-"""DeepSeek: three generations of calls, each told by what it begins with.
+"""DeepSeek: three generations of calls, each recognised by what it begins with.
 
 V3 and R1 name a type, then the function, and fence the arguments; V3.1 names the function at once:
 

@@ -49,7 +49,7 @@ Reader = Callable[[str, int, Sequence[Json]], Several | None]
 
 @dataclass(frozen=True, slots=True)
 class MarkedFamily:
-    """A family told by its markers and its reader."""
+    """A family that its markers and its reader define."""
 
     name: str
     starts: tuple[str, ...] = ()

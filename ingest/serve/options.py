@@ -44,7 +44,7 @@ class ServeOptions:
         engine_urls: one for an upstream, one or several for SGLang.
         engine_admin_key: of SGLang's control routes, where they have one of their own.
         images: the engine's model takes them.
-        routed_experts: have the engine tell, and keep, which experts each token went to.
+        routed_experts: have the engine return, and record, which experts each token went to.
         hold_s: how long a request waits while weights are being replaced.
         forwarded_from: addresses and networks of proxies before this one, whose word for who asks counts.
         pass_paths: for an upstream with a key: more methods and paths that pass.

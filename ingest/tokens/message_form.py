@@ -145,7 +145,7 @@ def _with_text(content: str | list[Json], text: str) -> str | list[Json]:
 
 
 def _thought(where: str, message: Json) -> str:
-    """What the model thought, under whichever names it is told."""
+    """What the model thought, under whichever name the client sends it."""
     given = {name: message[name] for name in REASONING if message.get(name)}
     for name, thought in given.items():
         if not isinstance(thought, str):

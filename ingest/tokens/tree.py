@@ -98,8 +98,8 @@ class Plan:
     ) -> TreeTurn:
         """The turn that this plan became."""
         parts = (self.delta_ids, completion)
-        told = (self.messages, self.hashes, reply, self.parent, parts)
-        return grown(turn_id, context_key, *told, cut=cut)
+        state = (self.messages, self.hashes, reply, self.parent, parts)
+        return grown(turn_id, context_key, *state, cut=cut)
 
 
 def grown(
@@ -197,7 +197,7 @@ class TurnTree:
             turns = reversed(self._by_tip.get(hashes[covered], ()))
             same = [t for t in turns if t.context_key == context_key]
             same = [t for t in same if _fits(t.conversation(), messages[:covered], traits)]
-            # Twins (equal replies, other tokens) are told apart by the call ids that clients echo.
+            # Twins (equal replies, other tokens) are distinguished by the call ids that clients echo.
             same = [t for t in same if _call_ids(t.reply) == _call_ids(messages[covered - 1])] or same
             if same:  # shallower ones lack what these said, so nothing could be appended to them
                 return [Candidate(covered, t, len(same) > 1) for t in same]
@@ -283,18 +283,18 @@ def plan_turn(
         if isinstance(found, NoBridge):
             refused = refused or found.reason
             continue
-        ids, told = found.ids, left_out(found.text, new, traits, None, kwargs)
+        ids, missing = found.ids, left_out(found.text, new, traits, None, kwargs)
         hasher = turn.hasher.copy()
         hasher.update(ids_bytes(ids))
         base, shared = tree.base(messages, turn)
         whole = np.concatenate([*turn.whole(), ids])
         sent = (whole, ids, base, shared, messages, hashes, hasher)
-        return Plan(turn, turn, None, *sent, twins=candidate.twins, left_out=told)
+        return Plan(turn, turn, None, *sent, twins=candidate.twins, left_out=missing)
     text = tokenizer.render(messages, tools, generate=True, **kwargs)
-    ids, told = tokenizer.encode(text), left_out(text, messages, traits, tools, kwargs)
+    ids, missing = tokenizer.encode(text), left_out(text, messages, traits, tools, kwargs)
     base, shared = tree.base(messages, None)
     unmatched = "no_matching_turn" if tree.turns else "first_turn"
     reason = (refused or unmatched) if bridges.refused is None else "extension_refused"
     echoed = candidates[0].turn if candidates else None
     hasher = hashlib.sha256(ids_bytes(ids))
-    return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher, left_out=told)
+    return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher, left_out=missing)

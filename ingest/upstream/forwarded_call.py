@@ -21,7 +21,7 @@ CONTEXT = "upstream"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedPrompt:
     """A prompt of a request among the turns of its trajectory.
 
     Attributes:
@@ -53,7 +53,7 @@ class ForwardedCall:
     live: LiveTrajectory
     call: ModelCall
     asked: AskedPrompts
-    placed: list[Placed]
+    placed: list[PlacedPrompt]
     requested: list[TurnRequested]
     redacted: bool = False
     begun_s: float = field(default_factory=time.perf_counter)

@@ -29,7 +29,7 @@ from rollbook.ingest.upstream.completed import completed_turn
 from rollbook.ingest.upstream.forwarded_call import (
     CONTEXT,
     ForwardedCall,
-    Placed,
+    PlacedPrompt,
     grown_turn,
     of_choice,
     sent_items,
@@ -66,7 +66,9 @@ class Owner:
         """Whether a caller may see it, who names a trajectory or None."""
         if named == self.trajectory:
             return True
-        if caller.name is None:  # without keys agents are told apart only by the trajectories that they name
+        if (
+            caller.name is None
+        ):  # without keys agents are distinguished only by the trajectories that they name
             return named is None
         return caller.role is Role.operator or (caller.role is Role.writer and caller.name == self.key)
 
@@ -191,7 +193,7 @@ class UpstreamRecorder:
 
     def _placed(
         self, live: LiveTrajectory, call: ModelCall, sent: list[Json], request_id: str, wire: Json
-    ) -> Placed:
+    ) -> PlacedPrompt:
         """A prompt and the request for the first of its completions."""
         messages, hashes = live.tree.known_part(sent) if sent else ([], chain_all([]))
         # A request that lacks messages only appears to continue a turn that it matches.
@@ -216,7 +218,7 @@ class UpstreamRecorder:
             context_key=CONTEXT,
             wire=wire | sent_items(live, base, call),
         )
-        return Placed(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
+        return PlacedPrompt(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
 
     def _append(self, forwarded: ForwardedCall, *records: Record) -> None:
         """Append at once, behind what was noted: whoever settles from now on waits for these too.

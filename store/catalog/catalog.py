@@ -100,24 +100,24 @@ class Catalog:
 
 
 def note_opening(store: Path, lane: str, state: LaneState) -> None:
-    """Note in the store's catalog that this process opened a lane, if it can be told."""
+    """Note in the store's catalog that this process opened a lane, unless the catalog is out of reach."""
     _note(store, f"lane {lane} is written", lambda catalog: catalog.record_lane(lane, state))
 
 
 def note_units(store: Path, lane: str, units: Iterable[Unit]) -> bool:
-    """Note in the store's catalog which units of a lane count now; whether it could be told."""
+    """Note in the store's catalog which units of a lane count now; False if that is out of reach."""
     kept = list(units)
     return _note(store, f"lane {lane} is sealed", lambda catalog: catalog.record_units(lane, kept))
 
 
 def note_checkpoint(store: Path, run: str, record: CheckpointWritten) -> None:
-    """Note a checkpoint in the store's catalog, if it can be told."""
+    """Note a checkpoint in the store's catalog, unless that is out of reach."""
     text = f"checkpoint {record.path} is written"
     _note(store, text, lambda catalog: catalog.record_checkpoint(run, record))
 
 
 def _note(store: Path, what: str, write: Callable[[Catalog], None]) -> bool:
-    """Tell the catalog. Nothing is lost with it, so its outage stops nobody's work."""
+    """Write to the catalog. It is derived, so its outage is a warning and stops nothing."""
     try:
         with contextlib.closing(Catalog.of(store)) as catalog:
             write(catalog)

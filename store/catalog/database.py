@@ -210,7 +210,7 @@ def _engine(url: URL) -> Engine:
         options = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_S}
         return create_engine(url, connect_args=options, pool_pre_ping=True)
     if url.database not in (None, "", ":memory:"):
-        with contextlib.suppress(OSError):  # whoever cannot make it is told by SQLite
+        with contextlib.suppress(OSError):  # where it cannot be made, SQLite says so
             make_empty(Path(str(url.database)))  # its journals take its mode
     engine = create_engine(url, connect_args={"timeout": PATIENCE_S})
     event.listen(engine, "connect", _prepare_sqlite)

@@ -143,7 +143,7 @@ def _places(store: Path, lane: str) -> tuple[list[Unit], list[tuple[int, int, in
     units = current_units(store, lane)
     sealed = units[-1].last if units else 0
     mark = read_watermark(folder)
-    # What is behind the watermark's segment is not durable yet: nobody has been told of it.
+    # What is behind the watermark's segment is not durable yet: no append was acknowledged for it.
     numbers = [n for n in segment_numbers(folder) if sealed < n <= mark.segment]
     starts = {n: _first_seq(segment_path(folder, n)) for n in numbers}
     segments: list[tuple[int, int, int | None, int | None]] = []

@@ -27,7 +27,7 @@ class PolicyPublished:
 class PolicyActivated:
     """An engine serves this version; its own tensors were digested and equal what was published.
 
-    `weight_name` is what the engine was told to call them from here on, a name that is used once: tokens that
+    `weight_name` is what the engine is to call them from here on, a name that is used once: tokens that
     name it are of this version. `checksums` is `ranks_digest` of what it holds
     (`ingest.engines.weights.rank_checksums`). Both are empty for an engine in the process that wrote this,
     which knows by itself.

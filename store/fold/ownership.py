@@ -1,8 +1,8 @@
 """In which order lanes wrote a trajectory: one after the other, each by adoption from the one before. Pure.
 
 Lanes have no common order and may be read in any. What orders an adopted trajectory is the chain of its
-`trajectory.adopted` events: each stands at the beginning of a tenure, names the last event of the tenure
-before, and so all of that one comes first. A lane may have several tenures of one trajectory.
+`trajectory.adopted` events: each begins a term in which its lane owns the trajectory, and names the last
+event of the term before, whose events all come first. A lane may own one trajectory in several terms.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Place = tuple[str, int]
+Position = tuple[str, int]
 """(lane, seq)"""
 
 
 @dataclass(slots=True)
-class Tenures:
-    """Where a trajectory was opened, and each adoption: its place -> the event it goes on from."""
+class OwnershipChain:
+    """Which lanes owned a trajectory, in order: its opening, and each adoption -> the event before it."""
 
-    opened: Place
-    adoptions: dict[Place, str] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    opened: Position
+    adoptions: dict[Position, str] = field(default_factory=dict)
+    places: dict[str, Position] = field(default_factory=dict)
     """event_id -> place, of every event of the trajectory."""
 
-    def rank(self, place: Place) -> int | None:
-        """How many tenures came before the one an event is in; None in a lane that had none (a judge's)."""
+    def rank(self, place: Position) -> int | None:
+        """How many terms came before the one an event is in; None in a lane that had none (a judge's)."""
         start = self._start(place)
         rank = 0
         while start is not None and start != self.opened and rank <= len(self.adoptions):
@@ -33,7 +33,7 @@ class Tenures:
             rank += 1
         return None if start is None else rank
 
-    def key(self, place: Place) -> tuple[str, int, int]:
+    def key(self, place: Position) -> tuple[str, int, int]:
         """Sorts the trajectory's events: its writers as if they were one lane, others by their lanes."""
         rank = self.rank(place)
         lane, seq = place
@@ -45,9 +45,9 @@ class Tenures:
         there = {place: event_id for event_id, place in self.places.items() if place[0] == lane}
         return lane, there[max(there)]
 
-    def _start(self, place: Place) -> Place | None:
-        """Where the tenure began that an event is in."""
-        starts: Mapping[int, Place] = {
+    def _start(self, place: Position) -> Position | None:
+        """Where the term began that an event is in."""
+        starts: Mapping[int, Position] = {
             start[1]: start
             for start in (self.opened, *self.adoptions)
             if start[0] == place[0] and start[1] <= place[1]

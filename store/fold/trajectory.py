@@ -29,7 +29,7 @@ from rollbook.store.events import (
     TurnRequested,
 )
 from rollbook.store.events.erased import ERASED_TOKEN, TOKENS_ERASED
-from rollbook.store.fold.ownership import Place, Tenures
+from rollbook.store.fold.ownership import OwnershipChain, Position
 from rollbook.store.fold.paths import owned_paths
 from rollbook.store.fold.siblings import whole
 
@@ -173,13 +173,13 @@ class _Builder:
         self.failed: dict[str, TurnFailed] = {}
         self.delivered: dict[str, str] = {}
         self.finished: TrajectoryFinished | None = None
-        self.rewards: list[tuple[Place, str, RewardAssigned]] = []
-        self._asked_at: dict[str, Place] = {}
+        self.rewards: list[tuple[Position, str, RewardAssigned]] = []
+        self._asked_at: dict[str, Position] = {}
         place = (event.lane, event.seq)
-        self._tenures = Tenures(place, places={event.event_id: place})
+        self._ownership = OwnershipChain(place, places={event.event_id: place})
 
     def add(self, event: Event) -> None:
-        place = self._tenures.places[event.event_id] = (event.lane, event.seq)
+        place = self._ownership.places[event.event_id] = (event.lane, event.seq)
         match event.record:
             case TurnRequested() as record:
                 self.requested[record.turn_id] = record
@@ -195,7 +195,7 @@ class _Builder:
             case TrajectoryFinished() as record:
                 self.finished = record
             case TrajectoryAdopted() as record:
-                self._tenures.adoptions[place] = record.last_event_id
+                self._ownership.adoptions[place] = record.last_event_id
             case TrajectoryErased(tokens_kept=False):
                 self._erase()
 
@@ -212,10 +212,10 @@ class _Builder:
         return asked if first is None else whole(asked, first)
 
     def build(self) -> Trajectory:
-        tenures = self._tenures
+        ownership = self._ownership
         order = list(self.requested)
-        if tenures.adoptions:
-            order.sort(key=lambda turn_id: tenures.key(self._asked_at[turn_id]))
+        if ownership.adoptions:
+            order.sort(key=lambda turn_id: ownership.key(self._asked_at[turn_id]))
         turns = {
             turn_id: Turn(
                 position,
@@ -227,9 +227,9 @@ class _Builder:
             for position, turn_id in enumerate(order)
         }
         # Lanes may be read in any order: which reward came last must not depend on it.
-        rewards = sorted(self.rewards, key=lambda reward: tenures.key(reward[0]))
+        rewards = sorted(self.rewards, key=lambda reward: ownership.key(reward[0]))
         given = tuple((event_id, record) for _, event_id, record in rewards)
-        return Trajectory(self.run, self.opened, turns, self.finished, given, *tenures.last())
+        return Trajectory(self.run, self.opened, turns, self.finished, given, *ownership.last())
 
 
 class TrajectoryFold:

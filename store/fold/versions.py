@@ -47,10 +47,10 @@ class VersionDigests:
 
     def add(self, event: Event) -> None:
         """Take an event, of whichever kind."""
-        told = _said(event)
-        if told is None:
+        named = _said(event)
+        if named is None:
             return
-        version, said = told
+        version, said = named
         key = (event.run, *version)
         first = self._bound.setdefault(key, said)
         if said.event_id < first.event_id:

@@ -41,7 +41,7 @@ class ChatFile:
     """A checked file. In memory are a few hundred bytes for each line, and one trajectory.
 
     Args:
-        advance: told how many bytes of the file were checked.
+        advance: called with how many bytes of the file were checked.
 
     Raises:
         InterchangeError: it cannot be read, or a line is not as it must be; file, line, value and remedy.
@@ -101,7 +101,7 @@ class ChatFile:
             chat = read_chat(line, where, self.split)
             name = chat.head.name
             if name is None:
-                # Lines may say the same: they are told apart by how many of them came before.
+                # Equal lines differ by how many of them came before.
                 same[chat.digest] = same.get(chat.digest, 0) + 1
                 name = f"chat-{chat.digest[:16]}" + (f"-{same[chat.digest]}" if same[chat.digest] > 1 else "")
             entry = entries.setdefault(name, Entry(name, chat.origin))

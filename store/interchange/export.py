@@ -11,11 +11,11 @@ from rollbook.store.interchange.destination import destination
 from rollbook.store.interchange.hub import export_dataset
 from rollbook.store.interchange.jsonl import export_jsonl
 from rollbook.store.interchange.progress import Progress, untold
-from rollbook.store.interchange.selection import Selection, count_events, select
+from rollbook.store.interchange.selection import TrajectorySet, count_events, select
 from rollbook.store.interchange.tables import export_tables
 from rollbook.store.open import open_store
 
-Exporter = Callable[[Selection, Path, Callable[[int], Any]], dict[str, int]]
+Exporter = Callable[[TrajectorySet, Path, Callable[[int], Any]], dict[str, int]]
 
 FORMATS: dict[str, tuple[Exporter, bool]] = {
     "parquet": (export_tables, True),

@@ -20,7 +20,7 @@ from rollbook.store.events import Json
 from rollbook.store.events.schema import SPAN
 from rollbook.store.interchange.paths import Path, paths
 from rollbook.store.interchange.rows import RowWriter
-from rollbook.store.interchange.selection import Selection, trajectories
+from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.store.interchange.tables import IDS, TEXTS, json_text
 
 SHARD_BYTES = 256 << 20
@@ -65,7 +65,9 @@ ROWS = pa.schema(
 """Columns. `messages` holds role and text, `messages_json` all of what was sent; `labels`, `tools`: JSON."""
 
 
-def export_dataset(selection: Selection, folder: FilePath, advance: Callable[[int], Any]) -> dict[str, int]:
+def export_dataset(
+    selection: TrajectorySet, folder: FilePath, advance: Callable[[int], Any]
+) -> dict[str, int]:
     """Write the folder's files; how many trajectories and paths.
 
     In memory: what `trajectories` holds, and a row group of each split.
@@ -151,7 +153,7 @@ class _SplitWriter:
             shard.rename(self._folder / f"{self._split}-{number:05d}-of-{len(self._shards):05d}.parquet")
 
 
-def _card(selection: Selection, splits: dict[str, _SplitWriter], trajectories: int) -> str:
+def _card(selection: TrajectorySet, splits: dict[str, _SplitWriter], trajectories: int) -> str:
     """The README: front matter (each value as JSON, which YAML reads too), then a few words."""
     size = sum(split.bytes for split in splits.values())
     files = [{"split": name, "path": f"data/{name}-*"} for name in splits]

@@ -12,10 +12,10 @@ import orjson
 from rollbook.store.events import Json
 from rollbook.store.fold.path_tokens import PathTokens
 from rollbook.store.interchange.paths import Path, paths
-from rollbook.store.interchange.selection import Selection, trajectories
+from rollbook.store.interchange.selection import TrajectorySet, trajectories
 
 
-def export_jsonl(selection: Selection, file: FilePath, advance: Callable[[int], Any]) -> dict[str, int]:
+def export_jsonl(selection: TrajectorySet, file: FilePath, advance: Callable[[int], Any]) -> dict[str, int]:
     """Write every path of the selected trajectories; how many of both.
 
     In memory: what `trajectories` holds, and one line.

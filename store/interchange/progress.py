@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
-"""Given what is being done and of how many units: a context whose function is told units as they are done."""
+"""From what is being done, and of how many units: a context with a function that counts units done."""
 
 
 def untold(what: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:

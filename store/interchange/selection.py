@@ -19,7 +19,7 @@ NOT_FOLDED = "sample.dropped"
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TrajectorySet:
     """The trajectories of a store at a cut; of one run or split only, unless that is None."""
 
     store: Store
@@ -47,7 +47,7 @@ class Selection:
         return connect(self.store.path, as_of=format_cut(self.cut))
 
 
-def select(store: Store, as_of: str, run: str | None, split: str | None) -> Selection:
+def select(store: Store, as_of: str, run: str | None, split: str | None) -> TrajectorySet:
     """The trajectories that a command line names.
 
     Raises:
@@ -56,7 +56,7 @@ def select(store: Store, as_of: str, run: str | None, split: str | None) -> Sele
     """
     if split is not None and split not in SPLITS:
         raise InterchangeError(f"split is {split!r}: use one of {', '.join(SPLITS)}, or all")
-    selection = Selection(store, store.cut(as_of, run), run, split)
+    selection = TrajectorySet(store, store.cut(as_of, run), run, split)
     if run is not None:
         opened = "SELECT DISTINCT run FROM events WHERE kind = 'trajectory.opened' ORDER BY run"
         runs = [name for (name,) in selection.connect().execute(opened).fetchall()]
@@ -66,7 +66,7 @@ def select(store: Store, as_of: str, run: str | None, split: str | None) -> Sele
     return selection
 
 
-def trajectories(selection: Selection, advance: Callable[[int], Any]) -> Iterator[Trajectory]:
+def trajectories(selection: TrajectorySet, advance: Callable[[int], Any]) -> Iterator[Trajectory]:
     """Each selected trajectory once, as soon as the last of its events was read.
 
     In memory are: an id and a number per trajectory, the trajectories between their first and their last
@@ -74,7 +74,7 @@ def trajectories(selection: Selection, advance: Callable[[int], Any]) -> Iterato
     log's own files.
 
     Args:
-        advance: told how many of the selected trajectories' events were read.
+        advance: called with how many of the selected trajectories' events were read.
 
     Raises:
         CorruptionError: acknowledged bytes are damaged.
@@ -96,12 +96,12 @@ def trajectories(selection: Selection, advance: Callable[[int], Any]) -> Iterato
                 del missing[trajectory_id]
 
 
-def count_events(selection: Selection) -> int:
+def count_events(selection: TrajectorySet) -> int:
     """How many events `trajectories` will read of the selected ones."""
     return sum(_events_each(selection).values())
 
 
-def _events_each(selection: Selection) -> dict[str, int]:
+def _events_each(selection: TrajectorySet) -> dict[str, int]:
     """Trajectory id -> events it is folded from."""
     query = (
         f"SELECT trajectory_id, count(*) FROM events WHERE kind <> '{NOT_FOLDED}' "
@@ -110,7 +110,7 @@ def _events_each(selection: Selection) -> dict[str, int]:
     return dict(selection.connect().execute(query, selection.parameters).fetchall())
 
 
-def _lanes(selection: Selection) -> list[str]:
+def _lanes(selection: TrajectorySet) -> list[str]:
     """Lanes with such events: first those that only add to trajectories of other lanes, each sorted.
 
     Read last, they would keep every trajectory they speak of in memory until then.

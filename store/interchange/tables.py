@@ -19,7 +19,7 @@ from rollbook.store.events.schema import SPAN
 from rollbook.store.fold.trajectory import Trajectory, Turn
 from rollbook.store.interchange.paths import span_rows
 from rollbook.store.interchange.rows import RowWriter
-from rollbook.store.interchange.selection import Selection, trajectories
+from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.store.sql.sandbox import Connection
 
 BATCH_ROWS = 2048
@@ -64,7 +64,7 @@ TURNS = pa.schema(
 """Columns of the turns' file. Text that the log holds as JSON is JSON text."""
 
 
-def export_tables(selection: Selection, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+def export_tables(selection: TrajectorySet, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
     """Write the four files into a folder that exists; the number of rows of each.
 
     `events` has the log's own rows, also those of no trajectory (runs, steps), unless a split is selected.
@@ -101,7 +101,7 @@ def _write_view(connection: Connection, view: str, where: str, parameters: dict[
     return rows
 
 
-def _write_turns(selection: Selection, path: Path, advance: Callable[[int], Any]) -> int:
+def _write_turns(selection: TrajectorySet, path: Path, advance: Callable[[int], Any]) -> int:
     with RowWriter(path, TURNS) as writer:
         for trajectory in trajectories(selection, advance):
             for row in turn_rows(trajectory):

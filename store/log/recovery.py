@@ -1,13 +1,13 @@
 """What a lane's files hold after a crash: cut off a torn tail, refuse damage.
 
 A bad frame at or after the watermark, with no valid frame behind it, is a write that never finished:
-nobody was told it is durable, and it is truncated. Any other bad frame is damage to acknowledged
+it was never acknowledged, and it is truncated. Any other bad frame is damage to acknowledged
 events: the lane is quarantined, which changes no byte of it, and the error names the place.
 
 Segments that were sealed were verified then; recovery goes on from where the last sealed unit ends.
 
 A writer whose write has failed recovers its own lane too, and knows what it has acknowledged. Then nothing
-behind that is kept, whole or not, since those who appended it were told that it is not in the log. This is
+behind that is kept, whole or not: those appends failed, and their callers know it. This is
 sound after a failed fsync as well. The kernel may have dropped what that fsync was for, and then calls the
 cached pages clean, so a later fsync of the same file proves nothing about them: but all of them hold bytes
 behind the acknowledged end, which are cut off, or bytes before it, which an earlier fsync that succeeded has
@@ -48,7 +48,7 @@ def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) 
 
     Args:
         acknowledged: what the lane's writer, which is the caller, has acknowledged; it is cut off behind
-            that. Without, whole frames that nobody was told of count.
+            that. Without a watermark, whole frames that were never acknowledged count.
 
     Raises:
         CorruptionError: acknowledged bytes are damaged or missing. The lane has a note of it, its bytes
@@ -127,8 +127,8 @@ def _recover(folder: Path, start: Start) -> LaneState:
             "files from a copy"
         )
     if infos:
-        # Whole frames nobody was told of may not yet be on the disk, and what a failed write left may not
-        # yet be off it. The segment that follows goes on from here, so here it must end for good.
+        # Whole frames that were never acknowledged may not yet be on the disk, and what a failed write left
+        # may not yet be off it. The segment that follows goes on from here, so here it must end for good.
         _fsync(segment_path(folder, infos[-1].number))
     end = infos[-1] if infos else None
     # Without segments the lane ends where its last sealed one did, whose WAL file may still be there.

@@ -39,7 +39,7 @@ POINT_READS = 256
 logger = logging.getLogger(__name__)
 
 Opened = Callable[[Path, str, LaneState], None]
-"""Told folder and lane that a writer took, and what it found there."""
+"""Called with the folder and the lane that a writer took, and what it found there."""
 
 
 def _untold(path: Path, lane: str, state: LaneState) -> None:
@@ -50,7 +50,7 @@ class Store:
     """An opened store. Opening takes no lock: any number of processes read while others write.
 
     Args:
-        opened: told of each lane that is opened for writing.
+        opened: called for each lane that is opened for writing.
     """
 
     def __init__(self, path: Path, store_id: str, opened: Opened = _untold) -> None:

@@ -295,7 +295,7 @@ def _views(count: int, found: Sequence[_Found]) -> TurnViews:
         begins, ends = rows.span_at[at].tolist(), rows.span_at[at + 1].tolist()
         first, last = min(begins), max(ends)
         columns = (column[first:last].tolist() for column in (rows.versions, rows.starts, rows.ends))
-        told = list(zip(*columns, strict=True))
+        triples = list(zip(*columns, strict=True))
         for place, begin, end in zip(wanted, begins, ends, strict=True):
-            spans[place] = told[begin - first : end - first]
+            spans[place] = triples[begin - first : end - first]
     return TurnViews(prompts, completions, logprobs, spans)

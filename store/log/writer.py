@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Signal(enum.Enum):
-    """What the encoding thread is told beside appends."""
+    """What the encoding thread gets beside appends."""
 
     CLOSE = enum.auto()
     FAILED = enum.auto()

@@ -75,7 +75,7 @@ class Scrubber:
         return "".join([*parts, text[done:]])
 
     def text(self, text: str) -> str:
-        """The text without any secret that can be told in it: an error, a header, an address."""
+        """The text without any secret that can be recognised in it: an error, a header, an address."""
         if self._known is not None:
             text = self._known.sub(lambda found: self.digest(self._spelled.get(found[0], found[0])), text)
         return without_secrets(self.keys(text), self.digest)

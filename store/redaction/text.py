@@ -54,7 +54,7 @@ def opens(parameter: str) -> bool:
 
 
 def without_secrets(text: str, replace: Replace) -> str:
-    """The text with each secret replaced that can be told by how it stands in it; twice is as once."""
+    """The text with each secret replaced that its context gives away; doing so twice changes nothing more."""
     if len(text) > 2 * _PIECE:
         return "".join(_without_secrets(piece, replace) for piece in _pieces(text))
     return _without_secrets(text, replace)

@@ -141,12 +141,12 @@ def refuse_large(metadata: Any, group: int) -> None:
     Raises:
         pa.ArrowInvalid: it is larger.
     """
-    told = metadata.row_group(group)
-    columns = [told.column(i) for i in range(told.num_columns)]
+    about = metadata.row_group(group)
+    columns = [about.column(i) for i in range(about.num_columns)]
     size = sum(max(c.total_uncompressed_size, 4 * c.num_values) for c in columns)
-    if told.num_rows > MOST_ROWS or size > MOST_BYTES:
+    if about.num_rows > MOST_ROWS or size > MOST_BYTES:
         raise pa.ArrowInvalid(
-            f"row group {group} has {told.num_rows:,} rows in {size:,} bytes, which none of ours has"
+            f"row group {group} has {about.num_rows:,} rows in {size:,} bytes, which none of ours has"
         )
 
 
@@ -235,8 +235,9 @@ def _groups_between(metadata: Any, first: int, end: int) -> Iterator[int]:
         raise pa.ArrowInvalid("it has no column seq")
     column = paths.index("seq")
     for group in range(metadata.num_row_groups):
-        told = metadata.row_group(group).column(column).statistics
-        if told is None or not isinstance(told.min, int) or (told.min < end and told.max >= first):
+        statistics = metadata.row_group(group).column(column).statistics
+        known = statistics is not None and isinstance(statistics.min, int)
+        if not known or (statistics.min < end and statistics.max >= first):
             yield group
 
 

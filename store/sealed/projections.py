@@ -111,7 +111,7 @@ def _reported() -> str:
 
 
 def turn_parts(events: str) -> str:
-    """One row per turn in the relation `events`: its scalars, as far as these events tell them.
+    """One row per turn in the relation `events`: its scalars, as far as these events hold them.
 
     `whole` says that no other event can add to the row: the turn was asked, answered and delivered, or it
     failed, all within these events.
@@ -204,7 +204,7 @@ def outliers(turn_events: str) -> str:
 
 
 def trajectory_parts(events: str) -> str:
-    """One row per trajectory in the relation `events`: what is small about it, as far as these tell.
+    """One row per trajectory in the relation `events`: its scalars, as far as these events hold them.
 
     `whole` says that it was opened and finished within these events, between which all its turns lie.
     """

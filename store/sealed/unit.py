@@ -201,8 +201,8 @@ def parse_manifest(data: bytes, path: object) -> Unit:
     try:
         unit = _ADAPTER.validate_json(data)
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()[:3])
-        raise CorruptionError(f"{path}: the manifest of a sealed unit is damaged: {told}") from error
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()[:3])
+        raise CorruptionError(f"{path}: the manifest of a sealed unit is damaged: {problems}") from error
     if not unit.segments:
         raise CorruptionError(f"{path}: the manifest names no segment")
     if wrong := _impossible(unit):

@@ -51,7 +51,7 @@ RUNS = (
     ViewColumn("lane", "VARCHAR", "the lane it writes"),
     ViewColumn("command", "VARCHAR", "serve, train or import"),
     ViewColumn("model", "VARCHAR", "model directory given to serve; null for train (see config)"),
-    ViewColumn("config", "JSON", "everything the command was told"),
+    ViewColumn("config", "JSON", "the command's whole configuration"),
     ViewColumn("environment", "JSON", "fingerprint of where it trains; empty for serve"),
 )
 
@@ -70,7 +70,7 @@ REWARDS = (
     ViewColumn("key", "VARCHAR", "name of the API key that assigned it; null where keys are not checked"),
 )
 
-_USAGE = "as the upstream's usage told, with `--engine upstream`"
+_USAGE = "as the upstream's usage reports, with `--engine upstream`"
 
 TURNS = (
     RUN,
@@ -93,7 +93,7 @@ TURNS = (
     ViewColumn("completion_ids", "INTEGER[]", "sampled token ids, the end-of-turn token included"),
     ViewColumn("logprobs", "FLOAT[]", "natural-log probability of each; null for a teacher"),
     ViewColumn("completion_length", "BIGINT", "sampled tokens; 0 of text only"),
-    ViewColumn("finish_reason", "VARCHAR", "stop, length or tool_calls, as the client was told"),
+    ViewColumn("finish_reason", "VARCHAR", "stop, length or tool_calls, as the client got it"),
     ViewColumn("content", "VARCHAR", "text of the reply; null where it only calls tools"),
     ViewColumn("reply", "JSON", "the assistant message as sent"),
     ViewColumn("new_messages", "JSON", "the request's messages that its base turn's request does not hold"),
@@ -120,7 +120,7 @@ TURNS = (
     ViewColumn("key", "VARCHAR", "name of the API key that asked; null where keys are not checked"),
     ViewColumn("upstream_prompt_tokens", "BIGINT", f"{_USAGE}; cached ones are counted"),
     ViewColumn("upstream_completion_tokens", "BIGINT", f"{_USAGE}, over all choices of the request"),
-    ViewColumn("upstream_total_tokens", "BIGINT", f"{_USAGE}; null where it told none"),
+    ViewColumn("upstream_total_tokens", "BIGINT", f"{_USAGE}; null where it reports none"),
 )
 
 TRAJECTORIES = (

@@ -64,7 +64,9 @@ class _Handle:
 
     def read(self, size: int = -1) -> bytes:
         size = self._file.size() - self.tell() if size < 0 else size
-        data: bytes = _told(lambda: self._file.read_at(size, self.tell()), self._address, self._settings)
+        data: bytes = _with_clear_errors(
+            lambda: self._file.read_at(size, self.tell()), self._address, self._settings
+        )
         self._at.position = self.tell() + len(data)
         return data
 
@@ -72,7 +74,7 @@ class _Handle:
         """The file stays open for the connection's next query."""
 
 
-def _told(read: Any, address: str, settings: RemoteSettings) -> Any:
+def _with_clear_errors(read: Any, address: str, settings: RemoteSettings) -> Any:
     try:
         return read()
     except OSError as error:
@@ -101,7 +103,7 @@ def file_system(settings: RemoteSettings) -> Any:
 
         def _open_once(self, address: str) -> Any:
             system, path = remote_place(address, settings)
-            return _told(lambda: system.open_input_file(path), address, settings)
+            return _with_clear_errors(lambda: system.open_input_file(path), address, settings)
 
         def open(self, path: str, mode: str = "rb", **_: Any) -> _Handle:
             return _Handle(self._opened(path), path, settings)

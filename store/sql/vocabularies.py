@@ -67,7 +67,7 @@ class Vocabularies:
         self._log, self._cut, self._model = log, cut, None if model is None else Path(model)
         if self._model is not None and not (self._model / TOKENIZER).exists():
             raise ModelError(f"{model}: holds no {TOKENIZER}; give the directory of a model")
-        self._told: tuple[dict[str, RunOpened], dict[str, list[str]]] | None = None
+        self._seen: tuple[dict[str, RunOpened], dict[str, list[str]]] | None = None
         self._of_runs: dict[str, Vocabulary] = {}
         self._read: dict[str, Vocabulary] = {}
         self._lock = Lock()
@@ -84,12 +84,12 @@ class Vocabularies:
     def _of(self, run: str) -> Vocabulary:
         with self._lock:  # DuckDB asks from several threads
             if run not in self._of_runs:
-                if self._told is None:
-                    self._told = self._tell()
-                self._of_runs[run] = self._find(run, *self._told)
+                if self._seen is None:
+                    self._seen = self._read_runs()
+                self._of_runs[run] = self._find(run, *self._seen)
             return self._of_runs[run]
 
-    def _tell(self) -> tuple[dict[str, RunOpened], dict[str, list[str]]]:
+    def _read_runs(self) -> tuple[dict[str, RunOpened], dict[str, list[str]]]:
         """Run -> its newest opening that names a tokenizer; and its checkpoints, the newest first."""
         opened: dict[str, RunOpened] = {}
         written: dict[str, list[str]] = {}

@@ -52,7 +52,7 @@ _TELLING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Finding:
     """Where a secret is, and which: two places of one digest hold the same."""
 
     format: str
@@ -68,7 +68,7 @@ class Place:
 class Secrets:
     """What was found: places with how often it is there; secrets of each format; events that were read."""
 
-    places: Counter[Place] = field(default_factory=Counter)
+    places: Counter[Finding] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     unlisted: int = 0
     events: int = 0
@@ -78,7 +78,7 @@ class Secrets:
         """Ids of the trajectories that hold one, in order of their first."""
         return list(dict.fromkeys(p.trajectory_id for p in self.places if p.trajectory_id is not None))
 
-    def add(self, place: Place) -> None:
+    def add(self, place: Finding) -> None:
         """Count one more."""
         self.formats[place.format] += 1
         if place in self.places or len(self.places) < LISTED:
@@ -100,7 +100,7 @@ def find_secrets(
 
     Args:
         scrub: makes the digests.
-        on_events: told of events as they have been read.
+        on_events: called with the number of events read.
 
     Raises:
         CutError: the cut holds more than the store.
@@ -125,8 +125,8 @@ def find_secrets(
     return found
 
 
-def _place(row: Mapping[str, Any], at: str, format_: str, digest: str) -> Place:
-    return Place(format_, digest, row["run"], row["trajectory_id"], row["turn_id"], row["kind"], at)
+def _place(row: Mapping[str, Any], at: str, format_: str, digest: str) -> Finding:
+    return Finding(format_, digest, row["run"], row["trajectory_id"], row["turn_id"], row["kind"], at)
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
@@ -152,14 +152,14 @@ def _found(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             beside: list[tuple[str, Any]] = []
             outside(value, lambda part, inner, beside=beside: beside.append((part, inner)) or inner)  # type: ignore[misc]
             for part, inner in beside:
-                yield from _told(part, inner, f"{name}.{part}")
+                yield from _texts_of(part, inner, f"{name}.{part}")
         else:
             # A label says what its value is.
-            told_by = str(row["extra"].get("name", name)) if name == "value" else name
-            yield from _told(told_by, value, name)
+            label = str(row["extra"].get("name", name)) if name == "value" else name
+            yield from _texts_of(label, value, name)
 
 
-def _told(name: str, value: Any, path: str) -> Iterator[tuple[str, str, str]]:
+def _texts_of(name: str, value: Any, path: str) -> Iterator[tuple[str, str, str]]:
     """Secrets of a field that is no conversation."""
     for secret in sorted(secrets_in({"": {name: value}})):
         formats = [found.format for found in find_keys(secret)]

@@ -20,7 +20,7 @@ from rollbook.store.sealed.unit import Unit, current_units, unit_folder, write_m
 from rollbook.store.upkeep.claim import only_one
 from rollbook.store.upkeep.compact import remove_superseded
 from rollbook.store.upkeep.remove import UPKEEP_LANE, remove_derived, remove_files, remove_wal
-from rollbook.store.upkeep.retention_policy import Place, decide
+from rollbook.store.upkeep.retention_policy import LanePart, decide
 from rollbook.store.upkeep.retention_spec import parse_keep
 from rollbook.store.upkeep.scan import scan
 
@@ -88,12 +88,12 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
     return RetainReport(keep, dry_run, tuple(units))
 
 
-def _unit(place: Place) -> Unit:
+def _unit(place: LanePart) -> Unit:
     assert place.unit is not None
     return place.unit
 
 
-def _verdict(place: Place, why: list[str]) -> UnitVerdict:
+def _verdict(place: LanePart, why: list[str]) -> UnitVerdict:
     unit = _unit(place)
     return UnitVerdict(
         place.lane,

@@ -20,7 +20,7 @@ from rollbook.store.upkeep.training_needs import needed_by
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LanePart:
     """A sealed unit, or (`unit` is None) what is in none of a lane's units yet, and what it holds.
 
     Attributes:
@@ -69,7 +69,7 @@ class Cursor:
 class Facts:
     """What the whole log says that decides what may go."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[LanePart] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     published: dict[PolicyKey, int] = field(default_factory=dict)
     training: dict[PolicyKey, History] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def _kept_by(facts: Facts, keep: Keep, now_us: int) -> list[list[str]]:
             return [list(_kept_by_version(p, facts.published, keep)) for p in facts.places]
 
 
-def _kept_by_size(places: Sequence[Place], keep: KeepBytes) -> list[list[str]]:
+def _kept_by_size(places: Sequence[LanePart], keep: KeepBytes) -> list[list[str]]:
     too_much = sum(place.bytes for place in places) - keep.bytes
     goes: set[int] = set()
     for i in sorted(range(len(places)), key=_age_order(places).__getitem__):
@@ -140,7 +140,7 @@ def _kept_by_size(places: Sequence[Place], keep: KeepBytes) -> list[list[str]]:
     return [[] if i in goes else [f"--keep {keep.text}: it fits"] for i in range(len(places))]
 
 
-def _age_order(places: Sequence[Place]) -> list[tuple[int, int]]:
+def _age_order(places: Sequence[LanePart]) -> list[tuple[int, int]]:
     """What to sort by, oldest first: never a unit before one that precedes it in its lane."""
     newest: dict[str, int] = {}
     order = []
@@ -150,7 +150,9 @@ def _age_order(places: Sequence[Place]) -> list[tuple[int, int]]:
     return order
 
 
-def _kept_by_version(place: Place, published: Mapping[PolicyKey, int], keep: KeepVersions) -> Iterator[str]:
+def _kept_by_version(
+    place: LanePart, published: Mapping[PolicyKey, int], keep: KeepVersions
+) -> Iterator[str]:
     for (run, policy), version in sorted(place.versions.items()):
         newest = published.get((run, policy))
         if newest is None:
@@ -164,7 +166,7 @@ def _kept_by_version(place: Place, published: Mapping[PolicyKey, int], keep: Kee
 # What needs a unit ----------------------------------------------------------------------------------
 
 
-def _own_reasons(facts: Facts, place: Place, needed: Mapping[str, str]) -> Iterator[str]:
+def _own_reasons(facts: Facts, place: LanePart, needed: Mapping[str, str]) -> Iterator[str]:
     unfinished = sorted(place.trajectories - facts.finished)
     if unfinished:
         yield f"trajectory {unfinished[0]} is not finished{_more(unfinished)}"
@@ -189,7 +191,7 @@ def _not_retired(facts: Facts, run: str, policy: str | None) -> str | None:
     return next((p for p in found if not facts.training[run, p].over), None)
 
 
-def _kept_by_consumer(place: Place, consumer: str, cursor: Cursor) -> Iterator[str]:
+def _kept_by_consumer(place: LanePart, consumer: str, cursor: Cursor) -> Iterator[str]:
     done, said = cursor.cut.get(place.lane, 0), cursor.said.get(place.lane, -1)
     if cursor.unreadable is not None:
         yield f"nobody knows what consumer {consumer!r} has dealt with: {cursor.unreadable}"
@@ -206,7 +208,7 @@ def _more(found: Sequence[str]) -> str:
 # What stays keeps more ------------------------------------------------------------------------------
 
 
-def _close(places: Sequence[Place], why: list[list[str]], pending: Collection[tuple[str, str]]) -> None:
+def _close(places: Sequence[LanePart], why: list[list[str]], pending: Collection[tuple[str, str]]) -> None:
     """Add what follows: a lane goes up to the first unit that stays, and some things go whole or not."""
     bound = [p.unit is None or (p.lane, p.unit.name) not in pending for p in places]
     while True:

@@ -15,7 +15,7 @@ from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder
 from rollbook.store.upkeep.find import unsealed
-from rollbook.store.upkeep.retention_policy import Facts, Place
+from rollbook.store.upkeep.retention_policy import Facts, LanePart
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
 
 _SCALARS = ["kind", "run", "trajectory_id", "policy", "policy_version", "time"]
@@ -86,7 +86,7 @@ def _is_in(column: Any, kinds: Iterable[str]) -> Any:
 
 def _place(
     facts: Facts, lane: str, unit: Unit | None, next_seq: int, size: int, tables: list[pa.Table]
-) -> Place:
+) -> LanePart:
     table = pa.concat_tables(tables)
     kind = table["kind"]
     ids = table["trajectory_id"].filter(_is_in(kind, _parts_of("trajectory"))).unique().drop_null()
@@ -97,7 +97,7 @@ def _place(
     turns = table.filter(pc.equal(kind, "turn.completed"))
     training = _pairs(table.filter(_is_in(kind, _parts_of("policy"))))
     training |= {(run, None) for run, _ in _pairs(table.filter(_is_in(kind, _parts_of("run"))))}
-    return Place(
+    return LanePart(
         lane=lane,
         unit=unit,
         next_seq=next_seq,

@@ -1,9 +1,9 @@
 """The sealer: what happens to a lane's files after a segment is closed, one pass at a time.
 
 In each lane: remove what an interrupted pass left; seal closed segments, and the last one too where its
-writer is gone; merge small units; derive; tell the catalog; remove units that were replaced, and WAL files
-beyond `keep_wal_bytes`; move units to object storage where `[remote] uri` is set. Whatever a pass is stopped
-at, the next one goes on: a unit appears whole, and nothing is removed before what replaces it is durable.
+writer is gone; merge small units; derive; note it in the catalog; remove units that were replaced, and WAL
+files beyond `keep_wal_bytes`; move units to object storage where `[remote] uri` is set. Wherever a pass is
+stopped, the next one goes on: a unit appears whole, and nothing goes before what replaces it is durable.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Sealer:
 
     Args:
         stop: when set, a pass ends after the unit it is writing.
-        on_step: told (lane, what is being done), for a progress line.
+        on_step: called with (lane, what is being done), for a progress line.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, 
     """Move every sealed unit of the store, lane by lane.
 
     Args:
-        on_unit: told lane/name and bytes of a unit that has been moved.
+        on_unit: called with lane/name and bytes of a unit that has been moved.
 
     Raises:
         ConfigError: `[remote] uri` is not set, or cannot be used.

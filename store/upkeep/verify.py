@@ -106,9 +106,9 @@ def verify_lane(
     """Verify one lane; see the module.
 
     Args:
-        on_bytes: told of bytes as they have been read.
-        on_copy: told of a damaged WAL file whose events are in this unit, which is whole, as is all before
-            it; the lane is verified further. By default it is a fault like any other.
+        on_bytes: called with the number of bytes read.
+        on_copy: called with a damaged WAL file whose events this unit holds, which is whole, as is
+            all before it; the lane is verified further. By default it is a fault like any other.
     """
     found = LaneVerified(lane, 0, 0, 0, 0, None)
     try:

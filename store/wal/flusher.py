@@ -3,7 +3,7 @@
 It runs in a thread of its own, so that the next frame is encoded while this one is flushed; where nothing
 else waits, in the thread that encoded the frame, since to wake another one costs more than it saves. One
 frame is on its way to the disk at a time: of several, a power cut may leave a later one whole and an earlier
-one torn, and recovery could not tell that from damage.
+one torn, and recovery could not distinguish that from damage.
 
 Where descriptors or memory are short, opening and writing are tried again: that is no fault of the disk, and
 a repeated write puts the same bytes in the same place. After any other failure nothing more is acknowledged:

@@ -18,7 +18,7 @@ from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidat
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
-from rollbook.train.data.units import Begun, CompleteUnit
+from rollbook.train.data.units import Begun, CompleteGroup
 
 POLL_S = 0.02
 BROKEN_OFF = ("aborted", "failed")
@@ -56,9 +56,9 @@ class QueueSource:
         self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()
-        self._units: dict[str, CompleteUnit] = {}
+        self._units: dict[str, CompleteGroup] = {}
         """Complete ones, in the order in which they completed."""
-        self._of: dict[str, list[CompleteUnit]] = {}
+        self._of: dict[str, list[CompleteGroup]] = {}
         """Trajectory -> its unit, or the units of its samples."""
         self._running: dict[str, Begun] = {}
         self._groups: dict[str, dict[str, Begun]] = {}
@@ -122,7 +122,7 @@ class QueueSource:
         if drops:
             evicted(drops)
 
-    def _awaited(self, unit: CompleteUnit, version: int) -> bool:
+    def _awaited(self, unit: CompleteGroup, version: int) -> bool:
         """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""
         if not self._live or time.monotonic() - unit.completed_s > self._config.admission.wait_s:
             return False
@@ -136,7 +136,7 @@ class QueueSource:
         finished = self._folding[trajectory_id].finished
         return None if finished is None else finished.status
 
-    def _chosen(self, version: int, *, waits: bool) -> list[CompleteUnit] | None:
+    def _chosen(self, version: int, *, waits: bool) -> list[CompleteGroup] | None:
         """The units of the next step, or None.
 
         Args:
@@ -182,18 +182,18 @@ class QueueSource:
         fresh = [age for age in ages if limit is None or version - age <= limit]
         return min(fresh or ages, default=None)
 
-    def _unfit(self, unit: CompleteUnit, version: int) -> bool:
+    def _unfit(self, unit: CompleteGroup, version: int) -> bool:
         """Whether the recipe drops all of it; a group without a difference in reward has its turn."""
         kept, dropped = self._fitting(unit, version)
         return not kept and any(drop.rule != "zero_variance" for drop in dropped)
 
-    def _as_unit(self, unit: CompleteUnit, version: int, *, complete: bool) -> PromptGroup:
+    def _as_unit(self, unit: CompleteGroup, version: int, *, complete: bool) -> PromptGroup:
         kept, dropped = self._fitting(unit, version)
         usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
         ages = [sample.oldest_version for sample in [*kept, *usable]]
         return PromptGroup(unit.name, self._oldest([a for a in ages if a is not None], version), complete)
 
-    def _selection(self, chosen: list[CompleteUnit], version: int) -> Selection:
+    def _selection(self, chosen: list[CompleteGroup], version: int) -> Selection:
         """The chosen units' samples, if any are left of them, and what is dropped."""
         fits = [self._fitting(unit, version) for unit in chosen]
         kept = self._with_tokens([sample for samples, _ in fits for sample in samples])
@@ -206,7 +206,7 @@ class QueueSource:
         read = iter(self._backlog.samples(refs) if self._backlog is not None and refs else ())
         return [sample if isinstance(sample, Sample) else next(read) for sample in kept]
 
-    def _fitting(self, unit: CompleteUnit, version: int) -> tuple[list[Candidate], list[Drop]]:
+    def _fitting(self, unit: CompleteGroup, version: int) -> tuple[list[Candidate], list[Drop]]:
         """What the recipe keeps and drops of a unit, as of every event handed out: a replay sees the same."""
         if self._policy.max_staleness is None:
             version = 0  # nothing else depends on it
@@ -346,12 +346,12 @@ class QueueSource:
 
     def _complete(self, trajectories: tuple[str, ...], began: int, leaf: str | None) -> None:
         self._made += 1
-        unit = CompleteUnit(f"{self._made}", began, trajectories, leaf, time.monotonic())
+        unit = CompleteGroup(f"{self._made}", began, trajectories, leaf, time.monotonic())
         self._units[unit.name] = unit
         for trajectory_id in trajectories:
             self._of.setdefault(trajectory_id, []).append(unit)
 
-    def _remove(self, unit: CompleteUnit) -> None:
+    def _remove(self, unit: CompleteGroup) -> None:
         """Keep nothing of trajectories that no unit needs: the log has them."""
         del self._units[unit.name]
         self._fit.pop(unit.name, None)

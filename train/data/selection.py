@@ -21,7 +21,7 @@ class Selection:
 
 
 Evicted = Callable[[list[Drop]], None]
-"""Told what is dropped while a source waits for more, which may need the room that this makes."""
+"""Called with what is dropped while a source waits for more: admission may wait for that room."""
 
 
 class Source(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class CompleteUnit:
+class CompleteGroup:
     """What is used together, and is complete: a group's trajectories, or (`leaf`) one sample of one.
 
     Attributes:
@@ -28,5 +28,5 @@ class Begun:
     group: str | None
     began: int
     ages: tuple[int, ...]
-    """Versions of which its oldest token may be: what was served as it began, until tokens tell."""
+    """Versions of which its oldest token may be: what was served as it began, until its tokens are known."""
     sampled: bool = False

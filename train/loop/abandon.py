@@ -39,7 +39,7 @@ def go_back(
 
     Args:
         versions: of the whole log.
-        note: told what was done.
+        note: called with a line that says what was done.
 
     Raises:
         TrainError: there is no checkpoint of the version from which this configuration can go on.
@@ -66,11 +66,11 @@ def go_back(
     records += [written, _published(written, version)]
     writer.append([Event(record, config.run) for record in records]).result()
     note_checkpoint(log.path, config.run, written)
-    note(_told(steps, version, written.policy_version))
+    note(_summary(steps, version, written.policy_version))
     return fold_history(log.events_of(KINDS), config.run, config.policy)
 
 
-def _told(steps: list[StepCommitted], version: int, now: int) -> str:
+def _summary(steps: list[StepCommitted], version: int, now: int) -> str:
     made = f"versions {steps[0].policy_version} to {steps[-1].policy_version}"
     return (
         f"abandoned {len(steps)} steps ({steps[0].step} to {steps[-1].step}), which made {made}: training "

@@ -30,7 +30,7 @@ def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str]
     """The newest checkpoint to go on from that can be read. Damaged ones are left out of the history.
 
     Args:
-        warn: told of each that is damaged.
+        warn: called for each that is damaged.
 
     Raises:
         ModelError: none can be; it says why of each.

@@ -48,7 +48,7 @@ def train(
         source: `cut`, the log as it is, or `tail`, as it grows.
         as_of: the cut, as `Store.cut` reads it.
         lane: the lane to write.
-        watcher: told how it goes.
+        watcher: shows how it goes.
         abandon_after: first give up the steps after this version, and go on from its checkpoint.
 
     Raises:

@@ -85,7 +85,7 @@ class Publisher:
         self._checkpointed: int | None = None
         """The version of which there is a checkpoint that training can go on from."""
         self.on_written: Callable[..., None] = lambda *records: None
-        """Told of records once they are durable."""
+        """Called with records once they are durable."""
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""

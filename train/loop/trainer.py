@@ -90,7 +90,7 @@ class Trainer:
         """The version that the engines have; without engines here, whatever was published last."""
         self._held_back: list[Drop] = []
         """Drops of steps that were skipped, until a plan follows."""
-        self._told: list[Drop] = []
+        self._recorded_drops: list[Drop] = []
         """Drops that were written with the attempt that is the next one to plan."""
         self._skipped = 0
         """How many steps in a row were."""
@@ -143,7 +143,7 @@ class Trainer:
                 few batches were not either.
         """
         plan = self._plan(selection.samples, selection.cut)
-        self._told += (fresh := [*self._held_back, *selection.drops])
+        self._recorded_drops += (fresh := [*self._held_back, *selection.drops])
         self.write(*self._drop_records(fresh), plan)
         try:
             batch = batch_of(plan, {s.leaf_turn_id: s for s in selection.samples})
@@ -154,7 +154,7 @@ class Trainer:
                 raise
             self._hold_back(selection.samples, error)
             return None
-        self._told, self._held_back, self._skipped = [], [], 0
+        self._recorded_drops, self._held_back, self._skipped = [], [], 0
         self.version += 1
         outcome = StepOutcome(self.step, self.version, result.metrics, len(fresh))
         self.write(
@@ -174,7 +174,7 @@ class Trainer:
         self._skipped += 1
         detail: Json = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
         one_each = {sample.leaf_turn_id: sample for sample in samples}
-        self._held_back, self._told = self._told, []
+        self._held_back, self._recorded_drops = self._recorded_drops, []
         self._held_back += [Drop(sample, "not_finite", detail) for sample in one_each.values()]
 
     def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
@@ -199,7 +199,7 @@ class Trainer:
     def note_drops(self, drops: list[Drop]) -> None:
         """Record drops that no step followed: the samples left would not fill one."""
         drops, self._held_back = [*self._held_back, *drops], []
-        self._told += drops
+        self._recorded_drops += drops
         if drops:
             self.write(*self._drop_records(drops))
 

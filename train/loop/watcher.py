@@ -1,4 +1,4 @@
-"""Who is told how a training goes; what is shown of it is theirs to decide."""
+"""The interface between a training and what shows its progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainingStart:
 
 
 class Watcher(Protocol):
-    """Is told of a training while it runs, on its own thread."""
+    """Gets what happens in a training, on the training's thread."""
 
     def begun(self, start: TrainingStart) -> None:
         """It is about to take its first step."""

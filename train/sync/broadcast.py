@@ -1,7 +1,7 @@
 """A process group of this process and an engine's ranks, in which it broadcasts; nothing here waits forever.
 
 Every engine has a group of its own. In one of them all, an engine that dies in the middle would take the
-others along: gloo does not tell a receiver that is halfway through a tensor of a connection that ends, so it
+others along: gloo does not report a connection that ends to a receiver halfway through a tensor, so it
 would wait for its own time-out, which SGLang sets to half an hour.
 """
 

@@ -86,15 +86,15 @@ class EngineControl:
             EngineLostError: it cannot be reached.
             EngineError: it is no engine.
         """
-        told = self._ask("GET", "/server_info")
+        info = self._ask("GET", "/server_info")
         try:
             return EngineInfo(
-                str(told.get("version", "")),
-                str(told.get("engine", "sglang")),
-                str(told.get("device", "cpu")),
-                told.get("disable_overlap_schedule") is False,
-                str(told.get("dtype") or ""),
-                str(told.get("model_path") or ""),
+                str(info.get("version", "")),
+                str(info.get("engine", "sglang")),
+                str(info.get("device", "cpu")),
+                info.get("disable_overlap_schedule") is False,
+                str(info.get("dtype") or ""),
+                str(info.get("model_path") or ""),
             )
         except AttributeError as error:
             raise EngineError(f"engine {self.url}: /server_info is not an engine's: {error!r}") from error
@@ -200,14 +200,14 @@ class EngineControl:
             raise EngineError(text) from error
         except httpx.HTTPError as error:
             raise EngineLostError(f"engine {self.url}: {route}: {error!r}; is it running?") from error
-        told: Any = {}
+        content: Any = {}
         if reply.headers.get("content-type", "").startswith("application/json"):
             try:
-                told = reply.json()
+                content = reply.json()
             except ValueError as error:
                 raise EngineError(f"engine {self.url}: {route} answers no JSON") from error
-        refused = isinstance(told, dict) and told.get("success") is False
+        refused = isinstance(content, dict) and content.get("success") is False
         if reply.status_code != 200 or refused:
             text = f"engine {self.url}: {route} answers {reply.status_code}: {reply.text[:300].strip()}"
             raise _RefusedError(text)
-        return told
+        return content

@@ -28,7 +28,7 @@ def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineIn
         EngineError: what answers is no engine.
     """
     deadline = time.monotonic() + seconds
-    told = False
+    announced = False
     with contextlib.ExitStack() as stack:
         looks = looking_at(engines)
         for look in looks:
@@ -41,10 +41,10 @@ def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineIn
                 raise EngineLostError(
                     f"no engine could be reached within {seconds:g} s: {'; '.join(reasons)}"
                 )
-            if not told:
+            if not announced:
                 text = "no engine can be reached: waiting at most %g s for one (%s)"
                 logging.getLogger(__name__).warning(text, seconds, "; ".join(reasons))
-                told = True
+                announced = True
             time.sleep(AGAIN_S)
 
 

@@ -65,7 +65,7 @@ class Release:
     shape: ModelShape | None = None
 
     def name(self) -> str:
-        """What an engine is told to call it: a name that is used once, so that it proves this very sync."""
+        """What an engine is to call it: a name that is used once, so that it proves this very sync."""
         return weight_name(self.run, self.policy, self.version)
 
 
@@ -129,7 +129,7 @@ class Syncer:
         self._standing: set[str] = set()
         """Engines that failed in the middle, and have stood still since."""
         self._given: dict[str, str] = {}
-        """Engine -> what it was told to call its weights by the last sync of it that went well."""
+        """Engine -> the name of its weights given by the last sync of it that went well."""
 
     def sync(self, release: Release, weights: Weights, only: Sequence[str] = ()) -> list[str]:
         """Give the release to every engine; the addresses of those that serve it now.
@@ -290,9 +290,9 @@ class Syncer:
 
     def _note_activated(self, release: Release, attempts: list[SyncAttempt]) -> None:
         """Say in the log which engines hold the verified weights, before they make a token of them."""
-        named, told = (release.policy, release.version), (release.weights_digest, release.path)
+        version, files = (release.policy, release.version), (release.weights_digest, release.path)
         records = [
-            PolicyActivated(*named, c.receiver.control.url, *told, c.name, c.checksums) for c in attempts
+            PolicyActivated(*version, c.receiver.control.url, *files, c.name, c.checksums) for c in attempts
         ]
         if records:
             self._write(*records)

@@ -54,7 +54,7 @@ class Transport(Protocol):
     name: str
 
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
-        """Give every receiver all tensors, and tell its expectation of them; the bytes sent to each."""
+        """Give every receiver all tensors, and add them to its expectation; the bytes sent to each."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -129,8 +129,10 @@ class ByBroadcast:
 
             def give(receiver: Receiver, bucket: Bucket) -> None:
                 control, group = receiver.control, self._groups[receiver.control]
-                told = bucket.described()
-                task = asking.submit(control.update_from_broadcast, told, group.name, flush=receiver.flush)
+                described = bucket.described()
+                task = asking.submit(
+                    control.update_from_broadcast, described, group.name, flush=receiver.flush
+                )
                 group.broadcast(bucket, task)
 
             with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
@@ -218,7 +220,7 @@ def _collect(running: list[tuple[Receiver, Future[None]]]) -> None:
 
 
 def _expected(tensors: Iterable[NamedTensor], receivers: Sequence[Receiver]) -> int:
-    """Tell the expectations of these tensors; their bytes."""
+    """Add these tensors to the expectations; their bytes."""
     size = 0
     shared = {id(receiver.expected): receiver.expected for receiver in receivers}
     for name, tensor in tensors:

@@ -124,8 +124,8 @@ def _refusal_of(reply: Response) -> str | None:
     if reply.status_code == 200:
         return None
     text = bytes(reply.body).decode()
-    told = orjson.loads(text)["message"] if isinstance(reply, JSONResponse) else text
-    return str(told).strip()[:_ERROR_LENGTH]
+    message = orjson.loads(text)["message"] if isinstance(reply, JSONResponse) else text
+    return str(message).strip()[:_ERROR_LENGTH]
 
 
 def _told_of(raw: bytes) -> Json:

@@ -87,8 +87,8 @@ class LiveRequest:
         """Take an output, which the manager gives on this loop; it holds all since `run` began."""
         if self._left is None or self._left.done():
             return
-        told = len(self.ids) - self._before
-        ids, logprobs = (output.generated_tokens or [])[told:], (output.logprobs or [])[told:]
+        streamed = len(self.ids) - self._before
+        ids, logprobs = (output.generated_tokens or [])[streamed:], (output.logprobs or [])[streamed:]
         if ids:
             self.ids += ids
             self.logprobs += logprobs

@@ -183,7 +183,7 @@ class WeightControl:
                     await self._call(take)
                 finally:
                     if self._weights.fault is not None:
-                        self._gate.release("session")  # to be told so
+                        self._gate.release("session")  # so that it gets that error
 
         await self._alone(update)
 

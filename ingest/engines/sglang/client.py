@@ -107,7 +107,8 @@ class SglangEngine:
 
         Raises:
             EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
-                with parameters of its own, or that was not started to tell the experts to be recorded.
+                with parameters of its own, or one that
+                does not return the experts, which are to be recorded.
             VersionError: it holds a version's files, and the log says that the version is other weights.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -325,11 +326,11 @@ async def _streamed(reply: aiohttp.ClientResponse, on_tokens: OnTokens) -> Json:
     logprobs: list[Any] = []
     last: Json | None = None
     async for chunk in _chunks(reply):
-        fresh, told = news(chunk, len(ids))
+        fresh, entries = news(chunk, len(ids))
         if fresh:
             ids += fresh
-            logprobs += told
-            on_tokens(fresh, [entry[0] for entry in told] or None)
+            logprobs += entries
+            on_tokens(fresh, [entry[0] for entry in entries] or None)
         last = chunk
     if last is None or last["meta_info"].get("finish_reason") is None:
         raise EngineLostError("the server's stream ended before its last chunk")

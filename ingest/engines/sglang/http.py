@@ -75,7 +75,7 @@ class SglangServer:
         """Every rank's own checksums of the tensors that it holds now.
 
         Raises:
-            EngineError: it does not tell them.
+            EngineError: it does not report them.
         """
         answer = await self._call("POST", "/weights_checker", QUESTION, CHECKSUMS_S)
         return read_ranks(self._object("/weights_checker", *answer), self.url)
@@ -107,13 +107,13 @@ class SglangServer:
         except orjson.JSONDecodeError:
             return reply.status, None
 
-    def _object(self, path: str, status: int, told: Any) -> Json:
+    def _object(self, path: str, status: int, reply: Any) -> Json:
         if status in (401, 403):
             raise EngineError(
                 f"{self.url}{path} answers {status}: give its --api-key by --engine-key, and its "
                 "--admin-api-key by --engine-admin-key"
             )
-        if status != 200 or not isinstance(told, dict) or told.get("success") is False:
-            why = f": {str(told.get('message'))[:300]}" if isinstance(told, dict) else ": is it SGLang?"
+        if status != 200 or not isinstance(reply, dict) or reply.get("success") is False:
+            why = f": {str(reply.get('message'))[:300]}" if isinstance(reply, dict) else ": is it SGLang?"
             raise EngineError(f"{self.url}{path} answers {status}{why}")
-        return told
+        return reply

@@ -125,9 +125,9 @@ def _numbers(parts: Sequence[Part]) -> Json:
 
 def _experts(prompt: Prompt, parts: Sequence[Part]) -> Json:
     """All positions' experts, packed; none where a part has none."""
-    told = [one.experts for one in parts if len(one.ids)]
-    found = [one for one in told if one is not None]
-    if not found or len(found) < len(told):
+    experts = [one.experts for one in parts if len(one.ids)]
+    found = [one for one in experts if one is not None]
+    if not found or len(found) < len(experts):
         return {}
     try:
         return pack(np.concatenate(found), experts_start(prompt))

@@ -98,16 +98,16 @@ def check_preferred(info: Any, url: str) -> None:
         info: what /model_info answers.
 
     Raises:
-        EngineError: it prefers sampling parameters that not every request sets, so no turn would tell them.
+        EngineError: it prefers sampling parameters that not every request sets, so no turn would record them.
     """
-    told = info.get("preferred_sampling_params") if isinstance(info, dict) else None
+    given = info.get("preferred_sampling_params") if isinstance(info, dict) else None
     try:
-        preferred = dict((orjson.loads(told or "{}") if isinstance(told, str) else told) or {})
+        preferred = dict((orjson.loads(given or "{}") if isinstance(given, str) else given) or {})
     except (TypeError, ValueError) as error:
-        raise EngineError(f"{url} has preferred_sampling_params that are no object: {told!r}") from error
+        raise EngineError(f"{url} has preferred_sampling_params that are no object: {given!r}") from error
     if unasked := sorted(preferred.keys() - sampling_params(Sampling(1, 1.0, 0)).keys()):
         raise EngineError(
-            f"{url} samples with {', '.join(unasked)} of its own, which no turn would tell: "
+            f"{url} samples with {', '.join(unasked)} of its own, which no turn would record: "
             "start it without them in --preferred-sampling-params"
         )
 
@@ -180,8 +180,8 @@ def news(chunk: Any, known: int) -> tuple[list[int], list[tuple[float, int]]]:
         new = int(meta["completion_tokens"]) - known
         if new <= 0:
             return [], []
-        told = (meta.get("output_token_logprobs") or [])[-new:]
-        return list(chunk["output_ids"][-new:]), [(_number(entry[0]), entry[1]) for entry in told]
+        entries = (meta.get("output_token_logprobs") or [])[-new:]
+        return list(chunk["output_ids"][-new:]), [(_number(entry[0]), entry[1]) for entry in entries]
     except _NOT_SGLANGS as error:
         raise EngineError(f"the server's chunk is not SGLang's: {error!r}") from error
 
@@ -234,19 +234,19 @@ def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, ver
 
 
 def _experts(meta: Json, positions: int, routing: Routing | None) -> npt.NDArray[np.int32] | None:
-    told = meta.get("routed_experts")
-    if told is None or routing is None:
+    packed = meta.get("routed_experts")
+    if packed is None or routing is None:
         return None
     if meta.get("num_retractions") and len(meta.get("weight_versions") or ()) > 1:
         return None  # all are those that the last weights chose, also of tokens that older ones made
-    found = np.frombuffer(base64.b64decode(told, validate=True), np.dtype("<i4"))
+    found = np.frombuffer(base64.b64decode(packed, validate=True), np.dtype("<i4"))
     return found.reshape(positions, routing.layers, routing.topk)
 
 
 def _told_spans(meta: Json, length: int) -> list[Json]:
     """Which name of weights made which tokens."""
-    told: list[Json] = meta.get("weight_versions") or []
-    return told or [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+    spans: list[Json] = meta.get("weight_versions") or []
+    return spans or [{"version": meta.get("weight_version"), "start": 0, "end": length}]
 
 
 def _spans(meta: Json, policy: str, length: int, version_of: VersionOf) -> tuple[VersionSpan, ...]:

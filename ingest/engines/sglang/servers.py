@@ -71,7 +71,8 @@ class Servers:
 
         Raises:
             EngineError: nothing answers there, or not as SGLang does; an SGLang that is too old, that samples
-                with parameters of its own, or that was not started to tell the experts to be recorded.
+                with parameters of its own, or one that
+                does not return the experts, which are to be recorded.
         """
         status, info = await self.first.ask("/model_info")
         if status == 404:  # a router knows the older name only
@@ -88,17 +89,17 @@ class Servers:
 
     async def _check(self, server: SglangServer, routing: Routing | None) -> None:
         try:
-            _, told = await server.ask("/server_info")
+            _, answer = await server.ask("/server_info")
             # A router's answer is that of one of its workers.
             info = (await server.ask("/model_info"))[1] if self.routed else None
         except EngineLostError:
             if not self.routed:
                 raise
-            told = info = None  # a worker that only its router reaches
+            answer = info = None  # a worker that only its router reaches
         check_preferred(info, server.url)
-        if note := check_version(told, server.url):
+        if note := check_version(answer, server.url):
             logger.warning(note)
-        elif routing is not None and told.get("enable_return_routed_experts") is False:
+        elif routing is not None and answer.get("enable_return_routed_experts") is False:
             raise EngineError(
                 f"{server.url} tells no routed experts: start it with --enable-return-routed-experts"
             )
@@ -107,9 +108,9 @@ class Servers:
         """The servers themselves: those behind a router have routes that it lacks, /abort_request for one."""
         if not self.routed:
             return [self.first]
-        _, told = await self.first.ask("/workers")
+        _, answer = await self.first.ask("/workers")
         try:
-            urls = [worker["url"].rstrip("/") for worker in told["workers"]]
+            urls = [worker["url"].rstrip("/") for worker in answer["workers"]]
         except (TypeError, KeyError, AttributeError):
             return [self.first]
         return [SglangServer(url, self.first.session, self.first.keys) for url in urls]
@@ -184,5 +185,5 @@ class Servers:
 
 def start_of(info: Any) -> str:
     """An identifier of a server's start: the durations of its parts, and its seed."""
-    told = info if isinstance(info, dict) else {}
-    return f"{told.get('startup_time')} {told.get('random_seed')}"
+    known = info if isinstance(info, dict) else {}
+    return f"{known.get('startup_time')} {known.get('random_seed')}"

@@ -71,8 +71,8 @@ class ModelFiles:
             ModelError: its configuration does not say.
         """
         try:
-            told = self.config.get("head_dim")
-            return int(told or self.config["hidden_size"] // self.config["num_attention_heads"])
+            head_dim = self.config.get("head_dim")
+            return int(head_dim or self.config["hidden_size"] // self.config["num_attention_heads"])
         except (KeyError, TypeError, ValueError, ArithmeticError):
             text = "give head_dim, or hidden_size and num_attention_heads, as whole numbers"
             raise ModelError(f"{self.model}/config.json does not say how large a head is: {text}") from None

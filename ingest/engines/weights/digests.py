@@ -73,13 +73,13 @@ def read_manifest(model: Path) -> Json | None:
         return None
     manifest = read_json(model, MANIFEST)
     try:
-        told = {
+        digests = {
             "policy_version": int(manifest["policy_version"]),
             "weights_digest": str(manifest["weights_digest"]),
         }
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model / MANIFEST}: damaged: {error!r}") from error
-    return manifest | told
+    return manifest | digests
 
 
 def published_version(model: Path) -> tuple[int, str | None]:

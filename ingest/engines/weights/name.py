@@ -40,8 +40,8 @@ def read_name(name: Any) -> NamedWeights | None:
 
 def version_in(name: Any) -> int | None:
     """The version, an int64, that a sender calls the weights it brings: a bare number, or in a name."""
-    told = read_name(name)
-    return _number(str(name)) if told is None else told.version
+    parsed = read_name(name)
+    return _number(str(name)) if parsed is None else parsed.version
 
 
 def _number(text: str) -> int | None:

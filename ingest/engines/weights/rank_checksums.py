@@ -23,7 +23,7 @@ class RankChecksums:
     tensors: dict[str, str]
 
 
-def read_ranks(told: Any, url: str) -> list[RankChecksums]:
+def read_ranks(reply: Any, url: str) -> list[RankChecksums]:
     """Every rank's checksums, from what `/weights_checker` answers to `QUESTION`.
 
     Raises:
@@ -36,7 +36,7 @@ def read_ranks(told: Any, url: str) -> list[RankChecksums]:
                 rank["parallelism_info"][0]["tp_size"],
                 dict(rank["checksums"]),
             )
-            for rank in told["ranks"]
+            for rank in reply["ranks"]
         ]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineError(f"engine {url}: /weights_checker gives no checksums: {error!r}") from error

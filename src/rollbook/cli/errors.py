@@ -24,7 +24,7 @@ NO, BAD, UNFORESEEN = 1, 2, 70
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 TRACEBACK = "ROLLBOOK_TRACEBACK"
 PATIENCE_S = 20.0
-"""How long a command that was told to stop may take. What it was writing is then cut off, as by a crash."""
+"""How long a command may take to stop after a signal. What it was writing is then cut off, as by a crash."""
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
     "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 130, 143 "
@@ -45,7 +45,7 @@ _REMEDIES = {
 
 
 _signals: list[int] = []
-"""The signals that told this process to stop."""
+"""The signals that asked this process to stop."""
 
 
 def run(command: Callable[[], object]) -> None:
@@ -58,13 +58,13 @@ def run(command: Callable[[], object]) -> None:
     except SystemExit as stop:
         code = stop.code
         if code == NO and isinstance(stop.__context__, BrokenPipeError):  # so Typer ends then
-            code = NO_READER if _output_is_gone() else _told(stop.__context__)
+            code = NO_READER if _output_is_gone() else _exit_code(stop.__context__)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError as error:
-        code = NO_READER if _output_is_gone() else _told(error)
+        code = NO_READER if _output_is_gone() else _exit_code(error)
     except BaseException as error:
-        code = _told(error)
+        code = _exit_code(error)
     if _signals and code != 0:  # whatever a library made of it
         code = 128 + _signals[0]
     sys.exit(_flushed(code))
@@ -117,15 +117,15 @@ class _LazyFormatter(logging.Formatter):
         return LogFormatter().format(record) + kept
 
 
-def _told(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
     """Say what went wrong; the exit code."""
     if _signals:
         return 128 + _signals[0]
     if isinstance(error, KeyboardInterrupt) or _is_interrupt(error):
         return INTERRUPTED
-    told = foreseen(error)
-    if told is not None:
-        _say(f"error: {told}")
+    text = foreseen(error)
+    if text is not None:
+        _say(f"error: {text}")
         if os.environ.get(TRACEBACK):
             _say(_text_of(error))
         return BAD

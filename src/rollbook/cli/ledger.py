@@ -100,8 +100,8 @@ def _print(console: Console, cut: str, ledgers: list[RunLedger], by_version: boo
             console.print(_by_version(ledger))
         if ledger.length is not None and ledger.seconds is not None:
             say("")
-            say(told(ledger.length, "are longer", "are shorter", "length", "tokens"))
-            say(told(ledger.seconds, "take longer", "take less time", "duration", "s"))
+            say(comparison_line(ledger.length, "are longer", "are shorter", "length", "tokens"))
+            say(comparison_line(ledger.seconds, "take longer", "take less time", "duration", "s"))
         say("")
     for ledger in ledgers:
         say(_verdict(ledger))
@@ -140,7 +140,7 @@ def _by_version(ledger: RunLedger) -> Table:
     return table
 
 
-def told(of: Comparison, more: str, less: str, what: str, unit: str) -> str:
+def comparison_line(of: Comparison, more: str, less: str, what: str, unit: str) -> str:
     """One sentence on dropped trajectories (`of.first`) against trained ones, in plain words."""
     dropped, trained = of.first, of.second
     if of.p_value >= SIGNIFICANT:

@@ -48,5 +48,5 @@ def _print(result: StepReplay) -> None:
         console.tell(f"step {result.step}: ", ("bit for bit", "bold green"))
     else:
         where = f", first at step {result.differs_at_step} in stage "
-        told = (result.differs_in or "", "bold")
-        console.tell(f"step {result.step}: ", ("differs", "bold red"), where, told)
+        named = (result.differs_in or "", "bold")
+        console.tell(f"step {result.step}: ", ("differs", "bold red"), where, named)

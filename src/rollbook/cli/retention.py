@@ -90,7 +90,7 @@ def run_erase(
     if as_json:
         _print_json(asdict(report))
         return
-    for line in _told(report):
+    for line in _lines(report):
         Console().print(line, soft_wrap=True)
 
 
@@ -118,7 +118,7 @@ def _ranges(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps ({named})"
 
 
-def _told(report: EraseReport) -> list[str]:
+def _lines(report: EraseReport) -> list[str]:
     what = "text" if report.tokens_kept else "text and tokens"
     done = f"rewrote {', '.join(report.units)}" if report.units else "nothing was left to rewrite"
     lines = [

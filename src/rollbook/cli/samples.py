@@ -8,11 +8,9 @@ from rich.table import Table
 
 from rollbook import store
 from rollbook.cli.runs import check_run, of_run
+from rollbook.cli.show.finding import openings_of
 from rollbook.cli.terminal import Console, print_json
-from rollbook.store import Store
-from rollbook.store.cut import Cut
 from rollbook.store.errors import CutError
-from rollbook.store.events import TrajectoryOpened
 from rollbook.train.data.samples import Sample, all_samples
 
 
@@ -27,9 +25,8 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         cut = log.cut(as_of, run)
     if run is not None:
         check_run(log, run, cut)
-    trajectories = [
-        t for t in log.trajectories(cut, _named(log, cut, trajectory)).values() if run in (None, t.run)
-    ]
+    ids = None if trajectory is None else [o.trajectory_id for o in openings_of(log, cut, trajectory)]
+    trajectories = [t for t in log.trajectories(cut, ids).values() if run in (None, t.run)]
     if trajectory is not None and not trajectories:
         raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
     samples = all_samples(trajectories)
@@ -37,14 +34,6 @@ def print_samples(path: Path, trajectory: str | None, as_of: str, run: str | Non
         print_json([s.as_json() for s in samples])
         return
     _print_table(samples)
-
-
-def _named(log: Store, cut: Cut, wanted: str | None) -> list[str] | None:
-    """Ids of the trajectories that are called so, by the client or by us; None where all are wanted."""
-    if wanted is None or log.trajectories(cut, [wanted]):
-        return None if wanted is None else [wanted]
-    opened = (event.record for event in log.events_of([TrajectoryOpened.KIND], cut))
-    return [r.trajectory_id for r in opened if isinstance(r, TrajectoryOpened) and r.name == wanted]
 
 
 def _print_table(samples: list[Sample]) -> None:

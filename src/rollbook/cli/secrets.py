@@ -67,7 +67,7 @@ def _print(console: Console, path: Path, found: Secrets) -> None:
     counts = ", ".join(f"{count:,} {name}" for name, count in sorted(found.formats.items()))
     console.print(f"found: {counts}. Revoke what still opens something: it is on disk, and in every copy.")
     if NAMED in found.formats:
-        console.print(f"{NAMED}: told by the name of its field, or by its place in an address")
+        console.print(f"{NAMED}: recognised by the name of its field, or by its place in an address")
     for trajectory in found.trajectories[:20]:
         command = ["rollbook", "store", "erase", "--store", str(path), "--trajectory", trajectory]
         console.print(f"  {shlex.join(command)} --reason 'a leaked key'", soft_wrap=True)

@@ -23,7 +23,7 @@ def announce(started: Started) -> None:
         text = "listening beyond this host, and everybody may come in: set --keys or --api-key"
         console.tell((text, "yellow"))
     if started.upstream is not None:
-        console.tell("passing on to ", (started.upstream, "bold"), ", token ids kept where it tells them")
+        console.tell("passing on to ", (started.upstream, "bold"), ", token ids kept where it returns them")
     if started.reply_format is not None:
         console.print(f"replies are read as {started.reply_format}")
     if started.refused:

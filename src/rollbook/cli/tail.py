@@ -65,7 +65,7 @@ def run_tail(
     """Print turns, or events, from a cut on; with `follow`, until interrupted.
 
     Args:
-        kinds: of events; a line per event then, since a turn takes several kinds to tell.
+        kinds: of events; a line per event then, since a turn's line is made of several kinds.
 
     Raises:
         ConfigError: not exactly one of store and url is given, or a kind is unknown.

@@ -57,10 +57,10 @@ class Console(_RichConsole):
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line, or several, of plain text."""
-    told = file or sys.stdout
+    out = file or sys.stdout
     # Standard error may lead to a full disk too: nobody's request fails of that.
-    with contextlib.suppress(*([OSError] if told is sys.stderr else [])):
-        print(visible(text, lines=True), file=told, flush=told is sys.stderr)
+    with contextlib.suppress(*([OSError] if out is sys.stderr else [])):
+        print(visible(text, lines=True), file=out, flush=out is sys.stderr)
 
 
 def json_for_terminal(data: bytes) -> str:

@@ -41,7 +41,7 @@ KINDS = frozenset(
         PolicyActivated,
     )
 )
-"""What a `Traffic` reads; other kinds tell it nothing."""
+"""What a `Traffic` reads; it ignores other kinds."""
 
 TRAJECTORIES, RUNNING, NUMBERS = 4096, 4096, 16_384
 """Remembered: names of trajectories, turns without an answer, and numbers of turns that may be extended."""
@@ -142,8 +142,8 @@ class Traffic:
         asked = self._running.pop(done.turn_id, None)
         versions = sorted({span.version for span in done.version_spans})
         version = f"v{'-'.join(map(str, (versions[0], *versions[1:][-1:])))}" if versions else ""
-        told = f"{done.prompt_length}+{len(done.completion_ids)}"
-        tokens = told if told != "0+0" else "text only"
+        counts = f"{done.prompt_length}+{len(done.completion_ids)}"
+        tokens = counts if counts != "0+0" else "text only"
         mean, _ = mean_and_lowest(done.logprobs)
         logprob = "" if mean is None else f"{mean:.3f}"
         finish = visible(done.finish_reason)
@@ -174,8 +174,8 @@ class Traffic:
         count = known.turns if known else None
         turns = "" if count is None else ", 1 turn" if count == 1 else f", {count} turns"
         good = finished.status == "completed" and finished.success is not False
-        told = f"{visible(finished.status)}{success}{turns}"
-        return [("finished  ", "bold"), (told, "green" if good else "yellow")]
+        outcome = f"{visible(finished.status)}{success}{turns}"
+        return [("finished  ", "bold"), (outcome, "green" if good else "yellow")]
 
     def _reward(self, given: RewardAssigned) -> Words:
         of = ""

@@ -38,9 +38,9 @@ def run_verify(path: Path, as_json: bool) -> int:
     damaged = any(lane.fault for lane in found)
     incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
     if as_json:
-        told = {"lanes": [lane.as_json() for lane in found]}
-        told["incomplete"] = [turn.as_json() for turn in incomplete]
-        print_json(told)
+        found_json = {"lanes": [lane.as_json() for lane in found]}
+        found_json["incomplete"] = [turn.as_json() for turn in incomplete]
+        print_json(found_json)
     else:
         _print(log.path, found)
         _print_incomplete(incomplete)

@@ -32,7 +32,7 @@ from rollbook.store.events import (
     TurnRequested,
 )
 from rollbook.store.events.erased import TOKENS_ERASED
-from rollbook.store.fold.ownership import Place, Tenures
+from rollbook.store.fold.ownership import OwnershipChain, Position
 from rollbook.store.sql.balance import TERMS
 
 TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT = TERMS
@@ -97,26 +97,26 @@ class _Use:
 class _Turn:
     """A turn's events, as far as they are known. `asked` is the place of its request."""
 
-    asked: Place | None = None
+    asked: Position | None = None
     parent: str | None = None
     length: int | None = None
     """Of its completion; None unless it completed."""
     makers: Counter[Maker] = field(default_factory=Counter)
     altered: bool = False
     erased: bool = False
-    delivered: list[Place] = field(default_factory=list)
+    delivered: list[Position] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Trajectory:
     """A trajectory's events, as far as they are known."""
 
-    opened: Place | None = None
+    opened: Position | None = None
     split: str = ""
-    finished: Place | None = None
+    finished: Position | None = None
     turns: dict[str, _Turn] = field(default_factory=lambda: defaultdict(_Turn))
-    adoptions: dict[Place, str] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    adoptions: dict[Position, str] = field(default_factory=dict)
+    places: dict[str, Position] = field(default_factory=dict)
     uses: dict[str, list[_Use]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -266,8 +266,8 @@ def _in_turn_order(trajectory: _Trajectory, turn_ids: list[str]) -> list[str]:
     asked = {turn_id: trajectory.turns[turn_id].asked or ("", -1) for turn_id in turn_ids}
     if trajectory.opened is None:
         return sorted(turn_ids, key=lambda turn_id: asked[turn_id])
-    tenures = Tenures(trajectory.opened, trajectory.adoptions, trajectory.places)
-    return sorted(turn_ids, key=lambda turn_id: tenures.key(asked[turn_id]))
+    ownership = OwnershipChain(trajectory.opened, trajectory.adoptions, trajectory.places)
+    return sorted(turn_ids, key=lambda turn_id: ownership.key(asked[turn_id]))
 
 
 def _path(trajectory: _Trajectory, leaf: str) -> Iterator[tuple[str, _Turn]]:

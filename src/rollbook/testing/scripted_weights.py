@@ -141,15 +141,15 @@ class ScriptedWeights:
 
     async def _begin(self, body: Message) -> Reply:
         if self._session:
-            return _told("a weight-update session is already open; call end_weight_update() first", False)
+            return _reply("a weight-update session is already open; call end_weight_update() first", False)
         self._session = True
-        return _told("Success")
+        return _reply("Success")
 
     async def _end(self, body: Message) -> Reply:
         if not self._session:
-            return _told("no weight-update session is open; call begin_weight_update() first", False)
+            return _reply("no weight-update session is open; call begin_weight_update() first", False)
         self._session = False
-        return _told("Success")
+        return _reply("Success")
 
     async def _from_disk(self, body: Message) -> Reply:
         await self._alone(body)
@@ -158,14 +158,14 @@ class ScriptedWeights:
             try:
                 tensors = list(_read(Path(body["model_path"])))
             except Exception as error:
-                return _told(f"Failed to get weights iterator: {error}.", False, paused)
+                return _reply(f"Failed to get weights iterator: {error}.", False, paused)
             self.held.take(tensors, spoilt=self._spoilt("/update_weights_from_disk"))
         return self._changed(body, "Succeeded to update model weights.", paused)
 
     async def _from_tensor(self, body: Message) -> Reply:
         await self._alone(body)
         if not self._session:
-            return _told(f"update_weights_from_tensor {NO_SESSION}", False)
+            return _reply(f"update_weights_from_tensor {NO_SESSION}", False)
         if self.held is not None:
             from rollbook.ingest.engines.embedded.sent_tensors import read_sent
 
@@ -175,16 +175,16 @@ class ScriptedWeights:
 
     async def _from_distributed(self, body: Message) -> Reply:
         if not self._session:
-            return _told(f"update_weights_from_distributed {NO_SESSION}", False)
-        return _told("Failed to receive weights: a scripted server joins no group", False)
+            return _reply(f"update_weights_from_distributed {NO_SESSION}", False)
+        return _reply("Failed to receive weights: a scripted server joins no group", False)
 
     async def _init_group(self, body: Message) -> Reply:
-        return _told("Failed to initialize custom process group: a scripted server joins none.", False)
+        return _reply("Failed to initialize custom process group: a scripted server joins none.", False)
 
     async def _checker(self, body: Message) -> Reply:
         action = body.get("action", "checksum")
         if action != "checksum":
-            return _told(f"Unsupported {action=}", False)
+            return _reply(f"Unsupported {action=}", False)
         checksums = {} if self.held is None else self.held.checksums
         text = "".join(name + checksums[name] for name in sorted(checksums))
         whole = hashlib.sha256(text.encode()).hexdigest()
@@ -193,7 +193,7 @@ class ScriptedWeights:
         info = [{"role": "target", "rank": 0, "size": 1} | place]
         rank = {"checksums": checksums, "per_gpu_checksum": whole, "parallelism_info": info}
         engine = hashlib.sha256(whole.encode()).hexdigest()
-        return _told("Success.", True, {"ranks": [rank], "per_engine_checksum": engine})
+        return _reply("Success.", True, {"ranks": [rank], "per_engine_checksum": engine})
 
     async def _alone(self, body: Message) -> None:
         """Where it is not paused, an update waits until nothing runs."""
@@ -205,19 +205,19 @@ class ScriptedWeights:
     def _changed(self, body: Message, message: str, rest: Message) -> Reply:
         """The weights are in; the tokens that follow are theirs even where the answer is a failure."""
         server, version = self._server, body.get("weight_version")
-        told = server.stale_version or server.weight_version
+        reported = server.stale_version or server.weight_version
         if version is not None:
-            server.weight_version, server.stale_version = version, told
+            server.weight_version, server.stale_version = version, reported
         if body.get("flush_cache", True) and not server.can_flush():
-            return _told(NOT_FLUSHED, False, rest)
+            return _reply(NOT_FLUSHED, False, rest)
         if version is not None:
             server.stale_version = None
             message += f" Weight version updated to {version}."
-        return _told(message, True, rest)
+        return _reply(message, True, rest)
 
     def _spoilt(self, route: str) -> bool:
         return self._server.faults.spoils(route)
 
 
-def _told(message: str, success: bool = True, rest: Message | None = None) -> Reply:
+def _reply(message: str, success: bool = True, rest: Message | None = None) -> Reply:
     return 200 if success else 400, {"success": success, "message": message} | (rest or {})

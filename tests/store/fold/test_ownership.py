@@ -21,7 +21,7 @@ from rollbook.store.events import (
     TurnRequested,
     token_ids,
 )
-from rollbook.store.fold.ownership import Tenures
+from rollbook.store.fold.ownership import OwnershipChain
 from rollbook.store.fold.trajectory import Trajectory, TrajectoryFold, fold, prompt_sha256
 
 LANES = "zam"
@@ -40,7 +40,7 @@ def _turn(number: int) -> list[Record]:
     return [asked, done, RewardAssigned("t", None, float(number))]
 
 
-def _written(tenures: list[tuple[int, int]]) -> list[Event]:
+def _written(ownership: list[tuple[int, int]]) -> list[Event]:
     """Events, in the order they were written, of (which lane, how many turns) after each other."""
     events: list[Event] = []
     counts = dict.fromkeys(LANES, 0)
@@ -51,7 +51,7 @@ def _written(tenures: list[tuple[int, int]]) -> list[Event]:
         counts[lane] += 1
 
     before = None
-    for index, turns in tenures:
+    for index, turns in ownership:
         lane = LANES[index]
         if before is None:
             write(lane, TrajectoryOpened("t", "t"))
@@ -74,9 +74,9 @@ def _told(trajectory: Trajectory) -> object:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=7))
 @settings(max_examples=150, deadline=None)
-def test_reading_order_does_not_matter(tenures: list[tuple[int, int]]) -> None:
+def test_reading_order_does_not_matter(ownership: list[tuple[int, int]]) -> None:
     """Every order of the lanes gives what one lane alone would: turns, prompts, rewards, the last writer."""
-    events = _written(tenures)
+    events = _written(ownership)
     one_lane = [replace(e, lane="only", seq=i) for i, e in enumerate(events)]
     expected = _told(fold(e for e in one_lane if not isinstance(e.record, TrajectoryAdopted))["t"])
     for order in permutations(LANES):
@@ -112,7 +112,7 @@ def test_a_fold_says_when_it_has_a_trajectory() -> None:
 @pytest.mark.parametrize("last", ["missing", "itself"])
 def test_chains_that_no_closed_cut_holds(last: str) -> None:
     """An adoption whose earlier event is missing, or that goes in circles, still folds, after the opening."""
-    tenures = Tenures(("z", 0), {("a", 3): last}, {"e": ("z", 0), "itself": ("a", 3)})
-    assert tenures.rank(("a", 4)) is not None
-    assert tenures.rank(("a", 2)) is None
-    assert tenures.key(("z", 5)) < tenures.key(("a", 3)) < tenures.key(("a", 4))
+    ownership = OwnershipChain(("z", 0), {("a", 3): last}, {"e": ("z", 0), "itself": ("a", 3)})
+    assert ownership.rank(("a", 4)) is not None
+    assert ownership.rank(("a", 2)) is None
+    assert ownership.key(("z", 5)) < ownership.key(("a", 3)) < ownership.key(("a", 4))

@@ -15,7 +15,7 @@ from rollbook.store.errors import CutError, InterchangeError
 from rollbook.store.events import RewardAssigned, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.paths import paths
-from rollbook.store.interchange.selection import Selection, trajectories
+from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.train.data.samples import samples_of
 
 
@@ -192,7 +192,7 @@ def test_few_trajectories_are_held(store: Store) -> None:
 
     found = []
     cut = {"a-proxy": 10, "z-judge": 5}  # the second rewards came after it
-    for trajectory in trajectories(Selection(store, cut), advance):
+    for trajectory in trajectories(TrajectorySet(store, cut), advance):
         found.append((trajectory.opened.name, trajectory.reward(), read))
     assert found == [(f"t{i}", float(i), 5 + 2 * (i + 1)) for i in range(5)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,13 +10,15 @@ import duckdb
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from rollbook.cli.show.terminal_text import visible
 from rollbook.store.cut import Cut
 from rollbook.store.errors import RollbookError
 from rollbook.store.events import TrajectoryOpened
 from rollbook.store.log.store import Store
-from rollbook.store.sealed.unit import MARKS, Unit, while_replaced
+from rollbook.store.sealed.derived import TRAJECTORIES
+from rollbook.store.sealed.unit import MARKS, Unit, derived_folder, while_replaced
 from rollbook.store.upkeep.find import rows_where
 
 NEAR_NAMES = 5
@@ -24,7 +26,8 @@ LEAST_SIMILARITY = 0.7
 """Of two names, by Jaro and Winkler: 1 for equal ones."""
 SHORTEST_END = 6
 """Characters of an id's end that may name it."""
-_COLUMNS = ("run", "trajectory_id", "extra")
+_COLUMNS = ["trajectory_id", "name", "run"]
+_DERIVED = ["trajectory_id", "trajectory", "run"]
 
 
 class NotFoundError(RollbookError, LookupError):
@@ -40,6 +43,22 @@ class Opening:
     run: str
 
 
+def openings_of(log: Store, cut: Cut, wanted: str | None) -> list[Opening]:
+    """The trajectories with this name or id, of every run; all of them, where None is wanted.
+
+    Raises:
+        CorruptionError: a file that may hold one is damaged.
+    """
+    found: list[Opening] = []
+    for lane, count in sorted(cut.items()):
+        tables = while_replaced(log.path, lane, partial(_of_lane, log, lane, count))
+        for table in tables:
+            if wanted is not None:
+                table = table.filter((pc.field("name") == wanted) | (pc.field("trajectory_id") == wanted))
+            found += [Opening(**row) for row in table.to_pylist()]
+    return found
+
+
 def find_trajectory(log: Store, cut: Cut, wanted: str, run: str | None = None) -> Opening:
     """The one trajectory that is meant.
 
@@ -47,16 +66,17 @@ def find_trajectory(log: Store, cut: Cut, wanted: str, run: str | None = None) -
         NotFoundError: there is none, or several; the message names near ones, or the runs.
         CorruptionError: a file that may hold it is damaged.
     """
-    everywhere = [opening for lane in sorted(cut) for opening in _openings(log, lane, cut[lane])]
-    held = [opening for opening in everywhere if run in (None, opening.run)]
-    found = [opening for opening in held if wanted in (opening.trajectory_id, opening.name)]
-    if not found and len(wanted) >= SHORTEST_END:
-        found = [opening for opening in held if opening.trajectory_id.endswith(wanted)]
+    everywhere = openings_of(log, cut, wanted)
+    found = [opening for opening in everywhere if run in (None, opening.run)]
+    if not found:
+        held = [opening for opening in openings_of(log, cut, None) if run in (None, opening.run)]
+        if len(wanted) >= SHORTEST_END:
+            found = [opening for opening in held if opening.trajectory_id.endswith(wanted)]
     if len(found) == 1:
         return found[0]
     if found:
         raise NotFoundError(_several(wanted, found))
-    elsewhere = sorted({o.run for o in everywhere if wanted in (o.trajectory_id, o.name)})
+    elsewhere = sorted({opening.run for opening in everywhere})
     where = "" if run is None else f" in run {visible(run)!r}"
     if elsewhere:
         raise NotFoundError(
@@ -91,27 +111,37 @@ def _several(wanted: str, found: Sequence[Opening]) -> str:
     return f"{len(found)} trajectories are meant by {visible(wanted)!r}, such as {ids}: give a whole id"
 
 
-def _openings(log: Store, lane: str, count: int) -> Sequence[Opening]:
-    return while_replaced(log.path, lane, partial(_of_lane, log, lane, count))
-
-
-def _of_lane(log: Store, lane: str, count: int, units: Sequence[Unit]) -> Sequence[Opening]:
-    """What the lane's first `count` events opened."""
-    condition = (pc.field("kind") == TrajectoryOpened.KIND) & (pc.field("seq") < count)
-    tables = [
-        rows_where(log.path, unit, MARKS, _COLUMNS, condition)
-        for unit in units
-        if unit.dropped_us is None and unit.first_seq < count
-    ]
+def _of_lane(log: Store, lane: str, count: int, units: Sequence[Unit]) -> list[pa.Table]:
+    """What the lane's first `count` events opened, in the columns `_COLUMNS`."""
+    tables = []
+    for unit in units:
+        if unit.dropped_us is None and unit.first_seq < count:
+            derived = _derived(log, unit) if unit.next_seq <= count else None
+            tables.append(_recorded(log, unit, count) if derived is None else derived)
     start = units[-1].next_seq if units else 0
     if start < count:
         for _, batch in log.batches({lane: count}, {lane: start}):
-            opened = batch.filter(pc.equal(batch["kind"], TrajectoryOpened.KIND))
-            tables.append(pa.Table.from_batches([opened]).select(_COLUMNS))
-    return [opening for table in tables for opening in _read(table)]
+            tables.append(_opened(pa.Table.from_batches([batch])))
+    return tables
 
 
-def _read(table: pa.Table) -> Iterator[Opening]:
-    columns = (table[name].to_pylist() for name in _COLUMNS)
-    for run, trajectory_id, extra in zip(*columns, strict=True):
-        yield Opening(trajectory_id, orjson.loads(extra)["name"], run)
+def _derived(log: Store, unit: Unit) -> pa.Table | None:
+    """What a whole unit opened, by its derived scalars; None where they are not there."""
+    try:
+        table = pq.read_table(derived_folder(log.path, unit) / TRAJECTORIES, columns=_DERIVED)
+    except (OSError, pa.ArrowException):
+        return None
+    return table.filter(pc.field("trajectory").is_valid()).rename_columns(_COLUMNS)
+
+
+def _recorded(log: Store, unit: Unit, count: int) -> pa.Table:
+    condition = (pc.field("kind") == TrajectoryOpened.KIND) & (pc.field("seq") < count)
+    columns = ("kind", "run", "trajectory_id", "extra")
+    return _opened(rows_where(log.path, unit, MARKS, columns, condition))
+
+
+def _opened(rows: pa.Table) -> pa.Table:
+    opened = rows.filter(pc.field("kind") == TrajectoryOpened.KIND)
+    names = [orjson.loads(extra)["name"] for extra in opened["extra"].to_pylist()]
+    columns = opened["trajectory_id"], pa.array(names, pa.string()), opened["run"]
+    return pa.table(list(columns), names=_COLUMNS)

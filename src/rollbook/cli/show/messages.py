@@ -81,8 +81,8 @@ def beginning(value: Any, width: int) -> str:
     if width <= 0:
         return ""
     parts = read_message(value, {}).parts
-    told = [part for part in parts if part.kind != REASONING] or list(parts)
-    return one_line(" ".join(part_words(part, width) for part in told), width)
+    spoken = [part for part in parts if part.kind != REASONING] or list(parts)
+    return one_line(" ".join(part_words(part, width) for part in spoken), width)
 
 
 def part_words(part: Part, width: int | None = None) -> str:

@@ -29,7 +29,7 @@ CHAT_COMPLETIONS = "/v1/chat/completions"
 
 
 def facts_of(events: Sequence[Event]) -> TrajectoryFacts:
-    """The facts that the events of one trajectory tell.
+    """The facts that are in the events of one trajectory.
 
     Raises:
         CutError: its opening is not among them.
@@ -40,7 +40,7 @@ def facts_of(events: Sequence[Event]) -> TrajectoryFacts:
 
 
 class _Facts:
-    """What is needed of all events to tell the facts of each turn."""
+    """What the facts of each turn need of all events."""
 
     def __init__(self, trajectory: Trajectory, events: Iterable[Event]) -> None:
         self._of = trajectory
