@@ -37,7 +37,7 @@ class MessageReader:
 
     @property
     def waiting(self) -> int:
-        """Bytes held of a message that has not ended: whoever reads a stranger's stream bounds it."""
+        """Bytes held of a message that has not ended: readers of an untrusted stream bound it."""
         return self._line_bytes + self._kept_bytes
 
     def feed(self, data: bytes) -> list[Message]:

@@ -125,7 +125,7 @@ class EngineError(RollbookError):
 
 
 class EngineLostError(EngineError):
-    """An engine cannot be reached any more, or holds weights that nobody verified. Another may answer."""
+    """An engine cannot be reached any more, or holds weights that were not verified. Another may answer."""
 
 
 class EngineHeldError(EngineLostError):

@@ -1,7 +1,7 @@
-"""Opens what is in a store's folder, and nothing else: a store that somebody handed on leads nowhere.
+"""Opens what is in a store's folder, and nothing else: a store from a stranger leads nowhere outside.
 
-A store holds folders and plain files. A link in it could name any file of whoever opens it, to be read, cut
-off or written over; a pipe or a device in the place of a file would be waited for without end. So:
+A store holds folders and plain files. A link in it could name any file of the user who opens it, to be read,
+cut off or written over; a pipe or a device in the place of a file would be waited for without end. So:
 
 - `look_inside` looks at every name in the folder when a store is opened, before anything else is read, and
   refuses the store if one of them is something else. A link into a folder that `ROLLBOOK_ALLOW` names may
@@ -10,8 +10,8 @@ off or written over; a pipe or a device in the place of a file would be waited f
   never waits, and is refused if it is no plain file or larger than its like ever is.
 - A path that the log or a manifest names is taken as below the store's folder, or refused (`place_inside`).
 
-What remains: Arrow, DuckDB and SQLite open files by their path. Whoever can write into the folder *while* it
-is read could put a link there after it was looked at; a store's folder is for its owner to write.
+What remains: Arrow, DuckDB and SQLite open files by their path. A process that can write into the folder
+*while* it is read could put a link there after it was looked at; a store's folder is its owner's to write.
 """
 
 from __future__ import annotations

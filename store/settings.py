@@ -27,11 +27,11 @@ class AppendSettings(_Section):
     group_events: int = Field(default=512, ge=1)
     """A group of this many events is committed at once."""
     group_bytes: int = Field(default=4 * MIB, ge=1)
-    """So is one whose events hold about this many bytes."""
+    """A group whose events hold about this many bytes is committed at once."""
     segment_bytes: int = Field(default=64 * MIB, ge=1)
     """A segment that has grown beyond this is closed."""
     segment_age_s: float = Field(default=60.0, gt=0)
-    """So is one whose first event is older than this."""
+    """A segment whose first event is older than this is closed."""
     body_bytes: int = Field(default=8192, ge=256)
     """Text and JSON values of a request beyond this are stored once a segment, by content hash."""
 

@@ -1,6 +1,6 @@
 """The one way to read a request's body: within its limit, at a pace, and with room for it in memory.
 
-Room is taken as bytes come, so that nobody holds any by what it only declares. The first bytes of each body
+Room is taken as bytes come: a declared length alone reserves none. The first bytes of each body
 need none: they are in memory anyhow. Where all room is taken, what comes next waits in the connection, and a
 sender that has room and is slow loses it to those who wait. One body at a time may go on beyond the room, the
 one that has waited longest: so a burst of large bodies, all begun and none of them whole, comes to its end.
@@ -32,7 +32,7 @@ PART_BYTES = 32 << 10
 PACE = 8 << 10
 """Bytes a second that a body must come at on average, beyond the time that a sender may be silent."""
 PRESSED_S, PRESSED_PACE = 2.0, 256 << 10
-"""The same limits while others wait for room."""
+"""Silence (seconds) and pace (bytes/s) that a sender is allowed while others wait for room."""
 WAIT_S = 120.0
 """Longest wait for room."""
 SHARE = 0.75

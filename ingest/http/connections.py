@@ -1,7 +1,7 @@
 """Bounds of connections: their number, the size and pace of a request's head, how long they may be idle.
 
 uvicorn's protocol does the rest. httptools bounds nothing by itself, and uvicorn's `limit_concurrency` counts
-connections that do nothing, refuses whoever comes last, and not in an API's form.
+connections that do nothing, refuses the newest connection, and not in an API's form.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class _Address:
 class Connections:
     """All connections of a server.
 
-    Who asks for nothing makes place for who does: beyond the bounds the connection goes that has been idle
-    longest, first of those that never asked for anything, then of those kept alive. Only where all are busy
-    is a new one refused.
+    Beyond the bounds, the connection that has been idle longest is closed for a new one: first of those that
+    never sent a request, then of those kept alive. A new one is refused only where all are busy.
 
     Args:
         most: how many there may be.

@@ -1,4 +1,4 @@
-"""What every request that the guard let in goes through: who asks, and which trajectory it belongs to."""
+"""What happens to every request that the guard let in: its caller and its trajectory are found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Requests for completions, through whichever API: `ModelRoutes.answer` is the whole way of one.
 
-1. `FrontDoor.address`: who asks, at which endpoint, and what the path says of the trajectory.
+1. `FrontDoor.address`: the caller, the endpoint, and what the path says of the trajectory.
 2. `BodyRoom.plain`: the body, within its limits.
 3. `CallReader.read`: what is asked, in which trajectory, and the prompt's plan. Nothing is recorded so far.
 4. `TurnRunner.begin`: the request is recorded, and a task has an engine answer it and records that.
@@ -92,7 +92,7 @@ class ModelRoutes:
             in_flight = self.turn_runner.stored(asked.call, turns)
             in_flight.counted = True
             return in_flight
-        # Also where the repeated one is being aborted because nobody waited: it has half a reply.
+        # Also where the repeated request is being aborted because no client waited: it has half a reply.
         in_flight = self.turn_runner.begin(live, asked.call, arrival, asked.plan)
         in_flight.done.add_done_callback(lambda done: self._done(in_flight, done))
         return in_flight

@@ -77,7 +77,7 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
             await desk.door.admit(live.opened.name, body, request, places)
             if body.id is not None:
                 await desk.recorder.look_up(body.id)
-                desk.recorder.draft(body)  # refuses a name that somebody took meanwhile
+                desk.recorder.draft(body)  # refuses a name that was taken meanwhile
             opening = desk.recorder.record_opening(live)
         await all_durable([opening])
         name = live.opened.name

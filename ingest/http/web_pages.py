@@ -54,7 +54,7 @@ class Own:
 
     Attributes:
         names: host names that requests may be meant for, in small letters, beside loopback's.
-        addresses: so may any IP address: nobody can make one lead elsewhere. Else loopback's only.
+        addresses: any IP address, which DNS cannot redirect; otherwise loopback's only.
         origins: pages of these may send requests, as `scheme://host:port`, beside our own.
     """
 
@@ -130,7 +130,7 @@ def check_page(mine: Own, method: str, path: str, headers: HeaderList, http_vers
 
     Raises:
         RequestError: 400, it cannot be said whom it is meant for; 421, not for us; 403, from a foreign page;
-            415, its body may come from a page that asked nobody.
+            415, its body may come from a page without a preflight request.
     """
     host = _checked_host(mine, _values(headers, b"host"), http_version)
     origins = _values(headers, b"origin")
@@ -172,7 +172,7 @@ def _is_ours(mine: Own, origin: str, host: tuple[str, str] | None) -> bool:
 
 
 def _check_site(method: str, path: str, headers: HeaderList) -> None:
-    """A request without an Origin: one that only reads may be a link that somebody clicked on."""
+    """A request without an Origin: one that only reads may be a link that a user clicked on."""
     site = _values(headers, b"sec-fetch-site")
     if not site or set(site) <= {"none", "same-origin"}:
         return

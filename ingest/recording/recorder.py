@@ -171,7 +171,7 @@ class Recorder(RunWriter):
     def _has_read(self, trajectory_id: str, task: asyncio.Task[None]) -> None:
         del self._restoring[trajectory_id]
         if not task.cancelled():
-            task.exception()  # taken note of, also where nobody waits any more
+            task.exception()  # marks the exception as retrieved, where no request waits any more
 
     async def _restored(self, live: LiveTrajectory) -> None:
         doubtful, live.doubtful = live.doubtful, False  # an append that fails from here on sets it again
@@ -257,7 +257,7 @@ class Recorder(RunWriter):
         return self.trajectories.of_turn(turn_id)
 
     def open_trajectories(self) -> list[LiveTrajectory]:
-        """Those of this lane that are not finished."""
+        """The trajectories of this lane that are not finished."""
         return [live for live in self.trajectories.open() if live.lane == self.lane]
 
     async def answered(self, live: LiveTrajectory, turn_ids: tuple[str, ...]) -> list[CompletedTurn]:
@@ -298,7 +298,7 @@ class Recorder(RunWriter):
         return live
 
     def find(self, name: str) -> LiveTrajectory | None:
-        """The trajectory of that name in this run, once it is recalled, for whoever is about to extend it.
+        """The trajectory of that name in this run, read back, for a request that will extend it.
 
         Raises:
             RequestError: 409, another proxy writes it.

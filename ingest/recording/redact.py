@@ -25,7 +25,7 @@ class Redactor:
 
     Args:
         patterns: regular expressions of what else is secret, in the conversation too, or `known`.
-        key: of the digests that come in their place; None: one that nobody else has.
+        key: of the digests that come in their place; None: a random one.
 
     Raises:
         ConfigError: a pattern is no regular expression, or matches the empty text.

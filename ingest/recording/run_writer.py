@@ -97,7 +97,7 @@ class RunWriter:
         events = [Event(record, self.run) for record in clean]
         openings = [event for event in events if isinstance(event.record, TrajectoryOpened)]
         if openings:
-            self.on_events(openings)  # at once: what begins takes its place
+            self.on_events(openings)  # at once: admission counts what begins
         return events
 
     def _append(self, events: list[Event]) -> Future[int]:

@@ -108,7 +108,7 @@ class TurnRunner:
             await asyncio.wait(list(self._tasks))
 
     async def abort(self, in_flight: InFlightCall) -> None:
-        """End a request that nobody waits for; what was sampled is recorded."""
+        """End a request whose client has gone; what was sampled is recorded."""
         for turn in in_flight.turns:
             await self.engine.abort(turn.turn_id)
 

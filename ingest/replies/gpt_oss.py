@@ -4,8 +4,8 @@
     <|constrain|>json<|message|>{...}<|call|>
 
 (one line). The prompt ends behind `<|start|>assistant`, so the first header lacks that. Analysis is the
-reasoning; final, and commentary to nobody (a preamble), are content; a message to a function is a call,
-on whatever channel and wherever in the header its recipient stands. Several messages of a kind are
+reasoning; final, and commentary without a recipient (a preamble), are content; a message to a function is a
+call, on whatever channel and wherever in the header its recipient stands. Several messages of a kind are
 joined by a line feed. From the first call on nothing but calls is read.
 
 The openai-harmony package reads this too, but it needs a vocabulary that it downloads.

@@ -21,7 +21,7 @@ _THREADS = ThreadPoolExecutor(max((os.cpu_count() or 2) - 1, 1), thread_name_pre
 
 
 def started(work: Callable[..., object], *args: Any) -> None:
-    """Have a thread do work that nobody waits for."""
+    """Have a thread do work that no request waits for."""
     _THREADS.submit(work, *args)
 
 

@@ -46,7 +46,7 @@ class ServeOptions:
         images: the engine's model takes them.
         routed_experts: have the engine return, and record, which experts each token went to.
         hold_s: how long a request waits while weights are being replaced.
-        forwarded_from: addresses and networks of proxies before this one, whose word for who asks counts.
+        forwarded_from: addresses and networks of proxies in front, whose headers name the client.
         pass_paths: for an upstream with a key: more methods and paths that pass.
     """
 

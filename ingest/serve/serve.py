@@ -143,8 +143,8 @@ def _run(
     )
     server = uvicorn.Server(config)
     app.state.streams.stopping = lambda: server.should_exit  # a followed tail never ends by itself
-    # What is loaded by now stays for good. Without freezing it the first full collection would # visit all of
-    # it, and delay every reply by 90 to 350 ms.
+    # What is loaded by now is never freed. Without freezing it the first full collection would visit all
+    # of it, and delay every reply by 90 to 350 ms.
     gc.collect()
     give_back()  # memory that reading the log took
     gc.freeze()

@@ -13,7 +13,7 @@ from rollbook.store.events import TrajectoryOpened
 from rollbook.store.sealed.names import Hashes, name_hash
 
 RECENT = 8192
-"""Trajectories that are known at once; they are asked for most: by whoever is late with a reward."""
+"""Newest ended trajectories kept by name: late rewards ask for these most."""
 FILTER_BYTES = 4 << 20
 HASHES = 5
 """With a million names one in 50,000 that are new is looked up in the log for nothing; with ten million, one

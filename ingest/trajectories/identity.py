@@ -49,7 +49,7 @@ class Identity:
 
     @property
     def explicit(self) -> bool:
-        """Whether somebody meant to name it: a hint may be anything."""
+        """Whether the client named the trajectory on purpose: a hint may be anything."""
         return self.by in ("path", "header", "key")
 
     def wanted(self) -> OpenTrajectory:

@@ -97,7 +97,7 @@ class LiveTrajectory:
     """A trajectory the proxy writes, or wrote, or that another one writes.
 
     Attributes:
-        contents: what the log has of it; None while nobody needs it, and once it is finished.
+        contents: what the log has of it; None while no request needs it, and once it is finished.
         sending: replies whose last byte is on its way.
         holds: others that need its contents.
         active_s: when something last happened, by the monotonic clock.

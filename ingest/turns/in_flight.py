@@ -101,7 +101,7 @@ class InFlightCall:
         return event
 
     def leave(self, event: asyncio.Event) -> bool:
-        """Stop listening. Returns whether the request still runs and nobody listens any more."""
+        """Stop listening. Returns whether the request still runs without a listener."""
         self._listeners.discard(event)
         self.abandoned = not self._listeners and not self.done.done()
         return self.abandoned
@@ -113,5 +113,5 @@ class InFlightCall:
 
     def _finished(self, done: asyncio.Future[list[CompletedTurn]]) -> None:
         if not done.cancelled():
-            done.exception()  # marks the exception as retrieved, where nobody waits any more
+            done.exception()  # marks the exception as retrieved, where no listener waits any more
         self.changed()

@@ -37,7 +37,7 @@ class ModelCall:
         tool_calls_wanted: whether calls are to be read from the reply.
         logprobs: whether the reply is to show them.
         not_honoured: fields, or parts of them, that this endpoint does not serve.
-        unresolved: what it names instead of repeating it, and nobody here knows; so messages are missing.
+        unresolved: references to earlier messages that are not in the log; so messages are missing.
         own_fields: fields of the body that its API's reader acts on.
         missing_fields: fields that engines know by chat's names, and that its API does not have.
     """
@@ -170,7 +170,7 @@ def check_ids(call: ModelCall, vocabulary: int) -> None:
     """Refuse ids that the model does not have, in a prompt or among biases.
 
     Args:
-        vocabulary: how many it has; 0: nobody knows.
+        vocabulary: how many it has; 0 where it is not known.
 
     Raises:
         RequestError: 400, naming the first of them.

@@ -1,6 +1,6 @@
 """Which paths pass with the engine's own key, and which endpoint a path means however it is spelled. Pure.
 
-Whoever adds a key to others' requests answers for where they go: an upstream has files, batches, other
+A proxy that adds its key to clients' requests must bound where they go: an upstream has files, batches, other
 people's responses and the account's administration behind the same key. So with a key only the agents' APIs
 pass, and only as they are written; without one everything passes, as it would without the proxy.
 """

@@ -92,7 +92,7 @@ class UpstreamRecorder:
         """The open trajectory that has a response which a request names, or an item of one.
 
         Args:
-            caller: who asks, without naming a trajectory; another's is not for him to go on with.
+            caller: of a request that names no trajectory; another caller's is never extended.
         """
         for named in () if api.ids is None else api.ids.in_body(body):
             owner, live = self.owner(named), self.recorder.trajectories.of_response(named)
@@ -221,7 +221,7 @@ class UpstreamRecorder:
         return PlacedPrompt(messages, hashes, parent, requested, candidates[0].turn if candidates else None)
 
     def _append(self, forwarded: ForwardedCall, *records: Record) -> None:
-        """Append at once, behind what was noted: whoever settles from now on waits for these too.
+        """Append at once, behind what was noted: a request that settles from now on waits for these too.
 
         Nothing is written of a request that the log does not have: `durable` counts it.
         """

@@ -79,7 +79,7 @@ class Upstream:
         """Headers to pass on.
 
         Args:
-            own_keys: the key that was sent is the proxy's own, and nobody else's business.
+            own_keys: the key that was sent is the proxy's own, and is not passed on.
             plain: the reply is to be read here, so it must come uncompressed.
         """
         passed: CIMultiDict[str] = CIMultiDict()

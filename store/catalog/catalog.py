@@ -1,4 +1,4 @@
-"""The catalog of a store: what it holds, noted by those who change it, for whoever wants to look.
+"""The catalog of a store: lanes, units and checkpoints, noted by what writes them, for people and dashboards.
 
 It is derived. No append waits for it and no answer rests on it; `rollbook store rebuild-catalog` makes it
 anew from the files alone.

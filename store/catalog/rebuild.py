@@ -102,7 +102,7 @@ def _is_sound(path: Path) -> bool:
         refuse_strange(connection)
         return connection.execute("pragma quick_check").fetchall() == [("ok",)]
     except sqlite3.OperationalError as error:
-        # Busy, or not to be opened: no sign of damage, and whoever opens it next says so.
+        # Busy, or not to be opened: no sign of damage, and the next opening reports it.
         return "disk I/O" not in str(error)
     except sqlite3.DatabaseError:
         return False

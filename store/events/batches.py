@@ -197,7 +197,7 @@ _PATTERN = _Pattern()
 def encode_batch(rows: Sequence[Row], first_seq: int) -> bytes:
     """The rows as an IPC message of a batch in `LOG_SCHEMA`; row i gets sequence number `first_seq + i`.
 
-    The arrays are copied: whoever changes one later does not change the message.
+    The arrays are copied: changing one later does not change the message.
 
     Raises:
         AttributeError, OverflowError, TypeError, ValueError: a value has no stored form.

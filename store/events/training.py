@@ -46,7 +46,7 @@ class PolicyActivated:
 
 @dataclass(frozen=True, slots=True)
 class EngineControlled:
-    """Somebody changed what an engine does, by one of the proxy's `/engine` routes.
+    """An operator changed what an engine does, by one of the proxy's `/engine` routes.
 
     `action` is the route's name, `asked` the mode, version or path that was sent with it, `error` why the
     engine refused (null: it is done), `by` the name of the key (null: keys are not checked). It holds no text

@@ -1,4 +1,4 @@
-"""A root-to-leaf path of a trajectory as aligned arrays, for whoever trains on it or hands it on. Pure.
+"""A root-to-leaf path of a trajectory as aligned arrays, for training and for exports. Pure.
 
 Each sampled token belongs to exactly one path: that of the first leaf in turn order, which owns the turns
 it shares with others; these hold them as masked context. Tokens are the stored ones, never re-tokenized.

@@ -1,4 +1,4 @@
-"""How far a long export or import is, for whoever wants to show it."""
+"""How far a long export or import is, for a progress bar."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 
 
 def untold(what: str, total: int) -> AbstractContextManager[Callable[[int], Any]]:
-    """Progress that nobody is shown."""
+    """Progress that is not shown."""
     return nullcontext(lambda count: None)

@@ -177,7 +177,7 @@ class LaneReader:
                 if not 0 <= skip < batch.num_rows:
                     raise BadFrameError(segment.offset, f"starts at event {first_seq}")
                 taken = min(batch.num_rows - skip, end - self.next_seq)
-                # Moved on before the hand-out: whoever stops iterating has had the batch.
+                # Moved on before the hand-out: a caller that stops iterating has had the batch.
                 self.next_seq += taken
                 if skip + taken == batch.num_rows:
                     segment.offset = frame_end

@@ -128,7 +128,7 @@ def _recover(folder: Path, start: Start) -> LaneState:
         )
     if infos:
         # Whole frames that were never acknowledged may not yet be on the disk, and what a failed write left
-        # may not yet be off it. The segment that follows goes on from here, so here it must end for good.
+        # may not yet be off it. The segment that follows goes on from here, so this one must really end here.
         _fsync(segment_path(folder, infos[-1].number))
     end = infos[-1] if infos else None
     # Without segments the lane ends where its last sealed one did, whose WAL file may still be there.

@@ -45,7 +45,7 @@ def _add_sealed_ids(store: Path, units: list[Unit], found: dict[int, str]) -> No
         if len(found) >= REMEMBERED or unit.dropped_us is not None:
             return
         if unit.remote is not None:
-            # Whoever writes does not wait for object storage while the WAL files are kept.
+            # Writers do not wait for object storage while the WAL files are kept.
             with contextlib.suppress(FileNotFoundError, BadFrameError):
                 for segment in unit.segments:
                     found |= _segment_ids(store, unit.lane, segment.number, segment.bytes)

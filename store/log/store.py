@@ -43,7 +43,7 @@ Opened = Callable[[Path, str, LaneState], None]
 
 
 def _untold(path: Path, lane: str, state: LaneState) -> None:
-    """Nobody is told."""
+    """Do nothing."""
 
 
 class Store:

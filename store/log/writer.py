@@ -7,7 +7,7 @@ one `append` share a frame, so they are all there after a crash or none is.
 After a failed write every pending future fails, and so does what is appended from then on. Meanwhile the
 writer asks every second or so whether a file could be written again, in a new descriptor. If so, it does what
 a new writer would: it recovers the lane, whose lock it still holds, begins a new segment with a new framer
-and flusher, and takes appends again. Only where recovery finds damage it takes nothing more for good.
+and flusher, and takes appends again. Where recovery finds damage it takes no append ever again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LaneWriter:
         self._failure: Exception | None = WriteFailedError("it has not begun")
         self._damaged = False
         self._alone = True
-        """Whether nobody else can have written the lane since its lock was taken."""
+        """Whether no other process can have written the lane since its lock was taken."""
         self._next_try = 0.0
         self._closed = False
         self._crowded = False
@@ -131,7 +131,7 @@ class LaneWriter:
             raise
         self._failure = None
         # The first array that pyarrow makes in a process makes it look for pandas, and import it: now, not
-        # while somebody waits for an append.
+        # while a caller waits for an append.
         pa.array([], pa.int8())
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
@@ -159,7 +159,7 @@ class LaneWriter:
         """The lane as it is to go on, which holds what was acknowledged.
 
         Raises:
-            CorruptionError: it does not, or somebody else has written it meanwhile.
+            CorruptionError: it does not, or another process has written it meanwhile.
         """
         state = recover_lane(self._store, self.lane, acknowledged if self._alone else None)
         if state.next_seq != acknowledged.next_seq:
@@ -196,7 +196,7 @@ class LaneWriter:
         An event whose id the lane already holds is not stored again: its old number counts.
 
         Args:
-            future: an `append_future` that somebody waits for already; a new one without.
+            future: an `append_future` that a caller waits for already; None makes a new one.
 
         The future raises WriteFailedError when the events did not become durable, and UnstorableError when
         one holds a value that has no stored form, or ValueError when there are none (the lane goes on).

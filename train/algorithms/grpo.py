@@ -34,7 +34,7 @@ class Grpo(Algorithm):
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """The ratio of new to sampled probabilities is clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """It is clipped from above at 1 + clip_high."""
+    """The ratio of new to sampled probabilities is clipped from above at 1 + clip_high."""
     std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Added to the group's standard deviation."""
 

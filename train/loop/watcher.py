@@ -30,7 +30,7 @@ class Watcher(Protocol):
     """Gets what happens in a training, on the training's thread."""
 
     def begun(self, start: TrainingStart) -> None:
-        """It is about to take its first step."""
+        """The training is about to take its first step."""
 
     def tell(self, *records: Record) -> None:
         """These events were written."""

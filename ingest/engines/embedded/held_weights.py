@@ -114,7 +114,7 @@ class HeldWeights:
 
     @property
     def state(self) -> str:
-        """`whole`; `unnamed`: whole, but of a version that nobody has said; `updating` while a session has
+        """`whole`; `unnamed`: whole, but of a version that is not known yet; `updating` while a session has
         begun to change them; `mixed`."""
         if self.fault is not None:
             return "mixed"
@@ -123,7 +123,7 @@ class HeldWeights:
         return "whole" if self.named else "unnamed"
 
     def name(self, version: int | None, label: str | None = None) -> None:
-        """Say which version the weights in memory are; None: nobody has said so yet.
+        """Say which version the weights in memory are; None: it is not known yet.
 
         Args:
             label: what their sender calls them.

@@ -24,7 +24,7 @@ class Gate:
         self.open.clear()
 
     def release(self, reason: str) -> None:
-        """This is no reason any more."""
+        """Take a reason back; without any left, new requests are let in."""
         self.shut_for.discard(reason)
         if not self.shut_for:
             self.open.set()

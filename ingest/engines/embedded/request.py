@@ -55,7 +55,7 @@ class LiveRequest:
         """Enter the manager, and return when the request has ended, failed or been taken out.
 
         Raises:
-            EngineError: the manager takes nobody any more.
+            EngineError: the manager takes no request any more.
         """
         self._visits += 1
         name, self._before = f"{self.request_id}/{self._visits}", len(self.ids)
@@ -102,7 +102,7 @@ class LiveRequest:
         self.leave()
 
     def leave(self) -> None:
-        """It is in the manager no longer; it waits outside, unless it has ended."""
+        """Note that the manager no longer holds the request: it waits outside, unless it has ended."""
         if self._left is not None and not self._left.done():
             self._left.set_result(None)
 

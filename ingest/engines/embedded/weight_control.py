@@ -41,7 +41,7 @@ class WeightControl:
         self.paused: Mode | None = None
         self._manager, self._weights, self._gate, self._live = manager, weights, gate, live
         self._one_at_a_time = asyncio.Lock()
-        # Whoever makes the loop stand still lets it go on: always this thread.
+        # The thread that pauses the loop is the one that resumes it: always this one.
         self._thread = ThreadPoolExecutor(1, "weights")
         self._standing = False
 

@@ -12,7 +12,7 @@ from rollbook.store.errors import EngineError
 MOST_BYTES = 512 << 20
 """Of one answer, or one message of a stream: the experts of a hundred thousand tokens are a third of it."""
 TOLD_BYTES = 8 << 20
-"""Of an error, or of what nobody reads."""
+"""Bytes read of an error's body, or of a body that is not used."""
 
 
 async def read_answer(reply: aiohttp.ClientResponse, most: int = MOST_BYTES) -> bytes:

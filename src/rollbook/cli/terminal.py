@@ -58,7 +58,7 @@ class Console(_RichConsole):
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line, or several, of plain text."""
     out = file or sys.stdout
-    # Standard error may lead to a full disk too: nobody's request fails of that.
+    # Standard error may lead to a full disk too: no request fails because of that.
     with contextlib.suppress(*([OSError] if out is sys.stderr else [])):
         print(visible(text, lines=True), file=out, flush=out is sys.stderr)
 

@@ -1,4 +1,4 @@
-"""What `rollbook train` shows: a bar where somebody watches, a line for each event where nobody does."""
+"""What `rollbook train` shows: a bar on a terminal, a line for each event elsewhere."""
 
 from __future__ import annotations
 

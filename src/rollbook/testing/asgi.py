@@ -59,11 +59,11 @@ async def send_part(send: Send, data: bytes, *, first: bool) -> None:
 async def drop(scope: Message) -> None:
     """End the connection of a request in whatever it is doing."""
     scope["rollbook.transport"].abort()
-    await asyncio.sleep(0.01)  # until the server notices that nobody is there
+    await asyncio.sleep(0.01)  # until the server notices that the client has gone
 
 
 class _Protocol(HttpToolsProtocol):
-    """Uvicorn's own, with the connection at hand for whoever wants to break it."""
+    """Uvicorn's own, with the connection at hand for tests that break it."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

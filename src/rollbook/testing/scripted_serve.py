@@ -52,7 +52,7 @@ def _script(given: argparse.Namespace) -> Script:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Serve until the parent ends or somebody says so; the address is the one line of stdout."""
+    """Serve until the parent ends or a request asks for the end; the address is the one line of stdout."""
     given = _arguments(words)
     end_with_parent()
     stops = [] if given.stop_id is None else [given.stop_id]
