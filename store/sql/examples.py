@@ -283,8 +283,8 @@ GROUP BY policy_version ORDER BY policy_version""",
     ),
     Example(
         "What did an upstream charge for?",
-        "Tokens as its replies report them, with or without their ids. All choices of one request report the\n"
-        "same usage, so one of them is counted.",
+        "Tokens as its replies report them, with or without their ids. All choices of one request report\n"
+        "the same usage, so one of them is counted.",
         """\
 SELECT requested_model, count(*) AS requests, sum(upstream_prompt_tokens) AS prompt_tokens,
        sum(upstream_completion_tokens) AS completion_tokens
