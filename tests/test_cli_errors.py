@@ -248,7 +248,7 @@ def test_a_backup_that_may_only_be_read(started: Any, sealed: Path, tmp_path: Pa
             path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def test_a_full_disk(started: Any, sealed: Path, tmp_path: Path) -> None:
+def test_on_a_full_disk_reading_goes_on(started: Any, sealed: Path, tmp_path: Path) -> None:
     """Where no byte can be written, all that reads gives its answer; what writes says why it cannot."""
     folder = Path(shutil.copytree(sealed, tmp_path / "store"))
     ended = _codes(started, READS, folder, _small_files)

@@ -84,7 +84,7 @@ def test_an_event_is_about_14_kb(measured: Any) -> None:
     assert 0.9 < result.bare_bytes / per_event < 1
 
 
-def test_the_figures(measured: Any) -> None:
+def test_figures_have_a_ratio_where_the_goal_is_one(measured: Any) -> None:
     """Names, ratios and runs: only what has a goal that is a ratio has one."""
     _, result, told = measured
     found = {f.figure: f for f in append.outcome(result).figures}

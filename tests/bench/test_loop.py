@@ -76,7 +76,7 @@ GOOD = _step(0, ["ua", "ub"], "w0", "w1")
 DROP = kinds.SampleDropped("tb", "ub", "staleness", "recipe", 0, {})
 
 
-def test_a_good_log() -> None:
+def test_a_sound_log_has_no_lost_or_doubled_sample() -> None:
     """Trained once each, or dropped once; told twice of the same drop is no second one."""
     assert violations(_log(*GOOD, _activated(1, "w1")), WITNESS) == []
     assert violations(_log(DROP, DROP, *_step(0, ["ua"], "w0", "w1")), WITNESS) == []
@@ -153,7 +153,7 @@ def _lap(rate: float, dropped: int = 0, stale: int = 0) -> Lap:
     return Lap(rate, [1.0], [1.0], [1.0], [0, 1], stale, 100, dropped, 3, 2)
 
 
-def test_the_figures() -> None:
+def test_figures_are_ratios_of_a_round_and_shares_of_tokens() -> None:
     """Ratios are of each round; shares are of tokens; what is wrong is counted."""
     laps = {
         ON_POLICY: [_lap(10), _lap(20)],
@@ -207,7 +207,7 @@ def test_pauses_have_a_long_tail() -> None:
     assert pauses[-1] == habits.longest_s
 
 
-def test_sizes() -> None:
+def test_the_scale_multiplies_the_kills() -> None:
     """The default is 200 kills; a scale is so many times as many."""
     assert (loop.Plan().kills, loop.sized(0.25).kills) == (200, 50)
 

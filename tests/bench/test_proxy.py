@@ -163,7 +163,7 @@ def test_a_stream_is_put_together() -> None:
         streamed(data)
 
 
-def test_the_client() -> None:
+def test_the_client_reads_parts_and_chunks_and_times_out() -> None:
     """Bodies in parts, chunked replies, a connection that is kept, one that is dropped, and one too slow."""
     clients: set[Any] = set()
 
@@ -225,7 +225,7 @@ def test_big_bodies_that_fail_are_counted(material: Material) -> None:
     assert "KeyError" in found["reasons"][0] or "413" in found["reasons"][0]
 
 
-def test_processes(tmp_path: Path) -> None:
+def test_processes_answer_and_report_what_they_used(tmp_path: Path) -> None:
     """They answer commands, say what they use, and tell with their last lines why they ended."""
     echo = "import sys\nfor line in sys.stdin: print(line.strip() or '{}', flush=True)\n"
     with Process("cat", [sys.executable, "-c", echo], tmp_path, "all") as cat:
@@ -387,7 +387,7 @@ def test_a_wrong_record_is_counted(stage: Path, tmp_path: Path) -> None:
     assert check(tmp_path / "store", stage / "replies.json", 5) == Recorded(4, 4)
 
 
-def test_in_small(tmp_path: Path) -> None:
+def test_a_small_run_measures_a_real_proxy(tmp_path: Path) -> None:
     """All of it against a real proxy: every side answers rightly, and all that was recorded is right."""
     plan = proxy.Plan(
         *(Limit(1, 30.0), 2, 4, 4, 4, 4, 3),

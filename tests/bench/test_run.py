@@ -45,7 +45,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return given
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[Path]) -> None:
+def test_json_has_the_promised_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[Path]
+) -> None:
     """`--json` prints a list of objects with exactly the promised keys; nothing is left on the disk."""
     run_bench("small", tmp_path, True)
     assert orjson.loads(capsys.readouterr().out) == [
@@ -66,7 +68,9 @@ def test_large_stores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert (small[1], (tmp_path / "written").read_bytes()) == (tmp_path, b"xxx")
 
 
-def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[Path]) -> None:
+def test_without_json_there_are_two_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small: list[Path]
+) -> None:
     """Without `--json`: a table of spreads and one of figures."""
     run_bench("small", tmp_path, False)
     out = capsys.readouterr().out

@@ -74,7 +74,7 @@ def test_new_tokens_of_a_turn() -> None:
     )
 
 
-def test_sizes() -> None:
+def test_the_scale_sets_turns_and_steps() -> None:
     """`--scale 1` is a million turns and a thousand steps; the smallest store still has all its parts."""
     whole = Shape(scale.sized(1).turns)
     assert (whole.turns, whole.trajectories, whole.live) == (1_000_000, 125_000, 1_250)
@@ -85,7 +85,7 @@ def test_sizes() -> None:
     assert Shape(TURNS_HERE).groups_a_step > 0
 
 
-def test_the_store_is_one(made: Made) -> None:
+def test_the_made_store_is_sealed_and_balances(made: Made) -> None:
     """It is sealed but for its newest turns; its steps are committed, and its ledger balances."""
     log = rb.open(made.path)
     events = [e for e in log.events() if e.lane == LANE]
@@ -135,7 +135,7 @@ def test_a_borrowed_store_is_not_the_kept_one(made: Made, tmp_path: Path) -> Non
     assert not copy.exists()
 
 
-def test_figures(made: Made, folder: Path, tmp_path: Path) -> None:
+def test_every_command_has_a_figure(made: Made, folder: Path, tmp_path: Path) -> None:
     """Every command is asked, answers, and has a figure; progress is told of each step."""
     plan = Plan(*(TURNS_HERE,) * 3, tail_turns=80, rounds=1, samples=40, passes=2)
     told: list[None] = []

@@ -152,7 +152,7 @@ def test_the_default_script_can_be_computed_again(peer: Make) -> None:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_chunks(peer: Make, incremental: bool) -> None:
+def test_chunks_are_cumulative_or_incremental(peer: Make, incremental: bool) -> None:
     """Cumulative by default, or only what is new; spans and the finish reason come with the last one."""
     chunks = peer(range(10, 15), incremental=incremental, interval=2).chunks()
     wanted = [[10, 11], [12, 13], [14]] if incremental else [[10, 11], [10, 11, 12, 13], [10, 11, 12, 13, 14]]
@@ -163,7 +163,7 @@ def test_chunks(peer: Make, incremental: bool) -> None:
     assert ["weight_versions" in c["meta_info"] for c in chunks] == [False, False, True]
 
 
-def test_abort(peer: Make) -> None:
+def test_an_aborted_request_returns_what_there_is(peer: Make) -> None:
     """The request returns what there is, whole or streamed; an id that nobody has is no error."""
     one = peer(SLOW)
     for stream in (False, True):
@@ -256,7 +256,7 @@ def test_an_abort_in_place_shows_with_the_next_step(peer: Make) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_failures(peer: Make, stream: bool) -> None:
+def test_planned_failures_come_before_and_within_a_stream(peer: Make, stream: bool) -> None:
     """A 500, a 400, and a connection that ends: before the first token, and after three in a stream."""
     kinds = ("error", "refuse")
     one = peer(*(Answer(range(9), failure=Failure(0, kind, "no")) for kind in kinds))  # type: ignore[arg-type]

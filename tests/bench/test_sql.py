@@ -12,7 +12,7 @@ from rollbook.store.sealed.unit import current_units
 SHAPE = Shape(units=6, begin=3)
 
 
-def test_the_store_is_one(tmp_path: Path) -> None:
+def test_the_made_store_holds_every_event(tmp_path: Path) -> None:
     """Ten turns a trajectory, two in each of five units; every event is readable and in its place."""
     units: list[None] = []
     log, raw = make(tmp_path / "s", SHAPE, lambda: units.append(None))
@@ -35,7 +35,7 @@ def test_the_store_is_one(tmp_path: Path) -> None:
     assert connection.execute(spread + "WHERE trajectory_id = ?", [whole]).fetchall() == [(5,)]
 
 
-def test_figures(tmp_path: Path) -> None:
+def test_every_question_has_a_figure(tmp_path: Path) -> None:
     """Every question's figure has a value, a ratio and what it is held against."""
     steps: list[None] = []
     plan = sql.Plan(shape=SHAPE, rounds=2, scans=1)
@@ -51,7 +51,7 @@ def test_figures(tmp_path: Path) -> None:
         assert "120 turns in" in (figure.against or "")
 
 
-def test_size() -> None:
+def test_the_scale_sets_the_turns() -> None:
     """`--scale 1` is 100,000 turns, and the smallest store still has whole trajectories."""
     assert sql.sized(1).shape.turns == 100_000
     assert sql.sized(10).shape.turns == 1_000_000

@@ -26,13 +26,13 @@ LAPS = [
 ]
 
 
-def test_parts() -> None:
+def test_a_sync_is_timed_in_parts() -> None:
     """Before the pause, until the weights are there, until they are verified; and the whole pause."""
     found = Parts.of(0.5, LAPS)
     assert (found.before, found.transfer, found.verify, found.paused) == (1.5, 2.5, 2.0, 5.0)
 
 
-def test_figures() -> None:
+def test_figures_are_medians_over_the_rounds() -> None:
     """Ratios are medians over the rounds, the difference is the worst, labels are counted."""
     laps = {
         name: [Lap(s, 0.0) for s in seconds]
@@ -58,7 +58,7 @@ def test_figures() -> None:
     assert spreads["tensor, verify s"] == 2.0
 
 
-def test_labels(tmp_path: Path) -> None:
+def test_every_token_is_labelled_with_the_weights_that_made_it(tmp_path: Path) -> None:
     """Requests see several versions, and every token's recorded version is what the engine held."""
     steps: list[int] = []
     found = label_tokens(tmp_path, 25, 4, lambda: steps.append(1))
@@ -79,7 +79,9 @@ def test_the_witness_sees_wrong_labels(tmp_path: Path, monkeypatch: pytest.Monke
     assert label_tokens(tmp_path, 12, 4, lambda: None).wrong > 0
 
 
-def test_no_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_environment_the_error_says_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the environment nothing is begun, and the error says how to make it."""
     monkeypatch.setenv("ROLLBOOK_SGLANG_PYTHON", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match=r"no SGLang: .*python is not there; run `make \.venv-sglang"):
@@ -87,7 +89,7 @@ def test_no_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_names_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable names another python."""
     (tmp_path / "python").touch()
     monkeypatch.setenv("ROLLBOOK_SGLANG_PYTHON", str(tmp_path / "python"))

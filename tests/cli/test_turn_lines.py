@@ -46,14 +46,14 @@ def _without(event: Event, **changes: Any) -> Event:
     return replace(event, record=replace(record, **changes))
 
 
-def test_a_story(story: dict[str, list[Event]]) -> None:
+def test_each_turn_outcome_and_version_has_a_line(story: dict[str, list[Event]]) -> None:
     """Turns, outcomes, rewards and versions have a line each; what is not of them has none."""
     assert _lines(Traffic(), story["serve"]) == LINES.splitlines()
     assert _lines(Traffic(), [e for e in story["serve"] if e.kind in KINDS]) == LINES.splitlines()
     assert _lines(Traffic(), story["train"]) == []
 
 
-def test_from_the_middle(story: dict[str, list[Event]]) -> None:
+def test_a_tail_from_the_middle_shows_what_is_known(story: dict[str, list[Event]]) -> None:
     """What was opened or asked before the tail began has a line with what is known of it."""
     of_t2 = [e for e in story["serve"] if getattr(e.record, "turn_id", "") == "u2"]
     assert _lines(Traffic(), of_t2) == [
@@ -75,7 +75,7 @@ def test_lanes_in_another_order(story: dict[str, list[Event]]) -> None:
     assert lines[-1].endswith("finished  completed, success")
 
 
-def test_what_is_odd(story: dict[str, list[Event]]) -> None:
+def test_odd_turns_have_one_line_each(story: dict[str, list[Event]]) -> None:
     """Turns of text, without logprobs or versions, with calls, and with escapes, on one line each."""
     opened, asked, done = story["serve"][1:4]
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -115,7 +115,7 @@ def test_the_width_is_used(story: dict[str, list[Event]]) -> None:
     assert [len(_lines(Traffic(width), events)[-1]) for width in (150, 120, 40, None)] == [149, 119, 117, 147]
 
 
-def test_colours(story: dict[str, list[Event]]) -> None:
+def test_failures_are_red_and_cut_turns_yellow(story: dict[str, list[Event]]) -> None:
     """What fails is red, what is cut short is yellow, and a trajectory's name has one colour."""
     traffic = Traffic()
     lines = {_plain(line)[26:39].strip(): line for e in story["serve"] for line in traffic.lines(e)}

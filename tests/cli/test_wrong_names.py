@@ -90,7 +90,7 @@ main()
     assert [line for line in out.splitlines() if "late" in line]
 
 
-def test_many_runs(tmp_path: Path) -> None:
+def test_of_many_runs_the_nearest_are_named(tmp_path: Path) -> None:
     """Of very many the nearest are named, and how many others there are."""
     log = rb.open(tmp_path / "store", create=True)
     with log.writer("serve") as writer:

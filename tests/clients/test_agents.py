@@ -96,7 +96,7 @@ CLIENTS = [
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=str)
-def test_an_agent(client: Client, proxy: Proxy, run: Run) -> None:
+def test_an_agents_three_turns_are_recorded(client: Client, proxy: Proxy, run: Run) -> None:
     """Three turns: the answer, the turns, their links, their tokens, and what the client was shown."""
     name = proxy.new_name()
     told = run(client.program, *client.words, at=proxy.base(name))

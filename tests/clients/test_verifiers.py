@@ -39,7 +39,7 @@ def _trace(proxy: Proxy, folder: Path, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("words", [(), ("--env.agent.harness.streams",)], ids=["whole", "stream"])
-def test_a_rollout(words: tuple[str, ...], proxy: Proxy, tmp_path: Path) -> None:
+def test_a_rollouts_turns_are_on_one_path(words: tuple[str, ...], proxy: Proxy, tmp_path: Path) -> None:
     """Its trace and our log hold the same three turns, on one path."""
     trace = _trace(proxy, tmp_path, *words)
     assert trace["rewards"]["right"]["score"] == 1.0

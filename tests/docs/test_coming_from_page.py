@@ -57,7 +57,7 @@ def _parse(words: list[str]) -> None:
     command.make_context("rollbook", list(words))
 
 
-def test_the_commands(page: str, here: Path) -> None:
+def test_the_commands_exist_and_run(page: str, here: Path) -> None:
     """Those of the blocks and those within the text have only what there is; all that can be run are run."""
     found = [*_in_blocks(page), *_in_text(page)]
     assert len(found) >= 13
@@ -72,7 +72,7 @@ def test_the_commands(page: str, here: Path) -> None:
     assert (here / "rollouts.jsonl").exists()
 
 
-def test_the_questions(page: str, one_of_everything: Store) -> None:
+def test_the_questions_have_right_answers(page: str, one_of_everything: Store) -> None:
     """The reward of each version, and the turns and tokens of each trajectory."""
     curve, turns = re.findall(r"^```sql\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     with rb.connect(one_of_everything.path) as connection:

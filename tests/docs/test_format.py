@@ -57,13 +57,13 @@ def _cells(rows: list[str]) -> list[list[str]]:
     return [row.strip("| ").split(" | ") for row in rows]
 
 
-def test_the_version(page: str) -> None:
+def test_the_page_is_about_the_format_written(page: str) -> None:
     """The page is about the format that this release writes."""
     assert page.startswith(f"# Format {FORMAT_VERSION}:")
     assert "a store written in it opens for ever; newer formats are refused" in page
 
 
-def test_the_settings(page: str) -> None:
+def test_every_setting_is_listed_with_its_default(page: str) -> None:
     """Every key of store.toml is listed with its default and what the code says of it."""
     tree = ast.parse(Path(settings.__file__).read_text())
     classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -79,13 +79,13 @@ def test_the_settings(page: str) -> None:
     assert _table(page, "| section | key | default | meaning |") == rows
 
 
-def test_the_columns(page: str) -> None:
+def test_the_columns_are_the_schemas(page: str) -> None:
     """The table of columns is store.schema.COLUMNS, in order."""
     rows = [f"| `{c.name}` | `{c.type}` | {c.doc} |" for c in COLUMNS]
     assert _table(page, "| column | Arrow type | meaning |") == rows
 
 
-def test_the_kinds(page: str) -> None:
+def test_every_kind_is_listed_with_its_version(page: str) -> None:
     """Every kind is listed with its version, the fields that are columns and those in `extra`."""
     rows = []
     for kind, record in RECORDS.items():
@@ -95,7 +95,7 @@ def test_the_kinds(page: str) -> None:
     assert _table(page, "| kind | version | columns used | keys of `extra` |") == rows
 
 
-def test_the_upcasters(page: str) -> None:
+def test_every_upcaster_is_described(page: str) -> None:
     """Every step from one version of a kind to the next is told."""
     told = [f"{kind}, {step}" for kind, step, _ in _cells(_table(page, "| kind | from | what is done |"))]
     assert told == [f"`{kind}`, {version} to {version + 1}" for kind, version in UPCASTERS]
@@ -131,7 +131,7 @@ def test_the_header_frame(one_of_everything: Store) -> None:
 CODES = {"int64": "q", "float64": "d", "uint16": "H", "11 x uint32": "11I"}
 
 
-def test_the_row(page: str) -> None:
+def test_a_row_is_read_at_the_documented_offsets(page: str) -> None:
     """Read at the documented offsets, types and order, a row gives what was put into it, nulls too."""
     table = _cells(_table(page, "| offset | bytes | type | field |", "**Row frame**"))
     numbers = np.array([7, 8], np.int32)
@@ -165,7 +165,7 @@ def test_the_row(page: str) -> None:
     assert f"fewer than {FEW} events" in page
 
 
-def test_the_manifest(page: str, one_of_everything: Store, tmp_path: Path) -> None:
+def test_every_key_of_the_manifest_is_described(page: str, one_of_everything: Store, tmp_path: Path) -> None:
     """Every key of UNIT.json is told, and what a sealed file is like is what is written."""
     rows = _cells(_table(page, "| key | content |"))
     assert [key.strip("`") for key, _ in rows] == [f.name for f in fields(Unit)]

@@ -24,7 +24,7 @@ def page(root: Path) -> str:
     return (root / "docs" / "ledger.md").read_text()
 
 
-def test_the_commands(
+def test_the_commands_balance_and_print_the_block(
     page: str,
     one_of_everything: Store,
     tmp_path: Path,

@@ -53,7 +53,7 @@ def _answer(store: Store, question: str) -> list[Any]:
     return rb.connect(store.path).execute(example.sql).fetchall()
 
 
-def test_answers(one_of_everything: Store) -> None:
+def test_computed_answers_are_right(one_of_everything: Store) -> None:
     """Where a query does more than look up, its numbers are right."""
     ask = one_of_everything
     assert _answer(ask, "reward move") == [

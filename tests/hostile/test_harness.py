@@ -163,7 +163,7 @@ def _lap(*ms: float, refused: int = 0, errors: int = 0) -> Lap:
     return Lap(list(ms), refused, errors, ["told"] * bool(refused))
 
 
-def test_the_figures() -> None:
+def test_figures_are_medians_peaks_and_counts() -> None:
     """Ratios are medians over the rounds, peaks and counts are over everything."""
     calm, bad = Tally(), Tally()
     bad.add("x", Answer(200), REFUSED)

@@ -135,6 +135,6 @@ def test_any_headers(
 
 @given(raw=st.binary(max_size=300))
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-def test_any_bytes(proxy: Proxy, raw: bytes) -> None:
+def test_bytes_that_are_no_http_get_a_client_error(proxy: Proxy, raw: bytes) -> None:
     """What is no HTTP at all."""
     assert _send(proxy, raw + b"\r\n\r\n").status in STATUSES

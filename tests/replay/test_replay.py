@@ -172,7 +172,9 @@ def test_two_runs_with_the_same_step(fabric: Any, trained: Stores, cli: Callable
     assert cli("replay", "step", 8, "--store", log.path)[0] == 0, "only one run has a step 8"
 
 
-def test_what_is_printed(trained: Stores, tamper: Any, cli: Callable[..., Any]) -> None:
+def test_each_stage_and_the_verdict_are_printed(
+    trained: Stores, tamper: Any, cli: Callable[..., Any]
+) -> None:
     """For people: each stage, equal or differs, and the verdict with the step and stage."""
     log = trained()
     code, out, _ = cli("replay", "step", 5, "--store", log.path)
@@ -209,7 +211,7 @@ def test_a_lane_that_is_gone(trained: Stores, cli: Callable[..., Any]) -> None:
     assert "serve" in err
 
 
-def test_no_store(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_store_exits_with_2(cli: Callable[..., Any], tmp_path: Path) -> None:
     """A folder that is no store is exit code 2."""
     code, _, err = cli("replay", "step", 0, "--store", tmp_path)
     assert code == 2

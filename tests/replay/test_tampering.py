@@ -50,7 +50,7 @@ def test_rewriting_alone_changes_nothing(trained: Stores, tamper: Any) -> None:
     assert replay_step(log, GRPO_STEP).bit_for_bit
 
 
-def test_one_logprob(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_changed_logprob_is_found(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
     """Another stored logprob, by the last bit of a float, is found in old_logprobs."""
     log = trained()
 
@@ -64,7 +64,7 @@ def test_one_logprob(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> Non
     assert (values["differs_at_step"], values["differs_in"]) == (10, "old_logprobs")
 
 
-def test_one_reward(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
+def test_a_changed_reward_is_found(fabric: Any, trained: Stores, tamper: Any, cli: Any) -> None:
     """Another reward is found in rewards, and shows in what follows from it."""
     log = trained()
     trajectory = fabric.steps_of(log).steps[GRPO_STEP].planned.samples[0]["trajectory_id"]
@@ -160,7 +160,9 @@ def test_one_number_of_a_checkpoint(
         "input",
     ],
 )
-def test_the_manifest(fabric: Any, trained: Stores, tamper: Any, cli: Any, change: Any, stage: str) -> None:
+def test_a_changed_manifest_is_found(
+    fabric: Any, trained: Stores, tamper: Any, cli: Any, change: Any, stage: str
+) -> None:
     """Whatever decides a step's bits, changed in its manifest, is found in the stage it acts on."""
     log = trained()
     tamper.event(log, "step.planned", change, step=11)

@@ -89,7 +89,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 @pytest.mark.parametrize(
     ("transport", "pause", "max_staleness"), [("tensor", "retract", 2), ("distributed", "abort", 1)]
 )
-def test_five_versions(
+def test_five_versions_are_served_and_balance(
     transport: str,
     pause: str,
     max_staleness: int,

@@ -13,7 +13,7 @@ from rollbook.store.digest import combine, digest_arrays, digest_json, tensor_li
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-def test_known_answers() -> None:
+def test_the_digest_of_fixed_arrays_never_changes() -> None:
     """The digest of fixed arrays never changes: replay compares with digests written long ago."""
     assert digest_arrays({}) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     assert digest_arrays({"w": ARRAY}) == "3869c9c30c1e6098375c61cd780729cba16f4b167be92552d44ba87c9087fa3e"
@@ -27,7 +27,7 @@ def test_known_answers() -> None:
     )
 
 
-def test_definition() -> None:
+def test_the_digest_is_as_defined() -> None:
     """The digest is sha256 over sorted lines `name dtype [shape] xxh3-128`, computed here by hand."""
     lines = [
         f"b int32 [2] {xxhash.xxh3_128_hexdigest(np.array([1, -1], '<i4').tobytes())}",

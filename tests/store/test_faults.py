@@ -240,7 +240,9 @@ class Ending(FaultyDisk):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
-def test_a_spell(store: Store, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_appends_are_refused_while_the_disk_fails_and_go_on_after(
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """While it lasts everything is refused with the reason; afterwards the same writer goes on."""
     monkeypatch.setattr(lane_writer, "MEND_S", 0.1)
     disk = Ending(code=code)

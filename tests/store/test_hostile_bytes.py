@@ -113,7 +113,7 @@ def test_a_schema_without_end() -> None:
         read_schema(wide.serialize())
 
 
-def test_not_a_batch(batch: pa.RecordBatch) -> None:
+def test_bytes_that_are_no_batch_are_refused(batch: pa.RecordBatch) -> None:
     """Another message, cut bytes and none at all."""
     for data in (
         LOG_SCHEMA.serialize().to_pybytes(),

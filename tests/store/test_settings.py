@@ -10,7 +10,7 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.settings import AppendSettings, SealSettings, StoreSettings, read_settings
 
 
-def test_the_defaults(tmp_path: Path) -> None:
+def test_without_a_file_everything_has_its_default(tmp_path: Path) -> None:
     """Without a file, and with an empty one, everything has its default."""
     assert read_settings(tmp_path) == StoreSettings()
     (tmp_path / "store.toml").write_text("")

@@ -60,7 +60,7 @@ def test_weights_alone_serve_only_at_a_phases_start(fabric: Any) -> None:
     assert [s.planned.step for s in steps] == [2, 3]
 
 
-def test_two_phases(fabric: Any) -> None:
+def test_a_phase_starts_from_the_weights_of_the_one_before(fabric: Any) -> None:
     """A phase starts from the weights where the other ended, and later from its own checkpoints."""
     first = [fabric.checkpoint(0, None, None), *_steps(fabric, 3, "sft"), fabric.checkpoint(2, "sft")]
     first.append(fabric.checkpoint(3, "sft"))

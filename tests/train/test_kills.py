@@ -21,7 +21,7 @@ PLAN = KillPlan(gap_s=1.0, wait_s=2.0, agents=8)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fresh", [False, True], ids=["fixed seed", "fresh seed"])
-def test_ten_kills(tmp_path: Path, fresh: bool) -> None:
+def test_ten_kills_lose_and_double_nothing(tmp_path: Path, fresh: bool) -> None:
     """Five kills each, with a seed that is always the same and one that never is; failures name it."""
     seed = random.SystemRandom().getrandbits(24) if fresh else FIXED
     model = write_model(tmp_path / "model")

@@ -35,7 +35,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_lines(record: Any, line: str | None) -> None:
+def test_each_record_has_a_line_that_matters(record: Any, line: str | None) -> None:
     """Each with what one would look for; what goes by the thousand has none."""
     assert line_of(record) == line
 

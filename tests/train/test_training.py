@@ -47,7 +47,7 @@ def _final(log: Store, run: str = "demo") -> tuple[int, str, str]:
 # What a run writes --------------------------------------------------------------------------------
 
 
-def test_loss_falls(trained: Stores) -> None:
+def test_supervised_training_lowers_the_loss(trained: Stores) -> None:
     """Supervised training learns: the last steps' loss is well below the first's, which is near chance."""
     losses = [s.metrics["loss"] for s in _of(trained(), StepCommitted)[:9]]
     assert losses[0] > 0.9 * math.log(100)

@@ -46,7 +46,7 @@ def test_by_name_or_id(show: Any) -> None:
     assert show("T-1") == (status, out, err)
 
 
-def test_json(show: Any) -> None:
+def test_json_is_one_object(show: Any) -> None:
     """One object; one turn of it; with tokens if they are asked for."""
     value = orjson.loads(show("fix-readme", "--json")[1])
     assert (value["trajectory_id"], len(value["turns"])) == ("T-1", 7)
@@ -55,7 +55,7 @@ def test_json(show: Any) -> None:
     assert (turn["turn_id"], turn["answer"]["completion_ids"]) == ("turn-aaaa0002", [9, 10, 11, 12])
 
 
-def test_as_of(show: Any) -> None:
+def test_an_earlier_cut_shows_what_was_there(show: Any) -> None:
     """At an earlier cut it is as it was: open, the second turn running, one reward fewer."""
     value = orjson.loads(show("fix-readme", "--json", "--as-of", "serve=5")[1])
     assert (value["status"], value["rewards"]) == ("open", [])
@@ -67,7 +67,7 @@ def test_as_of(show: Any) -> None:
     assert "the store has 24" in show("fix-readme", "--as-of", "serve=25")[2]
 
 
-def test_one_turn(show: Any) -> None:
+def test_one_turn_is_shown_by_number_or_id(show: Any) -> None:
     """A turn by its number, its id, or the end of that."""
     for wanted in ("3", "turn-aaaa0003", "0003"):
         out = show("fix-readme", "--turn", wanted)[1]
@@ -79,7 +79,9 @@ def test_one_turn(show: Any) -> None:
     assert "has 7 turns 'aaaa000" not in show("fix-readme", "--turn", "x")[2]
 
 
-def test_tokens(show: Any, tmp_path: Path, byte_level: Tokenizer) -> None:
+def test_tokens_are_text_with_a_model_and_numbers_without(
+    show: Any, tmp_path: Path, byte_level: Tokenizer
+) -> None:
     """As text with a model, as numbers without one, not at all by default."""
     byte_level.save(str(tmp_path / "tokenizer.json"))
     assert "sampled" not in show("fix-readme")[1].split("fidelity")[1]
@@ -108,7 +110,7 @@ def test_an_unknown_name(show: Any) -> None:
     assert show("fix-readme", "--run", "other")[2] == "error: no run 'other'; there are: demo\n"
 
 
-def test_near_names() -> None:
+def test_near_names_hold_the_text_or_resemble_it() -> None:
     """Those that hold the text come first, then by likeness; five at most, and none that is unlike."""
     names = ["alpha", "alphabet", "beta", "a-7", "alhpa", *(f"task-{i}" for i in range(9))]
     assert near_names("ALPHA", names) == ["alpha", "alphabet", "alhpa"]
@@ -158,7 +160,7 @@ def test_which_one_is_meant(store: Store) -> None:
         found("xyz")
 
 
-def test_in_sealed_files(told_tale: Store, show: Any) -> None:
+def test_sealing_changes_nothing_that_is_shown(told_tale: Store, show: Any) -> None:
     """Sealing changes nothing that is shown, nor does an event of another lane that came later."""
     before = show("fix-readme", "--json")[1]
     _seal(told_tale, "serve")
@@ -173,7 +175,9 @@ def test_in_sealed_files(told_tale: Store, show: Any) -> None:
     ]
 
 
-def test_it_is_light(store: Store, long_tale: Callable[..., list[Event]], run_python: Any) -> None:
+def test_a_trajectory_among_many_is_shown_in_a_second_without_torch(
+    store: Store, long_tale: Callable[..., list[Event]], run_python: Any
+) -> None:
     """128 turns of 100 tokens among 3,000 others are shown in well under a second, without torch."""
     with store.writer("serve") as writer:
         for i in range(47):

@@ -83,7 +83,7 @@ def _answer(turn: int, tale: list[Event]) -> Answer:
     return answer
 
 
-def test_a_tree(tale: list[Event]) -> None:
+def test_a_tree_shows_siblings_failures_and_roots(tale: list[Event]) -> None:
     """Header, siblings, a failed and a running turn, a root that shares messages, images, text-only turns."""
     drawn = _text(draw(facts_of(tale), View()), width=100)
     system = next(line for line in drawn.splitlines() if line.startswith("  system"))
@@ -92,7 +92,7 @@ def test_a_tree(tale: list[Event]) -> None:
     assert drawn[: drawn.index(system)] + "  system  SYSTEM\n" + drawn[end:].rstrip("\n") + "\n" == DRAWN
 
 
-def test_full(tale: list[Event]) -> None:
+def test_full_shows_whole_messages_and_sampling(tale: list[Event]) -> None:
     """Everything: whole messages, echoes, and what each request was to be sampled with."""
     drawn = _text(draw(facts_of(tale), View(full=True)), width=2000)
     assert "You repair programs. " * 59 + "You repair programs." in drawn
@@ -148,7 +148,7 @@ def test_a_long_trajectory_has_a_line_for_most_turns(long_tale: Callable[..., li
     assert _text(draw(facts, View(full=True))).count("  reply   ") == 40
 
 
-def test_one_turn(tale: list[Event]) -> None:
+def test_one_turn_alone_keeps_the_number_it_extends(tale: list[Event]) -> None:
     """Only that turn, and what it extends by its number all the same."""
     drawn = _text(draw(facts_of(tale), View(full=True, only=frozenset({"turn-aaaa0003"}))))
     assert "\n3  aaaa0003  extends 1  length" in drawn
@@ -173,13 +173,13 @@ def test_one_turn(tale: list[Event]) -> None:
         (None, ""),
     ],
 )
-def test_styles(logprob: float | None, style: str) -> None:
+def test_styles_follow_the_thresholds_of_the_legend(logprob: float | None, style: str) -> None:
     """By thresholds that the legend names; what is no number has none."""
     assert style_of(logprob) == style
     assert not style or style in {str(span.style) for span in legend().spans}
 
 
-def test_sampled_tokens(tale: list[Event]) -> None:
+def test_sampled_tokens_are_coloured_by_logprob(tale: list[Event]) -> None:
     """Coloured by logprob, a change of version marked where it is, dim if the turn was not delivered."""
     answer, words = _answer(2, tale), TokenText(None)
     text = sampled_text(answer, words, delivered=True, full=False)
@@ -215,7 +215,7 @@ def test_long_completions_are_cut_in_the_middle(tale: list[Event]) -> None:
     assert whole.split() == [*(f"{i}" for i in range(500)), "[v4]500", *(f"{i}" for i in range(501, count))]
 
 
-def test_erased_tokens(tale: list[Event]) -> None:
+def test_erased_tokens_are_not_shown(tale: list[Event]) -> None:
     """Are not shown as the ids they have now."""
     answer = replace(_answer(2, tale), fidelity="erased")
     assert sampled_text(answer, TokenText(None), delivered=True, full=True).plain == "[4 tokens, erased]"

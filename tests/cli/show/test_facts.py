@@ -25,7 +25,7 @@ def facts(tale: list[Event]) -> TrajectoryFacts:
     return facts_of(tale)
 
 
-def test_the_trajectory(facts: TrajectoryFacts) -> None:
+def test_the_head_counts_each_token_once(facts: TrajectoryFacts) -> None:
     """Head, outcome, rewards in force by source, labels, and counts that take each token once."""
     head = (facts.name, facts.trajectory_id, facts.run, facts.lane, facts.group, facts.task, facts.split)
     assert head == ("fix-readme", "T-1", "demo", "serve", "g-7", "repair it", "train")
@@ -55,7 +55,7 @@ def test_rewards_in_force_are_the_trajectorys(tale: list[Event]) -> None:
     assert [t.rewards for t in facts.turns[:2]] == [(Reward("agent", 2.0),), (Reward("judge", 0.25),)]
 
 
-def test_the_turns(facts: TrajectoryFacts) -> None:
+def test_each_turn_has_its_parent_end_and_duration(facts: TrajectoryFacts) -> None:
     """Where each hangs, how it ended, and how long it took."""
     assert [
         (t.number, t.parent and t.parent[-4:], t.root_reason, t.status, t.latency_ms) for t in facts.turns
@@ -81,7 +81,7 @@ def test_the_turns(facts: TrajectoryFacts) -> None:
     assert facts.turns[0].endpoint == "/v1/chat/completions"
 
 
-def test_the_answers(facts: TrajectoryFacts) -> None:
+def test_a_completed_turn_has_tokens_logprobs_and_versions(facts: TrajectoryFacts) -> None:
     """Tokens, logprobs, versions, fidelity and reply of a completed turn."""
     second, third, fifth, sixth = (facts.turns[i].answer for i in (1, 2, 4, 5))
     assert None not in (second, third, fifth, sixth)
@@ -103,7 +103,7 @@ def test_new_messages_and_echoes(facts: TrajectoryFacts) -> None:
     ]
 
 
-def test_fidelity(tale: list[Event]) -> None:
+def test_fidelity_is_exact_text_only_or_null(tale: list[Event]) -> None:
     """Exact where every completed turn has its ids, text_only where none has, null where none completed."""
     without = [e for e in tale if getattr(e.record, "turn_id", "") != "turn-aaaa0006"]
     assert facts_of(without).fidelity == "exact"
@@ -116,7 +116,7 @@ def test_fidelity(tale: list[Event]) -> None:
     assert (facts_of(head).status, facts_of(head).turns) == ("open", ())
 
 
-def test_erased(tale: list[Event]) -> None:
+def test_an_erased_turn_keeps_its_lengths(tale: list[Event]) -> None:
     """Of an erased turn the lengths stay; its text and ids are said to be erased."""
     mark = {"erased": True}
     events = []
@@ -139,7 +139,7 @@ def test_erased(tale: list[Event]) -> None:
     assert [m.parts for m in (*first.messages, first.answer.reply)] == [(Part("erased"),)] * 3
 
 
-def test_as_json(facts: TrajectoryFacts) -> None:
+def test_json_has_arrays_only_if_asked(facts: TrajectoryFacts) -> None:
     """Plain values; arrays only if asked; numbers that JSON lacks as words."""
     value = orjson.loads(orjson.dumps(facts.as_json()))
     assert (value["name"], value["fidelity"], value["rewards"][1]) == (

@@ -63,7 +63,7 @@ def _shape(nodes: list[Node]) -> Shape:
         (_turns(9), [[1]]),  # what it extends is not there
     ],
 )
-def test_shapes(turns: list[TurnFacts], shape: Shape) -> None:
+def test_a_fork_is_indented_and_a_line_is_flat(turns: list[TurnFacts], shape: Shape) -> None:
     """A line is flat beneath its first turn; a fork is set in, but one that failed makes no fork."""
     assert _shape(arrange(turns)) == shape
 

@@ -80,7 +80,7 @@ CASES: list[tuple[Any, tuple[Part, ...]]] = [
 
 
 @pytest.mark.parametrize(("message", "parts"), CASES)
-def test_spellings(message: Any, parts: tuple[Part, ...]) -> None:
+def test_each_spelling_of_a_message_has_its_parts(message: Any, parts: tuple[Part, ...]) -> None:
     """Each spelling has its parts, in order."""
     assert read_message(message, {}).parts == parts
 
@@ -109,7 +109,7 @@ def test_a_tools_result_is_named_after_its_call() -> None:
         (Part("erased"), "[erased]"),
     ],
 )
-def test_words(part: Part, words: str) -> None:
+def test_calls_and_images_are_written_for_people(part: Part, words: str) -> None:
     """Calls as a person writes them, images by their digest."""
     assert part_words(part) == words
 

@@ -63,7 +63,7 @@ def test_values_on_one_line() -> None:
     assert one_line(None, 5) == ""
 
 
-def test_times() -> None:
+def test_times_have_a_fitting_unit() -> None:
     """Milliseconds, seconds and minutes; a date that is none is shown as the number it is."""
     assert [duration(x) for x in (0.4, 999, 1234, 119_000, 120_000, -5)] == [
         *("0 ms", "999 ms", "1.2 s", "119.0 s", "2.0 min", "-5 ms")

@@ -176,7 +176,7 @@ def test_an_engine_without_logprobs_shows_none(proxy: Any) -> None:
     assert reply.json["choices"][0]["logprobs"] is None
 
 
-def test_the_version_is_told(proxy: Any) -> None:
+def test_the_version_is_in_the_headers_where_it_is_known(proxy: Any) -> None:
     """Where it is known before the headers go out."""
     whole, turn = _ask(proxy)
     assert whole.headers["x-rollbook-policy-version"] == str(turn.completed.policy_version) == "5"

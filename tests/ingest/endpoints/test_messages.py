@@ -88,7 +88,7 @@ def test_a_message_holds_thinking_text_and_tool_uses(proxy: Any, name: str, stre
         ("Hi", {"stop_sequences": ["STOP"]}, "end_turn", None),
     ],
 )
-def test_why_it_stopped(
+def test_the_stop_reason_is_in_anthropics_words(
     proxy: Any, name: str, play: Any, fields: Any, reason: str, sequence: Any, stream: bool
 ) -> None:
     """In Anthropic's words; which of several sequences it was, the log does not say."""
@@ -181,7 +181,9 @@ def test_thinking_that_cannot_be_read_is_dropped(proxy: Any, name: str) -> None:
         ({"type": ["odd"]}, False, True),
     ],
 )
-def test_tool_choice(proxy: Any, name: str, choice: Any, honoured: bool, calls: bool) -> None:
+def test_a_tool_choice_that_cannot_be_forced_is_reported(
+    proxy: Any, name: str, choice: Any, honoured: bool, calls: bool
+) -> None:
     """What cannot be forced is told; with none, calls are not read."""
     proxy.engine.answer = lambda *_: CALL.format(1)
     body = {"messages": [_user("go")], "max_tokens": 99, "tools": [TOOL], "tool_choice": choice}

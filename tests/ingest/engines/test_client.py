@@ -176,7 +176,7 @@ def test_images_are_passed_on(in_process: Any, chat: Any, ids_of: Any) -> None:
     assert app.seen[0]["image_data"] == [url]
 
 
-def test_stop_strings(proxied: Make, ids_of: Any, text_model: Any) -> None:
+def test_the_server_stops_at_stop_strings(proxied: Make, ids_of: Any, text_model: Any) -> None:
     """The server stops at them; the ids keep the token that completed one, and the reply ends before it."""
     proxy, app = proxied(ids_of("one STOP two"), tokenizer=text_model("chatml") / "tokenizer.json")
     for stream in (False, True):
@@ -240,7 +240,7 @@ def test_names_say_whose_weights_they_are() -> None:
     assert [version_in(name) for name in NAMED] == list(NAMED.values())
 
 
-def test_names_of_weights(proxied: Make, ids_of: Any) -> None:
+def test_only_bound_names_of_weights_give_versions(proxied: Make, ids_of: Any) -> None:
     """A name that is bound to a version is that version's; any other says nothing, and no span has it."""
     proxy, app = proxied(ids_of("a"))
     for number, (name, version) in enumerate((NAMED | {STARTED_WITH: 0}).items()):

@@ -199,7 +199,7 @@ def test_a_paused_request_can_be_aborted(renewed: Any, pace: Any, mode: str) -> 
     assert (made.finish_reason, len(made.completion_ids) >= 5) == ("abort", True)
 
 
-def test_flushing(renewed: Any, pace: Any) -> None:
+def test_flushing_is_refused_while_requests_stand_in_the_batch(renewed: Any, pace: Any) -> None:
     """Refused while requests stand still in the batch; fine where they were taken out of it."""
 
     async def scenario() -> None:

@@ -119,7 +119,7 @@ def test_a_seed_decides_the_tokens_alone_and_in_a_batch(steady: Any) -> None:
     assert [g.completion_ids.tolist() for g in again[::-1]] == [g.completion_ids.tolist() for g in batch]
 
 
-def test_finish_reasons(steady: Any) -> None:
+def test_the_end_of_turn_token_finishes_with_stop(steady: Any) -> None:
     """A completion that ends in the end-of-turn token stopped; any other ran out of tokens."""
     stop = steady.turn_runner.bridges.tokenizer.stop_ids
     made = _generate(steady, *(Sampling(60, 3.0, seed) for seed in range(48)))

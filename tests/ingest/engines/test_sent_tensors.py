@@ -68,7 +68,7 @@ def _sent(found: Any) -> list[str]:
     return [base64.b64encode(pickle.dumps(found)).decode()]
 
 
-def test_tensors_inline() -> None:
+def test_pickled_tensors_and_views_are_read() -> None:
     """Plain pickles of tensors, parameters and views."""
     whole = torch.arange(6, dtype=torch.float16).reshape(2, 3)
     sent = [("a", whole), ("b", torch.nn.Parameter(whole.float())), ("c", whole.T), ("d", torch.zeros(0))]

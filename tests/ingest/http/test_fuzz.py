@@ -149,7 +149,7 @@ def test_anything_anywhere_in_a_sound_body(proxy: Any, kind: str, data: Any, val
 
 @given(raw=st.binary(max_size=60) | JSON.map(_raw), kind=st.sampled_from(streamed.KINDS))
 @settings(max_examples=60, deadline=None, database=None)
-def test_any_bytes(proxy: Any, raw: bytes, kind: str) -> None:
+def test_any_bytes_get_a_client_error(proxy: Any, raw: bytes, kind: str) -> None:
     """JSON that is no request, and what is no JSON."""
     _check(proxy, proxy.ask(streamed.PATHS[kind], raw), streamed.PATHS[kind])
 

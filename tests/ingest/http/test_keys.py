@@ -42,7 +42,7 @@ def _file(folder: Path, text: str, mode: int = 0o600) -> Path:
 # A file's text --------------------------------------------------------------------------------------
 
 
-def test_a_file_of_keys() -> None:
+def test_a_file_of_keys_is_read() -> None:
     """Names, roles, hashes and moments; of a day its beginning, UTC."""
     assert parsed(GOOD + OTHER, "f") == (
         Key("a", Role.judge, HASH),
@@ -207,7 +207,9 @@ def test_a_variable_that_is_set_to_nothing() -> None:
     assert (engine_key_of(None, {}), engine_key_of("k", {})) == (None, "k")
 
 
-def test_the_command_refuses_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_refuses_a_bad_file_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Before a store is made or a port taken."""
     monkeypatch.setenv("ROLLBOOK_API_KEYS", "")
     result = CliRunner().invoke(command, ["serve", "--store", str(tmp_path / "s"), "--engine", "scripted"])

@@ -147,7 +147,7 @@ def test_who_may_reward_and_label(proxy: Any, who: str, what: str) -> None:
     assert len([r for r in told if r.trajectory_id == opened.trajectory_id]) == expected[who] + ended
 
 
-def test_the_remedy_is_told(proxy: Any) -> None:
+def test_a_refusal_names_the_key_that_would_do(proxy: Any) -> None:
     """A refusal says which key would do."""
     proxy.ask("/v1/trajectories", {"id": "remedy"}, headers=_sent(proxy, "writer"))
     own = _sent(proxy, "trajectory", "remedy")

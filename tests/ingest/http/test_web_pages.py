@@ -81,7 +81,7 @@ def _refused(
         ("localhost, evil.test", 400, 400),
     ],
 )
-def test_hosts(host: str, loopback: int | None, beyond: int | None) -> None:
+def test_only_known_host_names_are_served(host: str, loopback: int | None, beyond: int | None) -> None:
     """Names lead where their owner says, which may be here; addresses and our own names do not."""
     assert _refused(LOOPBACK, ("host", host)) == loopback
     assert _refused(BEYOND, ("host", host)) == beyond
@@ -165,7 +165,9 @@ SITES = [
 
 
 @pytest.mark.parametrize(("site", "mode", "dest", "method", "status"), SITES)
-def test_sites(site: str, mode: str, dest: str, method: str, status: int | None) -> None:
+def test_requests_of_foreign_sites_are_refused(
+    site: str, mode: str, dest: str, method: str, status: int | None
+) -> None:
     """Where there is no Origin, a browser still says whose page asks."""
     sent = [
         ("host", "localhost"),

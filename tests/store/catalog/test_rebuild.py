@@ -69,7 +69,7 @@ def grown(told: Store, notes: Any) -> Store:
     return told
 
 
-def test_the_same_rows(grown: Store) -> None:
+def test_a_rebuilt_catalog_has_the_same_rows(grown: Store) -> None:
     """A rebuilt catalog has the rows of one that was kept up to date, in every table."""
     before = _rows(grown)
     assert all(before.values()), "every table has rows"
@@ -88,7 +88,7 @@ def test_the_same_rows(grown: Store) -> None:
     assert rebuild_catalog(grown).rows == done.rows
 
 
-def test_the_last_opening(grown: Store) -> None:
+def test_the_last_opening_is_read_off_the_lock_file(grown: Store) -> None:
     """When and by which process a lane was opened last is read off its lock file."""
     catalog = Catalog.of(grown.path)
     before = {r["name"]: r for r in catalog.rows()["lanes"]}
@@ -101,7 +101,7 @@ def test_the_last_opening(grown: Store) -> None:
     catalog.close()
 
 
-def test_from_nothing(grown: Store, raw: Engine) -> None:
+def test_a_catalog_is_rebuilt_without_tables(grown: Store, raw: Engine) -> None:
     """Without any table there, and with rows that nothing in the log accounts for."""
     before = _rows(grown)
     catalog = Catalog.of(grown.path)

@@ -260,7 +260,7 @@ def _biased(log: Log) -> None:
     log.step(used[:12], used[12:])
 
 
-def test_the_command(log: Log, rollbook: Any) -> None:
+def test_the_command_prints_terms_rules_and_balance(log: Log, rollbook: Any) -> None:
     """A row per term, rules beneath, the share of each, a sentence on bias, and the balance in the end."""
     _biased(log)
     code, out, err = rollbook("ledger", "--store", log.store.path, "--by-version")
@@ -353,7 +353,7 @@ def _numbers(*values: float) -> Any:
     return np.array(values, np.float64)
 
 
-def test_the_statistic() -> None:
+def test_the_statistic_is_the_largest_distance() -> None:
     """The largest distance between the two step functions, ties included."""
     assert ks_statistic(_numbers(1, 2, 3, 4), _numbers(1, 2, 3, 4)) == 0.0
     assert ks_statistic(_numbers(1, 2), _numbers(3, 4, 5)) == 1.0
@@ -364,7 +364,7 @@ def test_the_statistic() -> None:
 @pytest.mark.parametrize(
     ("x", "p_value"), [(0.5, 0.963945), (0.8276, 0.5), (1.2238, 0.1), (1.3581, 0.05), (1.6276, 0.01)]
 )
-def test_the_p_value(x: float, p_value: float) -> None:
+def test_the_p_value_agrees_with_tables(x: float, p_value: float) -> None:
     """The quantiles of Kolmogorov's distribution that tables give."""
     n, m = 800, 200
     assert ks_p_value(x / np.sqrt(n * m / (n + m)), n, m) == pytest.approx(p_value, rel=2e-3)
@@ -378,7 +378,7 @@ def test_the_test_is_calibrated() -> None:
     assert 0.02 < np.mean(found) < 0.06
 
 
-def test_what_is_told() -> None:
+def test_the_sentence_on_bias_names_the_direction() -> None:
     """Longer, shorter, differing, or nothing that can be told."""
     rng = np.random.default_rng(0)
     low, high = rng.uniform(0, 1, 100), rng.uniform(2, 3, 50)

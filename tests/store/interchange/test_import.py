@@ -283,7 +283,7 @@ def test_a_file_that_changes_meanwhile(store: Store, write: Any, monkeypatch: py
     assert store.trajectories() == {}
 
 
-def test_odd_files(store: Store, write: Any) -> None:
+def test_odd_files_are_imported(store: Store, write: Any) -> None:
     """A byte order mark, CRLF, no newline at the end, blank lines, numbers as ids, no line at all."""
     file = write(b"\xef\xbb\xbf" + GOOD + b"\r", b"   ", orjson.dumps({"id": 7, "messages": [REPLY]}))
     assert import_chats(file, store.path, "r")["lines"] == 2
@@ -343,7 +343,7 @@ def test_records_are_the_same_every_time(write: Any, store: Store) -> None:
     assert once[1] == twice[1]
 
 
-def test_the_command(
+def test_the_commands_print_what_they_did(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`rollbook import` and `rollbook export`: a sentence, JSON with --json, exit code 2 with the remedy."""

@@ -130,7 +130,7 @@ def test_names_that_are_no_lanes(store: Store, name: str) -> None:
     assert consumer_lane("x" * 54) == "consumer." + "x" * 54
 
 
-def test_another_lane(store: Store, notes: Any) -> None:
+def test_a_cursor_may_stand_in_another_lane(store: Store, notes: Any) -> None:
     """A consumer may keep its cursor in a lane with other events, of which it sees none."""
     _append(store, "a", notes(2))
     with store.writer("mine") as writer:

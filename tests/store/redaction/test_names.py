@@ -45,7 +45,7 @@ def test_a_secrets_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_name(name: str) -> None:
+def test_other_names_are_no_secrets(name: str) -> None:
     """Of a model's tokens, of keys that open nothing, and of what is said about a secret."""
     assert not is_secret_name(name)
 

@@ -236,7 +236,7 @@ def test_a_unit_of_another_copy_stops_the_upload(sealed: Store, storage: Any) ->
     assert len(_parquet(sealed)) == sum(len(u.files) for u in _units(sealed))
 
 
-def test_a_gap_is_told(sealed: Store, storage: Any, tmp_path: Path) -> None:
+def test_a_missing_manifest_stops_the_attachment(sealed: Store, storage: Any, tmp_path: Path) -> None:
     """Without one of the manifests in the middle nothing is attached."""
     upload_units(sealed)
     middle = current_units(sealed.path, "serve")[1]
@@ -523,7 +523,9 @@ def test_a_damaged_file_is_not_moved(sealed: Store) -> None:
     assert current_units(sealed.path, "serve")[0].remote is None
 
 
-def test_without_fsspec(sealed: Store, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fsspec_sql_names_the_extra(
+    sealed: Store, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SQL names the extra that it needs; events are read without it."""
     upload_units(sealed)
     monkeypatch.setitem(sys.modules, "fsspec", None)

@@ -62,7 +62,7 @@ def test_a_cursor_sees_what_is_not_sealed(told: Store) -> None:
         assert connection.cursor().execute("select count(*) from events").fetchall() == [(26,)]
 
 
-def test_events(told: Store) -> None:
+def test_events_has_the_logs_columns(told: Store) -> None:
     """`events` has the log's columns with the lane first, one row per event."""
     connection = rb.connect(told.path)
     assert [c[0] for c in connection.execute("select * from events").description] == [
@@ -78,14 +78,14 @@ def test_events(told: Store) -> None:
     ]
 
 
-def test_runs(told: Store) -> None:
+def test_runs_has_the_command_and_its_configuration(told: Store) -> None:
     """`runs` has the command and its configuration."""
     assert _rows(told, "select * from runs") == [
         ("demo", _at(0), "serve", "serve", "toy", '{"port":1}', '{"python":"3"}')
     ]
 
 
-def test_turns(told: Store) -> None:
+def test_turns_joins_the_events_of_a_turn(told: Store) -> None:
     """`turns` joins the request, answer, delivery, failure and reward of each turn."""
     columns = (
         "trajectory, turn_id, parent_turn_id, root_reason, status, delivered, policy, policy_version, "
@@ -123,7 +123,7 @@ def test_turns(told: Store) -> None:
     ]
 
 
-def test_trajectories(told: Store) -> None:
+def test_trajectories_has_outcome_reward_and_versions(told: Store) -> None:
     """`trajectories` has the outcome, the reward in force, and the versions of all sampled tokens."""
     columns = 'trajectory, "group", task, split, labels, status, success, reward, turns, '
     columns += "min_version, max_version, finished, lane"
@@ -161,7 +161,7 @@ def test_tokens_of_a_teacher(store: Store, story: Any) -> None:
     ]
 
 
-def test_rewards(told: Store) -> None:
+def test_rewards_marks_the_superseded(told: Store) -> None:
     """`rewards` keeps every reward, and marks the superseded one."""
     columns = "trajectory, turn_id, reward, source, event_id, superseded, lane, seq"
     assert _rows(told, f"select {columns} from rewards order by seq") == [
@@ -182,14 +182,14 @@ def test_the_reward_in_force_is_the_last_of_the_log(store: Store) -> None:
     assert _rows(store, "select reward from trajectories") == [(2.0,)]
 
 
-def test_policies(told: Store) -> None:
+def test_policies_joins_publication_and_activation(told: Store) -> None:
     """`policies` joins publication and first activation of a version."""
     assert _rows(told, "select * from policies") == [
         ("demo", "actor", 1, 0, "w1", "checkpoints/1", _at(0), _at(17)),
     ]
 
 
-def test_steps(told: Store) -> None:
+def test_steps_has_each_attempt(told: Store) -> None:
     """`steps` has each attempt with its fate, manifest and results."""
     columns = (
         "step, attempt, status, policy, policy_version, output_version, algorithm, cut, learning_rate, "
@@ -206,7 +206,7 @@ def test_steps(told: Store) -> None:
     assert _rows(told, "select manifest->>'$.seed' from steps where step = 1") == [("7",)]
 
 
-def test_samples(told: Store) -> None:
+def test_samples_lists_what_attempts_consumed(told: Store) -> None:
     """`samples` lists what each attempt consumed, in the manifest's order."""
     columns = "step, attempt, status, position, trajectory_id, turn_id"
     assert _rows(told, f"select {columns} from samples order by step, attempt, position") == [
@@ -227,7 +227,7 @@ def test_samples_whose_references_say_more(store: Store, story: Any) -> None:
     assert _rows(store, "select position, trajectory_id, turn_id from samples") == [(0, "t1", "u1")]
 
 
-def test_drops(told: Store) -> None:
+def test_drops_has_rule_recipe_and_reason(told: Store) -> None:
     """`drops` has the rule, the recipe and the reason."""
     assert _rows(told, "select trajectory_id, turn_id, rule, recipe, step, detail, time from drops") == [
         ("t2", "u4", "split", "rd", 0, '{"split":"eval"}', _at(2)),
@@ -242,7 +242,7 @@ def test_every_view_reads_an_empty_store(store: Store) -> None:
     )
 
 
-def test_as_of(told: Store) -> None:
+def test_views_at_an_earlier_cut(told: Store) -> None:
     """At an earlier cut the views say what was known then."""
     before = {"as_of": "serve=12"}
     assert _rows(told, "select reward, status from trajectories", **before) == [(0.5, "open")]

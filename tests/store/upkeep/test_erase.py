@@ -207,7 +207,7 @@ def test_what_an_erased_trajectory_still_says(log: Store) -> None:
     assert label == {"erased": True}
 
 
-def test_sql_over_it(log: Store) -> None:
+def test_sql_shows_an_erased_trajectory_without_text(log: Store) -> None:
     """The views have its rows: no text, ids of -1, lengths as before, and the event that says why."""
     erase_trajectory(log, "bad", "a key leaked")
     sql = rb.connect(log.path)
@@ -354,7 +354,7 @@ def test_a_live_writer_whose_segment_has_rolled(store: Store) -> None:
     assert store.trajectories()["bad"].reward("judge") == 2.0
 
 
-def test_which_trajectory(log: Store) -> None:
+def test_an_ambiguous_name_needs_a_run(log: Store) -> None:
     """An unknown name, and one that two runs have, are told apart; --run decides."""
     with pytest.raises(UpkeepError, match="no trajectory 'nope'"):
         erase_trajectory(log, "nope", "x")
@@ -407,7 +407,7 @@ print("done", limit - left)
 
 
 @pytest.mark.crashes
-def test_kill_in_the_middle(
+def test_a_killed_erasure_is_finished_by_asking_again(
     log: Store, tmp_path: Path, run_python: Callable[..., tuple[int, str, str]]
 ) -> None:
     """Killed at any change it makes to the folder, it is finished by asking again; the rest is the same."""

@@ -210,7 +210,7 @@ def test_the_lane_that_says_it(damaged: Store) -> None:
     assert [(record.of_lane, record.segment) for record in _repaired(damaged)] == [("a", 2), ("upkeep", 1)]
 
 
-def test_the_commands(damaged: Store) -> None:
+def test_verify_names_repair_which_says_what_it_did(damaged: Store) -> None:
     """Verify names the command, which says what it did; exit code 1 where something is still damaged."""
 
     def run(*words: str) -> Any:

@@ -108,7 +108,7 @@ def test_what_a_spec_says() -> None:
             parse_keep(text)
 
 
-def test_an_age(store: Store) -> None:
+def test_units_older_than_an_age_go(store: Store) -> None:
     """A unit goes when its newest event is older; the files go with it and its manifest stays."""
     old = add_unit(store, "serve", turns("a"), days_old=8)
     young = add_unit(store, "serve", turns("b"), days_old=6)
@@ -132,7 +132,7 @@ def test_an_age(store: Store) -> None:
     ]
 
 
-def test_a_size(store: Store) -> None:
+def test_the_oldest_units_go_until_the_rest_fits(store: Store) -> None:
     """The oldest units of all lanes go until the rest fits; the age of a lane's unit never falls."""
     first = add_unit(store, "one", turns("a"), days_old=9)
     second = add_unit(store, "two", turns("b"), days_old=8)
@@ -152,7 +152,7 @@ def test_a_size(store: Store) -> None:
     assert dropped(retain(store, "0B", dry_run=True)) == [first, late, second]
 
 
-def test_versions(store: Store) -> None:
+def test_units_go_after_so_many_newer_versions(store: Store) -> None:
     """A unit goes when each policy that sampled in it has published N versions more; teachers' turns stay."""
     old = add_unit(store, "serve", turns("a", 3))
     recent = add_unit(store, "serve", turns("b", 5))
@@ -243,7 +243,7 @@ def test_a_step_needs_those_between_its_checkpoint_and_itself(store: Store) -> N
     assert dropped(retain(store, ALL, dry_run=True)) == [*units, train]
 
 
-def test_planned_steps(store: Store) -> None:
+def test_a_planned_step_keeps_its_samples(store: Store) -> None:
     """A step that was planned and is perhaps running keeps its samples; one that failed does not."""
     failed = add_unit(store, "one", turns("a"))
     running = add_unit(store, "two", turns("b"))
@@ -276,7 +276,7 @@ def test_retiring_says_what_there_is(store: Store) -> None:
             parse_steps(bad)
 
 
-def test_consumers(store: Store) -> None:
+def test_what_a_consumer_has_not_read_stays(store: Store) -> None:
     """What a consumer has not dealt with stays, and so does its newest cursor, wherever it is told."""
     first = add_unit(store, "serve", turns("a"))
     second = add_unit(store, "serve", turns("b"))
@@ -411,7 +411,9 @@ print("done", limit - left)
 
 
 @pytest.mark.crashes
-def test_kill_in_the_middle(store: Store, tmp_path: Path, run_python: Any, plain: Any) -> None:
+def test_a_killed_retention_is_finished_by_the_next(
+    store: Store, tmp_path: Path, run_python: Any, plain: Any
+) -> None:
     """Killed at any change to the folder, the next run finishes it and says it once; the rest is the same."""
     names = _story(store)
     earlier = store.head()
@@ -436,7 +438,7 @@ def test_kill_in_the_middle(store: Store, tmp_path: Path, run_python: Any, plain
 # Commands -----------------------------------------------------------------------------------------
 
 
-def test_commands(store: Store, monkeypatch: Any, capsys: Any) -> None:
+def test_the_commands_print_what_they_did(store: Store, monkeypatch: Any, capsys: Any) -> None:
     """`retain`, `retire` and `erase` print what they did, for people and as JSON."""
     from rollbook.cli.app import main
 

@@ -123,7 +123,7 @@ def test_needs_are_what_a_replay_reads(steps: Any, retired: set[int], back: dict
     assert {t for t, _ in needed_by(history)} == wanted
 
 
-def test_over() -> None:
+def test_a_training_is_over_when_its_steps_are_retired() -> None:
     """A training is over when each of its steps is retired; one without steps has only begun."""
     history = _told([(False, True, True), (False, True, True)])
     assert not History("r", "actor").over

@@ -51,7 +51,7 @@ def damaged(template: Path, tmp_path: Path) -> Store:
     return rb.open(tmp_path / "copy")
 
 
-def test_a_whole_store(damaged: Store) -> None:
+def test_a_whole_store_is_counted(damaged: Store) -> None:
     """Events, units, WAL files and bytes of each lane are those that are there."""
     a, b = verify_store(damaged)
     assert (a.lane, a.events, a.units, a.wal_files, a.fault) == ("a", 38, 2, 3, None)
@@ -220,7 +220,7 @@ def test_a_dropped_unit_is_no_damage(damaged: Store) -> None:
     assert read_manifest(folder).dropped_us == 1
 
 
-def test_the_command(damaged: Store) -> None:
+def test_the_command_exits_with_1_at_damage(damaged: Store) -> None:
     """Exit code 0 and a table, or 1 and the place of the damage; --json gives the same as values."""
     run = CliRunner().invoke
     arguments = ["store", "verify", "--store", str(damaged.path)]

@@ -169,7 +169,7 @@ def test_whoever_is_alone_flushes_it_himself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("call", ["open", "write", "sync", "sync_folder", "mark"])
-def test_a_failure_ends_it(tmp_path: Path, call: str, alone: bool) -> None:
+def test_after_a_failure_the_flusher_calls_the_disk_no_more(tmp_path: Path, call: str, alone: bool) -> None:
     """The failed job and all behind it fail, no disk call follows, and none of its bytes stay."""
     disk = Listed(tmp_path, fail=call)
     (first, one), (second, two), (nothing, three) = _job([b"header"], 1, 7), _job([b"x"], 2), _job([], 2)

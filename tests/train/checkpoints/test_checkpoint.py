@@ -39,7 +39,7 @@ def _write(store: Path, model: Path, version: int = 1, weights: Tensors | None =
     return write_checkpoint(store, "run", "actor", version, weights, _optimizer(), like=model, phase="p")
 
 
-def test_round_trip(fabric: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_bit_for_bit(fabric: Any, tmp_path: Path) -> None:
     """Weights and optimizer state come back bit for bit, and the event names their digests."""
     model = fabric.model_folder()
     weights = read_weights(model)
@@ -59,7 +59,7 @@ def test_round_trip(fabric: Any, tmp_path: Path) -> None:
     assert record.bytes == sum(f.stat().st_size for f in files)
 
 
-def test_weights_alone(fabric: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_weights_alone_has_no_optimizer(fabric: Any, tmp_path: Path) -> None:
     """Without an optimizer no such file is written, and reading gives None for it."""
     model = fabric.model_folder()
     record = write_checkpoint(tmp_path, "r", "actor", 0, read_weights(model), None, like=model, phase=None)

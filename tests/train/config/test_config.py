@@ -23,7 +23,7 @@ def _load(tmp_path: Path, text: str, *overrides: str) -> Any:
     return load_config(file, list(overrides))
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
     """A minimal file gives the documented defaults."""
     config = _load(tmp_path, GOOD)
     assert (config.run, config.policy, config.seed, config.threads) == ("default", "actor", 0, 1)
@@ -124,7 +124,7 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
         assert str(refused.value).startswith(f"{file}: ")
 
 
-def test_overrides(tmp_path: Path) -> None:
+def test_set_overrides_dotted_keys(tmp_path: Path) -> None:
     """--set takes dotted keys with TOML values, and bare words as text; tables come into being."""
     config = _load(
         tmp_path,

@@ -93,7 +93,7 @@ def test_grpo_needs_a_reward_and_logprobs(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_flat_groups(fabric: Any, wanted: bool) -> None:
+def test_groups_of_equal_rewards_are_dropped_if_asked(fabric: Any, wanted: bool) -> None:
     """A group whose rewards are equal is dropped whole where the recipe says so, others are not."""
     rewards = {"flat": (0.5, 0.5), "steep": (0.5, 1.0)}
     samples = _samples(

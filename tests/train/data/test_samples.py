@@ -145,7 +145,7 @@ def test_a_teachers_tokens_have_no_logprob(fabric: Any) -> None:
 
 
 @pytest.mark.parametrize(("recorded", "used"), [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)])
-def test_temperatures(fabric: Any, recorded: float, used: float) -> None:
+def test_trained_positions_have_their_turns_temperature(fabric: Any, recorded: float, used: float) -> None:
     """Trained positions have the temperature of their turn; greedy ones the distribution's own, 1."""
     (sample,) = samples_of(_fold(fabric, fabric.records("t", [fabric.T(temperature=recorded)])))
     assert sample.temperatures.tolist() == np.array([1, 1, used, used], np.float32).tolist()

@@ -278,7 +278,7 @@ def test_a_reward_that_comes_while_waiting_counts(fabric: Any, store: Store) -> 
     assert taken.cut == store.head()
 
 
-def test_a_cut_ends(fabric: Any, store: Store) -> None:
+def test_a_cut_ends_when_no_batch_is_left(fabric: Any, store: Store) -> None:
     """At a cut, groups end without an error when no complete batch is left."""
     for i in range(5):
         fabric.append(store, fabric.records(f"t{i}", group=f"g{i // 2}", reward=float(i)))

@@ -40,7 +40,9 @@ def test_a_mistyped_run(fabric: Any, recorded: Stores, values: str) -> None:
     assert not (log.path / "checkpoints").exists()
 
 
-def test_the_command_fails(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+def test_no_step_where_steps_were_asked_for_is_a_failure(
+    fabric: Any, recorded: Stores, cli: Any, tmp_path: Path
+) -> None:
     """Steps were asked for, and none was taken: that is no success."""
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, run="dem0")))
     code, _, err = cli("train", tmp_path / "train.toml", "--store", recorded().path)

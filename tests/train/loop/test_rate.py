@@ -25,7 +25,9 @@ COSINE = {"lr": 1e-2, "decay": "cosine"}
         (COSINE | {"lr": 1e-3}, 5, None, False),
     ],
 )
-def test_when_it_is_said(fabric: Any, optimizer: Any, done: int, before: int | None, said: bool) -> None:
+def test_a_changed_rate_is_announced_in_the_middle_of_a_training(
+    fabric: Any, optimizer: Any, done: int, before: int | None, said: bool
+) -> None:
     """Of this same training, in the middle of it, where the schedule ends at another step than before."""
     config = fabric.config(fabric.SFT, steps=10, optimizer=optimizer)
     opened = None if before is None else RunOpened("train", config.as_json() | {"steps": before})

@@ -155,7 +155,9 @@ def test_the_gap_to_the_engine_is_measured(fabric: Any, reference: Any, size: in
         (0.2, {"partial_rollout": False, "pause": "in_place"}, True),
     ],
 )
-def test_the_alarm(fabric: Any, gap: float | None, sync: Any, warns: bool) -> None:
+def test_the_alarm_rings_where_the_engines_gap_is_large(
+    fabric: Any, gap: float | None, sync: Any, warns: bool
+) -> None:
     """Where the engine's part is not near zero; in place it is none, since prefixes are of older weights."""
     changes = {} if sync is None else {"sync": {"engines": ["http://e"], **sync}}
     settings = fabric.config(fabric.GRPO, **changes)
@@ -175,7 +177,7 @@ def test_a_step_has_every_stage_and_no_memory(fabric: Any) -> None:
     assert other.digests["samples"] != first.digests["samples"]
 
 
-def test_seeds() -> None:
+def test_a_steps_seed_is_decided_by_run_and_step() -> None:
     """A step's seed is decided by the run's seed and the step's number, and fits every generator."""
     seeds = {(run, step): step_seed(run, step) for run in (0, 1, 2**63 - 1) for step in range(200)}
     assert len(set(seeds.values())) == 600

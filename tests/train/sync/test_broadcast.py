@@ -38,7 +38,7 @@ def _syncer(world: Any, *engines: Any) -> Any:
     return world.syncer([engine.ready() for engine in engines], transport, timeout_s=TIMEOUT_S)
 
 
-def test_two_engines(world: Any, pair: list[Any]) -> None:
+def test_two_engines_sync_over_the_same_groups(world: Any, pair: list[Any]) -> None:
     """Sync after sync over the same groups, also once one of the engines is gone."""
     syncer = _syncer(world, *pair)
     urls = [engine.url for engine in pair]
@@ -58,7 +58,7 @@ def test_two_engines(world: Any, pair: list[Any]) -> None:
     ("route", "after"), [(UPDATE, 0), (UPDATE, 2), (JOIN, 0), ("/begin_weight_update", 0)]
 )
 @pytest.mark.parametrize("kind", ["error", "die", "drop"])
-def test_one_rejects(
+def test_an_engine_that_rejects_is_out_until_the_next_sync(
     world: Any, pair: list[Any], timed: Callable[..., Any], route: str, after: int, kind: str
 ) -> None:
     """At once it is out and the other served; the next sync heals it, over a new group."""
@@ -78,7 +78,9 @@ def test_one_rejects(
 
 
 @pytest.mark.parametrize("route", [UPDATE, JOIN])
-def test_one_hangs(world: Any, pair: list[Any], timed: Callable[..., Any], route: str) -> None:
+def test_an_engine_that_hangs_ends_with_the_time_out(
+    world: Any, pair: list[Any], timed: Callable[..., Any], route: str
+) -> None:
     """The wait for it ends with the time-out, and the other is served."""
     bad, good = pair
     bad.fault(route=route, kind="hang", seconds=600)
@@ -91,7 +93,9 @@ def test_one_hangs(world: Any, pair: list[Any], timed: Callable[..., Any], route
 
 
 @pytest.mark.parametrize("kind", ["error", "die"])
-def test_a_large_bucket(world: Any, pair: list[Any], timed: Callable[..., Any], kind: str) -> None:
+def test_a_bucket_larger_than_the_sockets_reaches_the_other_engine(
+    world: Any, pair: list[Any], timed: Callable[..., Any], kind: str
+) -> None:
     """More than sockets hold: what an engine did not take is not waited for, and the other has all of it."""
     bad, good = pair
     bad.fault(route=UPDATE, kind=kind)

@@ -23,7 +23,9 @@ def _named(described: list[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[s
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=20), st.integers(1, 400))
 @settings(deadline=None)
-def test_nothing_is_lost(described: list[tuple[tuple[int, ...], torch.dtype]], size: int) -> None:
+def test_buckets_hold_all_tensors_bit_for_bit(
+    described: list[tuple[tuple[int, ...], torch.dtype]], size: int
+) -> None:
     """All tensors, in their order and bit for bit; no bucket mixes types or is too large without need."""
     named = _named(described)
     found = []
@@ -40,7 +42,7 @@ def test_nothing_is_lost(described: list[tuple[tuple[int, ...], torch.dtype]], s
         assert torch.equal(got, sent)
 
 
-def test_full_buckets() -> None:
+def test_a_bucket_ends_where_the_next_tensor_does_not_fit() -> None:
     """A bucket ends only where the next tensor does not fit, or is of another type."""
     four = [(f"t{i}", torch.full((10,), float(i))) for i in range(4)]
     kinds = [*four, ("b", torch.zeros(1, dtype=torch.bfloat16))]
@@ -50,7 +52,7 @@ def test_full_buckets() -> None:
     assert whole.names == ("t0", "t1", "t2", "t3")
 
 
-def test_two_buffers() -> None:
+def test_a_bucket_stands_while_the_next_is_filled() -> None:
     """What one bucket holds stands while the next is filled, and is overwritten by the one after."""
     named = [(f"t{i}", torch.full((4,), float(i))) for i in range(4)]
     held = list(buckets(iter(named), Buffers(16, CPU)))
@@ -58,7 +60,7 @@ def test_two_buffers() -> None:
     assert len({bucket.flat.data_ptr() for bucket in held}) == 2
 
 
-def test_shared_memory() -> None:
+def test_buffers_for_other_processes_are_shared_memory() -> None:
     """Only buffers for other processes are in memory that those can map."""
     (private,) = buckets([("t", torch.zeros(4))], Buffers(16, CPU))
     (shared,) = buckets([("t", torch.zeros(4))], Buffers(16, CPU, shared=True))
@@ -78,7 +80,7 @@ def test_handles_move_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_as_sglang_is_told(dtype: torch.dtype) -> None:
+def test_a_bucket_is_described_as_sglang_expects(dtype: torch.dtype) -> None:
     """Names, types and shapes of the tensors in the buffer."""
     (bucket,) = buckets(
         [("a", torch.zeros(2, 3, dtype=dtype)), ("b", torch.zeros(1).to(dtype))], Buffers(99, CPU)
