@@ -13,7 +13,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.cli import app as cli
 from rollbook.cli import ledger as print_ledger
-from rollbook.cli.ledger import told
+from rollbook.cli.ledger import comparison_line
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.cut import format_cut
@@ -383,11 +383,19 @@ def test_the_sentence_on_bias_names_the_direction() -> None:
     rng = np.random.default_rng(0)
     low, high = rng.uniform(0, 1, 100), rng.uniform(2, 3, 50)
     words = ("are longer", "are shorter", "length", "tokens")
-    assert told(compare(high, low), *words).startswith("dropped trajectories are longer: median 2.")
-    assert told(compare(low, high), *words).startswith("dropped trajectories are shorter: median 0.")
-    assert "KS 1.00, p < 0.001 (100 dropped, 50 trained)" in told(compare(low, high), *words)
+    assert comparison_line(compare(high, low), *words).startswith(
+        "dropped trajectories are longer: median 2."
+    )
+    assert comparison_line(compare(low, high), *words).startswith(
+        "dropped trajectories are shorter: median 0."
+    )
+    assert "KS 1.00, p < 0.001 (100 dropped, 50 trained)" in comparison_line(compare(low, high), *words)
     wide = np.repeat(_numbers(0, 10, 20), 40)
     narrow = np.full(100, 10.0)
-    assert told(compare(wide, narrow), *words).startswith("dropped trajectories differ in length: median 10 ")
-    assert told(compare(low, low), *words).startswith("no sign that dropped trajectories differ in length")
+    assert comparison_line(compare(wide, narrow), *words).startswith(
+        "dropped trajectories differ in length: median 10 "
+    )
+    assert comparison_line(compare(low, low), *words).startswith(
+        "no sign that dropped trajectories differ in length"
+    )
     assert print_ledger.SIGNIFICANT == 0.05
