@@ -32,6 +32,9 @@ SILENT = frozenset(
     )
 )
 """Fields of a message that are looked for as texts, or that say nothing to a model."""
+_OF_A_CALL = SILENT | {"type", "function"}
+_OF_A_FUNCTION = SILENT | {"name", "arguments"}
+"""Fields of a call and of its function that are looked for otherwise, or that say nothing to a model."""
 _ARGUMENTS = 16
 """Of a call so many arguments are looked for."""
 _PASSES = 64
@@ -109,18 +112,27 @@ def _texts(form: Json) -> Iterator[tuple[str, str]]:
         if part["type"] == "text":
             yield "content", part["text"]
     for call in form.get("tool_calls") or ():
-        yield "tool_calls", call["function"]["name"]
-        for text in _leaves(call["function"]["arguments"]):
+        function = call["function"]
+        yield "tool_calls", function["name"]
+        for text in _arguments(function["arguments"]):
             yield "tool_calls", text
+        for fields, known in ((call, _OF_A_CALL), (function, _OF_A_FUNCTION)):
+            for name in fields.keys() - known:
+                for text in _leaves(fields[name]):
+                    yield f"tool_calls.{name}", text
 
 
-def _leaves(arguments: str) -> list[str]:
+def _arguments(arguments: str) -> list[str]:
     """Texts among a call's arguments, the first of them."""
     try:
-        waiting: list[Any] = [orjson.loads(arguments)]
+        return _leaves(orjson.loads(arguments))
     except orjson.JSONDecodeError:
         return [arguments]
-    found: list[str] = []
+
+
+def _leaves(value: Any) -> list[str]:
+    """Texts within a JSON value, the first of them."""
+    waiting, found = [value], list[str]()
     while waiting and len(found) < _ARGUMENTS:
         value = waiting.pop()
         if isinstance(value, str):

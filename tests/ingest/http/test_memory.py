@@ -313,7 +313,7 @@ def test_a_trajectory_that_did_not_begin_takes_no_place(proxy: Any, monkeypatch:
         assert proxy.post("/v1/trajectories", json={"id": "t"}).status_code == 400
         assert proxy.chat("u", USER).status_code == 400
         proxy.settled()
-        proxy.recorder._tell()
+        proxy.recorder._notify()
     assert len(told) == 2
     assert outstanding._trajectories == {}
     assert list(proxy.recorder.trajectories.open()) == []

@@ -247,6 +247,16 @@ VANISHES: list[tuple[str, Any, str]] = [
     ("qwen2_5", [{"role": "user", "content": "u", "name": "gone"}], "user.name"),
     ("qwen2_5", [{"role": "user", "content": [{"text": "u", "extra": "gone"}]}], "user.content.extra"),
     ("deepseekv3", [{"role": "assistant", "content": "gone</think>a"}], "assistant.content"),
+    (
+        "qwen3",
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "custom": {"input": ["gone"]}}]}],
+        "assistant.tool_calls.custom",
+    ),
+    (
+        "qwen3",
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "why": "gone"}, "id": "other"}]}],
+        "assistant.tool_calls.why",
+    ),
 ]
 
 
