@@ -37,8 +37,8 @@ def training_of(opened: RunOpened) -> OnlineTraining | None:
     if opened.command != "train" or config.get("source") != "tail":
         return None
     try:
-        recipe, (units, size) = config["recipe"], _demand(config)
-        policy = StalenessPolicy(units, recipe["max_staleness"], config["admission"]["order"])
+        recipe, (groups, size) = config["recipe"], _demand(config)
+        policy = StalenessPolicy(groups, recipe["max_staleness"], config["admission"]["order"])
         left = config["steps"] - config["steps_done"]
         admitted = config["admission"]["hold"] and recipe["max_staleness"] is not None
         splits = frozenset(recipe["splits"])

@@ -1,4 +1,4 @@
-"""Units of training from a stream of events, used once each, as the staleness policy selects them."""
+"""Groups from a stream of events, used once each, as the staleness policy selects them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
+from rollbook.train.data.groups import Begun, CompleteGroup
 from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate, select
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
-from rollbook.train.data.units import Begun, CompleteGroup
 
 POLL_S = 0.02
 BROKEN_OFF = ("aborted", "failed")
 
 
 class QueueSource:
-    """Units that are used once each, from a stream of events.
+    """Groups that are used once each, from a stream of events.
 
     Args:
         more: gives further events (an empty list when there are none yet), or None at the end.
@@ -56,10 +56,10 @@ class QueueSource:
         self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()
-        self._units: dict[str, CompleteGroup] = {}
+        self._complete_groups: dict[str, CompleteGroup] = {}
         """Complete ones, in the order in which they completed."""
         self._of: dict[str, list[CompleteGroup]] = {}
-        """Trajectory -> its unit, or the units of its samples."""
+        """Trajectory -> its group, or the groups of its samples."""
         self._running: dict[str, Begun] = {}
         self._groups: dict[str, dict[str, Begun]] = {}
         """Group -> its finished trajectories, while they are too few."""
@@ -73,7 +73,7 @@ class QueueSource:
         self._begun = backlog is None
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
-        """Wait for the units that the policy selects.
+        """Wait for the groups that the policy selects.
 
         Raises:
             IdleError: nothing came for `idle_timeout_s`.
@@ -107,26 +107,26 @@ class QueueSource:
                 time.sleep(POLL_S)
 
     def unfilled(self, version: int) -> list[Drop]:
-        """Of the complete units, what the recipe drops; the others stay waiting in the log."""
-        return [drop for unit in self._units.values() for drop in self._fitting(unit, version)[1]]
+        """Of the complete groups, what the recipe drops; the others stay waiting in the log."""
+        return [drop for group in self._complete_groups.values() for drop in self._fitting(group, version)[1]]
 
     # Choosing ---------------------------------------------------------------------------------
 
     def _evict(self, version: int, evicted: Evicted) -> None:
-        """Drop complete units that can never be used, at once: new ones wait for their places."""
+        """Drop complete groups that can never be used, at once: new ones wait for their places."""
         drops: list[Drop] = []
-        for unit in list(self._units.values()):
-            if self._unfit(unit, version) and not self._awaited(unit, version):
-                drops += self._fitting(unit, version)[1]
-                self._remove(unit)
+        for group in list(self._complete_groups.values()):
+            if self._unfit(group, version) and not self._awaited(group, version):
+                drops += self._fitting(group, version)[1]
+                self._remove(group)
         if drops:
             evicted(drops)
 
-    def _awaited(self, unit: CompleteGroup, version: int) -> bool:
+    def _awaited(self, group: CompleteGroup, version: int) -> bool:
         """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""
-        if not self._live or time.monotonic() - unit.completed_s > self._config.admission.wait_s:
+        if not self._live or time.monotonic() - group.completed_s > self._config.admission.wait_s:
             return False
-        lacking = [d.sample for d in self._fitting(unit, version)[1] if d.rule == "no_reward"]
+        lacking = [d.sample for d in self._fitting(group, version)[1] if d.rule == "no_reward"]
         return any(self._status(sample.trajectory_id) not in (None, *BROKEN_OFF) for sample in lacking)
 
     def _status(self, trajectory_id: str) -> str | None:
@@ -137,29 +137,29 @@ class QueueSource:
         return None if finished is None else finished.status
 
     def _chosen(self, version: int, *, waits: bool) -> list[CompleteGroup] | None:
-        """The units of the next step, or None.
+        """The groups of the next step, or None.
 
         Args:
             waits: whether those that run, or lack a reward, are waited for, where the policy would.
         """
-        awaited = {unit.name for unit in self._units.values() if self._awaited(unit, version)}
+        awaited = {group.name for group in self._complete_groups.values() if self._awaited(group, version)}
         ready = [
-            unit
-            for unit in self._units.values()
-            if (waits if unit.name in awaited else not self._unfit(unit, version))
+            group
+            for group in self._complete_groups.values()
+            if (waits if group.name in awaited else not self._unfit(group, version))
         ]
-        begun = {unit.name: unit.began for unit in ready}
-        units = [self._as_unit(unit, version, complete=unit.name not in awaited) for unit in ready]
-        for began, unit in self._running_units(version) if waits else ():
-            begun[unit.name] = began
-            units.append(unit)
+        begun = {group.name: group.began for group in ready}
+        groups = [self._as_prompt_group(g, version, complete=g.name not in awaited) for g in ready]
+        for began, group in self._running_groups(version) if waits else ():
+            begun[group.name] = began
+            groups.append(group)
         if self._policy.order == "fifo":
-            units.sort(key=lambda unit: begun[unit.name])
-        chosen = self._policy.select(units, version)
-        return None if chosen is None else [self._units[unit.name] for unit in chosen]
+            groups.sort(key=lambda group: begun[group.name])
+        chosen = self._policy.select(groups, version)
+        return None if chosen is None else [self._complete_groups[group.name] for group in chosen]
 
-    def _running_units(self, version: int) -> Iterator[tuple[int, PromptGroup]]:
-        """What will be a unit once its trajectories finish, with its place in the order of beginning."""
+    def _running_groups(self, version: int) -> Iterator[tuple[int, PromptGroup]]:
+        """What will be a group once its trajectories finish, with its place in the order of beginning."""
         if not self._grouped:
             for name, begun in self._running.items():
                 yield (
@@ -182,23 +182,23 @@ class QueueSource:
         fresh = [age for age in ages if limit is None or version - age <= limit]
         return min(fresh or ages, default=None)
 
-    def _unfit(self, unit: CompleteGroup, version: int) -> bool:
+    def _unfit(self, group: CompleteGroup, version: int) -> bool:
         """Whether the recipe drops all of it; a group without a difference in reward has its turn."""
-        kept, dropped = self._fitting(unit, version)
+        kept, dropped = self._fitting(group, version)
         return not kept and any(drop.rule != "zero_variance" for drop in dropped)
 
-    def _as_unit(self, unit: CompleteGroup, version: int, *, complete: bool) -> PromptGroup:
-        kept, dropped = self._fitting(unit, version)
+    def _as_prompt_group(self, group: CompleteGroup, version: int, *, complete: bool) -> PromptGroup:
+        kept, dropped = self._fitting(group, version)
         usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
         ages = [sample.oldest_version for sample in [*kept, *usable]]
-        return PromptGroup(unit.name, self._oldest([a for a in ages if a is not None], version), complete)
+        return PromptGroup(group.name, self._oldest([a for a in ages if a is not None], version), complete)
 
     def _selection(self, chosen: list[CompleteGroup], version: int) -> Selection:
-        """The chosen units' samples, if any are left of them, and what is dropped."""
-        fits = [self._fitting(unit, version) for unit in chosen]
+        """The chosen groups' samples, if any are left of them, and what is dropped."""
+        fits = [self._fitting(group, version) for group in chosen]
         kept = self._with_tokens([sample for samples, _ in fits for sample in samples])
-        for unit in chosen:
-            self._remove(unit)
+        for group in chosen:
+            self._remove(group)
         return Selection(kept, [drop for _, drops in fits for drop in drops], self._cut())
 
     def _with_tokens(self, kept: Sequence[Candidate]) -> list[Sample]:
@@ -206,20 +206,20 @@ class QueueSource:
         read = iter(self._backlog.samples(refs) if self._backlog is not None and refs else ())
         return [sample if isinstance(sample, Sample) else next(read) for sample in kept]
 
-    def _fitting(self, unit: CompleteGroup, version: int) -> tuple[list[Candidate], list[Drop]]:
-        """What the recipe keeps and drops of a unit, as of every event handed out: a replay sees the same."""
+    def _fitting(self, group: CompleteGroup, version: int) -> tuple[list[Candidate], list[Drop]]:
+        """What the recipe keeps and drops of a group, by every event handed out: a replay sees the same."""
         if self._policy.max_staleness is None:
             version = 0  # nothing else depends on it
-        held = self._fit.get(unit.name)
+        held = self._fit.get(group.name)
         if held is None or held[0] != version:
             samples = [
                 sample
-                for trajectory_id in unit.trajectories
+                for trajectory_id in group.trajectories
                 for sample in self._samples(trajectory_id)
-                if sample.leaf_turn_id not in self._used and unit.leaf in (None, sample.leaf_turn_id)
+                if sample.leaf_turn_id not in self._used and group.leaf in (None, sample.leaf_turn_id)
             ]
             fit = select(samples, self._config.recipe, self._config.algorithm, version, self._limits)
-            held = self._fit[unit.name] = (version, *fit)
+            held = self._fit[group.name] = (version, *fit)
         return held[1], held[2]
 
     def _samples(self, trajectory_id: str) -> Sequence[Candidate]:
@@ -294,8 +294,8 @@ class QueueSource:
         """What an event says of the ages of trajectories and of what is chosen from."""
         record = event.record
         trajectory_id = getattr(record, "trajectory_id", None) or ""
-        for unit in self._of.get(trajectory_id, ()):
-            self._fit.pop(unit.name, None)
+        for used in self._of.get(trajectory_id, ()):
+            self._fit.pop(used.name, None)
         if isinstance(record, TrajectoryOpened):
             wanted = event.run == self._config.run and record.split in self._config.recipe.splits
             if wanted and trajectory_id not in self._of:
@@ -346,17 +346,17 @@ class QueueSource:
 
     def _complete(self, trajectories: tuple[str, ...], began: int, leaf: str | None) -> None:
         self._made += 1
-        unit = CompleteGroup(f"{self._made}", began, trajectories, leaf, time.monotonic())
-        self._units[unit.name] = unit
+        group = CompleteGroup(f"{self._made}", began, trajectories, leaf, time.monotonic())
+        self._complete_groups[group.name] = group
         for trajectory_id in trajectories:
-            self._of.setdefault(trajectory_id, []).append(unit)
+            self._of.setdefault(trajectory_id, []).append(group)
 
-    def _remove(self, unit: CompleteGroup) -> None:
-        """Keep nothing of trajectories that no unit needs: the log has them."""
-        del self._units[unit.name]
-        self._fit.pop(unit.name, None)
-        for trajectory_id in unit.trajectories:
-            self._of[trajectory_id].remove(unit)
+    def _remove(self, group: CompleteGroup) -> None:
+        """Keep nothing of trajectories that no group needs: the log has them."""
+        del self._complete_groups[group.name]
+        self._fit.pop(group.name, None)
+        for trajectory_id in group.trajectories:
+            self._of[trajectory_id].remove(group)
             if not self._of[trajectory_id]:
                 del self._of[trajectory_id]
                 self._forget(trajectory_id)

@@ -1,8 +1,8 @@
 """Where a step's samples come from: the log at a cut, or its tail. One loop, two sources.
 
 A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut goes over the
-samples in epochs, each a permutation decided by the seed. Everything else uses each unit (a sample,
-or a whole group) once, in the order in which units became complete.
+samples in epochs, each a permutation decided by the seed. Everything else uses each prompt
+group (or single sample) once, in the order in which they became complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Units of training that are complete, and trajectories that may become part of one."""
+"""Prompt groups that are complete, and trajectories that may become part of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CompleteGroup:
-    """What is used together, and is complete: a group's trajectories, or (`leaf`) one sample of one.
+    """What a step uses together: a prompt group's trajectories, or (`leaf`) one sample as a group of its own.
 
     Attributes:
         began: place of its first trajectory in the order in which trajectories began.
@@ -23,7 +23,7 @@ class CompleteGroup:
 
 @dataclass(slots=True)
 class Begun:
-    """A trajectory that may become part of a unit."""
+    """A trajectory that may become part of a group."""
 
     group: str | None
     began: int
