@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -28,6 +29,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if bare:
         print(f"\nimported under a bare name: {bare}; import rollbook.<layer> instead")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_imported_is_never_collected() -> None:
+    """Collections pass over the modules that are loaded: with torch they are a million objects.
+
+    An engine that is closed, and a server that starts, collect by themselves; each would take half a second.
+    """
+    if len(sys.modules) > _frozen["modules"] + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen["modules"] = len(sys.modules)
+
+
+_frozen = {"modules": 0}
 
 
 @pytest.fixture
