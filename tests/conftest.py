@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,11 @@ from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[1]
 BARE_NAMES = ("store", "ingest", "train", "replay")
+
+
+def pytest_unconfigure() -> None:
+    """Let what was frozen below be collected at the end, as libraries want it."""
+    gc.unfreeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -44,6 +51,14 @@ def what_is_imported_is_never_collected() -> None:
 
 
 _frozen = {"modules": 0}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Clients share the context of TLS that each would make: certificates take longer than most requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture

@@ -79,9 +79,17 @@ class RunReader:
         self.weights: list[Event] = []
         self._store, self._run = store, run
         self.cut = store.head()
-        given = {"run": run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
-        with connect_at(store, format_cut(self.cut)) as connection:
-            self._open = dict.fromkeys(row[0] for row in connection.execute(_OPEN, {"run": run}).fetchall())
+        self._open: dict[str, None] = {}
+        if any(self.cut.values()):  # a query takes as long as all the rest of a start, also of nothing
+            self._take_scalars()
+        self._take_rare()
+
+    def _take_scalars(self) -> None:
+        """Take which trajectories are open, and which are outstanding, by the scalars of the log."""
+        given = {"run": self._run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
+        with connect_at(self._store, format_cut(self.cut)) as connection:
+            found = connection.execute(_OPEN, {"run": self._run}).fetchall()
+            self._open = dict.fromkeys(row[0] for row in found)
             rows = connection.execute(_RESTORED, given).fetchall()
         finished = []
         for trajectory_id, group, split, status, finished_us, productive, oldest, sampled in rows:
@@ -98,7 +106,6 @@ class RunReader:
             if finished_us is not None:
                 finished.append((finished_us, trajectory_id))
         self.outstanding.finished_before(trajectory_id for _, trajectory_id in sorted(finished))
-        self._take_rare()
 
     def refresh(self) -> None:
         """Read what became durable since the last time."""

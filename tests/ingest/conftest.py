@@ -448,18 +448,39 @@ class InProcess:
 
 
 @pytest.fixture(scope="module")
-def in_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., InProcess]]:
-    """Makes in-process proxies; closes them."""
+def proxies_made() -> Iterator[list[InProcess]]:
+    """In-process proxies that run; closed with their module, at the latest."""
     made: list[InProcess] = []
+    yield made
+    while made:
+        made.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def _proxies_end_with_their_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Close what a test made, but for its module's: each proxy looks at its log as long as it runs."""
+    if "in_process" not in request.fixturenames:
+        yield
+        return
+    made: list[InProcess] = request.getfixturevalue("proxies_made")
+    of_the_module = len(made)
+    yield
+    while len(made) > of_the_module:
+        made.pop().close()
+
+
+@pytest.fixture(scope="module")
+def in_process(
+    tmp_path_factory: pytest.TempPathFactory, proxies_made: list[InProcess]
+) -> Callable[..., InProcess]:
+    """Makes in-process proxies."""
 
     def make(engine: Any, tokenizer: ChatTokenizer, options: ProxyOptions | None = None) -> InProcess:
         folder = tmp_path_factory.mktemp("in-process")
-        made.append(InProcess(folder / "store", engine, tokenizer, options))
-        return made[-1]
+        proxies_made.append(InProcess(folder / "store", engine, tokenizer, options))
+        return proxies_made[-1]
 
-    yield make
-    for one in made:
-        one.close()
+    return make
 
 
 @pytest.fixture(scope="module")
