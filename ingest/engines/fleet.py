@@ -207,12 +207,12 @@ class Fleet:
         self._notify()
 
     def on_sync(self, record: SyncStarted | SyncFinished | SyncFailed) -> None:
-        """Take what the log says of a sync."""
+        """Apply a recorded sync."""
         self._take(record, earlier=False)
         self._notify()
 
     def _take(self, record: SyncStarted | SyncFinished | SyncFailed, *, earlier: bool) -> None:
-        """Take what the log says of a sync.
+        """Apply a recorded sync.
 
         Args:
             earlier: the sync was before this proxy began, and the engine has reported its weights since.
