@@ -1,5 +1,5 @@
-"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, where each
-trajectory, name and kind is.
+"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, trajectories that are
+one path, where each trajectory, name and kind is.
 
 They stand in `derived/<lane>/<unit>/` and only make questions faster: each can be deleted at any time, and
 comes back the same. A file is written under another name and renamed, so one that is there is whole.
@@ -22,12 +22,13 @@ from rollbook.store.sealed.parquet import read_file, row_group_ends
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
 
-SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.2.parquet", "rewards.parquet"
-OUTLIERS, LOCATIONS, KINDS = "outliers.parquet", "locations.arrow", "kinds.arrow"
+SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.3.parquet", "rewards.parquet"
+OUTLIERS, PATHS = "outliers.parquet", "paths.parquet"
+LOCATIONS, KINDS = "locations.arrow", "kinds.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
 QUERIED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS)
-"""Those that SQL reads."""
-DERIVED = (*QUERIED, LOCATIONS, NAMES, KINDS)
+"""Those that SQL reads; where one is missing it asks the log."""
+DERIVED = (*QUERIED, PATHS, LOCATIONS, NAMES, KINDS)
 LOCATION_SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string()),
@@ -79,6 +80,7 @@ def _queries() -> dict[str, str]:
         TRAJECTORIES: f"{projections.trajectory_parts(_BOTH)} ORDER BY trajectory_id",
         REWARDS: f"{projections.rewards('marks')} ORDER BY trajectory_id, seq",
         OUTLIERS: f"{projections.outliers('turns')} ORDER BY trajectory_id, turn_id, position",
+        PATHS: f"{projections.paths(_BOTH)} ORDER BY trajectory_id, policy, policy_version",
     }
 
 

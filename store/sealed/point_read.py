@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -219,14 +219,18 @@ def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:
     return _in_lane_order(pa.concat_tables(parts))
 
 
-def _kind_groups(store: Path, unit: Unit, kinds: Collection[str]) -> list[int] | None:
-    """The row groups of the unit's small events that hold these kinds; None where that was not derived."""
+def kinds_of_marks(store: Path, unit: Unit) -> Mapping[str, list[int]] | None:
+    """Kind of the unit's small events -> the row groups that hold one; None where that was not derived."""
     path = str(derived_folder(store, unit) / KINDS)
     try:
-        known = _derived_kinds(path, os.stat(path).st_ino)
+        return _derived_kinds(path, os.stat(path).st_ino)
     except (FileNotFoundError, pa.ArrowException):
         return None
-    return sorted({group for kind in kinds for group in known.get(kind, ())})
+
+
+def _kind_groups(store: Path, unit: Unit, kinds: Collection[str]) -> list[int] | None:
+    known = kinds_of_marks(store, unit)
+    return None if known is None else sorted({group for kind in kinds for group in known.get(kind, ())})
 
 
 @lru_cache(maxsize=KEPT_OPEN)

@@ -206,7 +206,8 @@ def outliers(turn_events: str) -> str:
 def trajectory_parts(events: str) -> str:
     """One row per trajectory in the relation `events`: its scalars, as far as these events hold them.
 
-    `whole` says that it was opened and finished within these events, between which all its turns lie.
+    `whole` says that it was opened and finished within these events and was never in another lane, so that
+    all its turns lie between.
     """
     opened = "CASE WHEN kind = 'trajectory.opened' THEN {} END"
     finished = "CASE WHEN kind = 'trajectory.finished' THEN {} END"
@@ -222,15 +223,16 @@ def trajectory_parts(events: str) -> str:
              AS exact_turns,
            count(*) FILTER (kind = 'turn.completed' AND erased) AS erased_turns,
            min(list_min(versions)) AS min_version, max(list_max(versions)) AS max_version,
-           coalesce(bool_or(kind = 'trajectory.opened') AND bool_or(kind = 'trajectory.finished'), false)
-             AS whole
+           coalesce(bool_or(kind = 'trajectory.opened') AND bool_or(kind = 'trajectory.finished')
+                    AND NOT bool_or(kind = 'trajectory.adopted'), false) AS whole
     FROM (
       SELECT *, {opened.format(texts)} AS texts,
              {opened.format("CAST(json_extract(extra, '$.labels') AS VARCHAR)")} AS labels,
              {finished.format("json_extract_string(extra, '$.status')")} AS status,
              {finished.format("CAST(json_extract_string(extra, '$.success') AS BOOLEAN)")} AS success,
              list_transform(version_spans, lambda s: s.version) AS versions, {_TRAINED["erased"]} AS erased
-      FROM {events} WHERE kind IN ('trajectory.opened', 'trajectory.finished', 'turn.completed'))
+      FROM {events}
+      WHERE kind IN ('trajectory.opened', 'trajectory.adopted', 'trajectory.finished', 'turn.completed'))
     GROUP BY trajectory_id
     """
 
@@ -261,6 +263,46 @@ def trajectory_scalars(parts: str) -> str:
            CAST(sum(erased_turns) AS BIGINT) AS erased_turns,
            min(min_version) AS min_version, max(max_version) AS max_version
     FROM {parts} WHERE NOT whole GROUP BY trajectory_id HAVING any_value(opened) IS NOT NULL
+    """
+
+
+def paths(events: str) -> str:
+    """The turns of trajectories that are one path, whole within `events`, by the version that sampled them.
+
+    Nothing that is recorded elsewhere adds to such a trajectory: it was opened and finished here, was never
+    in another lane, and before its finish every turn was asked, answered and delivered, or failed. It has one
+    leaf, every completed turn was sampled by one version and has tokens, none was altered or erased. So its
+    turns go where its only sample goes, and they need not be looked at one by one.
+    """
+    return f"""
+    WITH turn AS MATERIALIZED ({turn_parts(events)}),
+    ended AS (
+      SELECT trajectory_id,
+             any_value(CASE WHEN kind = 'trajectory.opened'
+                            THEN json_extract_string(extra, '$.split') END) AS split
+      FROM {events} WHERE kind LIKE 'trajectory.%' OR kind IN {TURN_KINDS}
+      GROUP BY trajectory_id
+      HAVING bool_or(kind = 'trajectory.opened') AND NOT bool_or(kind = 'trajectory.adopted')
+         AND max(seq) FILTER (kind = 'trajectory.finished') > max(seq) FILTER (kind IN {TURN_KINDS})
+    ),
+    leaf AS (
+      SELECT trajectory_id, turn_id FROM turn t WHERE completed IS NOT NULL AND NOT EXISTS (
+        FROM turn c WHERE c.trajectory_id = t.trajectory_id AND c.parent_turn_id = t.turn_id
+                      AND c.completed IS NOT NULL)
+    ),
+    one AS (
+      SELECT trajectory_id, split, any_value(leaf.turn_id) AS leaf_turn_id
+      FROM leaf JOIN ended USING (trajectory_id) GROUP BY ALL HAVING count(*) = 1
+    ),
+    plain AS (
+      SELECT trajectory_id FROM turn GROUP BY trajectory_id
+      HAVING bool_and(whole AND (completed IS NULL OR (one_version AND completion_length > 0
+             AND NOT coalesce(altered, false) AND NOT coalesce(erased, false))))
+    )
+    SELECT run, trajectory_id, split, leaf_turn_id, policy, policy_version, count(*) AS turns,
+           CAST(sum(completion_length) AS BIGINT) AS tokens
+    FROM turn JOIN one USING (trajectory_id) SEMI JOIN plain USING (trajectory_id)
+    WHERE completed IS NOT NULL GROUP BY ALL
     """
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollbook.store.sealed.projections import ONE_VERSION
-from rollbook.store.sql.ledger_view import SHARES
+from rollbook.store.sql.ledger_view import SHARES, TURNS
 from rollbook.store.sql.sandbox import Connection
 from rollbook.store.two_samples import Comparison, compare
 
@@ -73,8 +73,8 @@ class RunLedger:
         return self.difference == 0 and all(v.difference == 0 for v in self.versions)
 
 
-_AMOUNTS = """
-    SELECT run, term, rule, count(DISTINCT (trajectory_id, turn_id)), CAST(sum(tokens) AS BIGINT)
+_AMOUNTS = f"""
+    SELECT run, term, rule, {TURNS}, CAST(sum(tokens) AS BIGINT)
     FROM ledger_share GROUP BY GROUPING SETS ((run, term), (run, term, rule))
     HAVING grouping(rule) = 1 OR rule IS NOT NULL
     ORDER BY run, term, grouping(rule) DESC, sum(tokens) DESC, rule"""

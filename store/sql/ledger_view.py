@@ -3,6 +3,9 @@
 What decides is what the trainer does (`train.data.samples`, `train.data.recipe`): a turn belongs to the
 sample of the first leaf above it in turn order, and goes where that sample went. `rollbook.testing.ledger`
 is the same as a fold.
+
+A trajectory of one path that is whole in a sealed unit goes where its only sample goes, all at once
+(`internal.paths`); the turns of all others are looked at one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ _DONE = """
       SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
              policy, policy_version, one_version, delivered, true AS asked,
              coalesce(altered, false) AS altered, coalesce(erased, false) AS erased
-      FROM internal.turn_scalars WHERE completed IS NOT NULL
+      FROM internal.turn_scalars ANTI JOIN internal.paths USING (trajectory_id) WHERE completed IS NOT NULL
       UNION ALL
       SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
              any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false,
@@ -24,7 +27,8 @@ _DONE = """
       FROM internal.turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
       HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
     )"""
-"""Completed turns; those whose request lies outside the cut as well, so that no token is left out."""
+"""Completed turns of all but `internal.paths`; those whose request lies outside the cut as well, so that no
+token is left out."""
 
 _ORDER = f"""
     adopted AS MATERIALIZED (
@@ -99,7 +103,7 @@ _USE = f"""
         FROM internal.mark_events WHERE kind = 'sample.dropped') d
       ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM internal.mark_events WHERE kind = 'step.planned') p
         ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
-    ), use AS MATERIALIZED (
+    ), any_use AS MATERIALIZED (
       SELECT ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
              CAST(NULL AS VARCHAR) AS rule, cut
       FROM (SELECT cut, unnest(CAST(json_extract(manifest, '$.samples') AS JSON[])) AS ref FROM attempt)
@@ -107,6 +111,8 @@ _USE = f"""
       SELECT d.trajectory_id, d.turn_id, d.rule, a.cut
       FROM dropped d JOIN attempt a ON a.run = d.run AND a.step = d.step AND a.attempt = d.attempt
                                    AND a.policy = coalesce(d.policy, a.policy)
+    ), use AS MATERIALIZED (
+      SELECT * FROM any_use ANTI JOIN internal.paths USING (trajectory_id)
     ), held AS MATERIALIZED (
       SELECT cut, string_split(part, '=')[1] AS lane, TRY_CAST(string_split(part, '=')[2] AS BIGINT) AS count
       FROM (SELECT cut, unnest(string_split(cut, ',')) AS part FROM (SELECT DISTINCT cut FROM attempt))
@@ -117,6 +123,11 @@ _USE = f"""
     ), known AS MATERIALIZED (
       SELECT DISTINCT f.trajectory_id, f.cut
       FROM finish f JOIN held h ON h.cut = f.cut AND h.lane = f.lane AND f.seq < h.count
+    ), delivery AS MATERIALIZED (
+      SELECT v.trajectory_id, v.turn_id, v.lane, v.seq
+      FROM internal.mark_events v JOIN (SELECT DISTINCT trajectory_id FROM use) u
+        ON u.trajectory_id = v.trajectory_id
+      WHERE v.kind = 'turn.delivered'
     ), decided AS MATERIALIZED (
       SELECT v.trajectory_id, v.turn_id, coalesce(bool_or(x.rule IS NULL), false) AS trained,
              min(x.rule) AS rule
@@ -128,9 +139,8 @@ _USE = f"""
         SELECT u.trajectory_id, o.turn_id, u.cut, u.rule
         FROM use u
         JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id) x
-      JOIN internal.mark_events v
-        ON v.trajectory_id = x.trajectory_id AND v.kind = 'turn.delivered'
-       AND (x.turn_id IS NULL OR v.turn_id = x.turn_id)
+      JOIN delivery v
+        ON v.trajectory_id = x.trajectory_id AND (x.turn_id IS NULL OR v.turn_id = x.turn_id)
       LEFT JOIN held h ON h.cut = x.cut AND h.lane = v.lane
       LEFT JOIN known k ON k.trajectory_id = x.trajectory_id AND k.cut = x.cut
       WHERE v.seq < h.count OR k.cut IS NULL
@@ -140,7 +150,8 @@ _USE = f"""
     )"""
 """What committed attempts consumed and dropped, at the cuts of their plans: what came later was masked.
 
-`finish` is joined before `held`: every end with every cut would be a row for each pair of them."""
+`finish` is joined before `held`: every end with every cut would be a row for each pair of them. `delivery`
+is by trajectory alone, so that few trajectories let most of the log be passed over."""
 
 _TURN = """
     spoiled AS MATERIALIZED (
@@ -180,6 +191,24 @@ _TURN = """
         AND u.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
     )"""
 
+_PATH = """
+    path AS MATERIALIZED (
+      SELECT p.*, u.trajectory_id IS NOT NULL AS used, u.rule AS dropped_by,
+             coalesce(u.trained, false) AS trained
+      FROM internal.paths p LEFT JOIN (
+        SELECT trajectory_id, leaf_turn_id, min(rule) AS rule, bool_or(rule IS NULL) AS trained
+        FROM any_use GROUP BY trajectory_id, leaf_turn_id
+      ) u ON u.trajectory_id = p.trajectory_id AND u.leaf_turn_id = p.leaf_turn_id
+    ), path_share AS (
+      SELECT run, trajectory_id, turns, policy, policy_version, tokens,
+             CASE WHEN trained THEN 'trained' WHEN used THEN 'dropped'
+                  WHEN split <> 'train' THEN 'kept out' ELSE 'waiting' END AS term,
+             CASE WHEN trained THEN NULL WHEN used THEN dropped_by
+                  WHEN split <> 'train' THEN split END AS rule
+      FROM path
+    )"""
+"""All turns of a path were delivered before its end, so that each is in whatever step used its sample."""
+
 _SPAN = f"""
     span AS MATERIALIZED (
       SELECT trajectory_id, turn_id, span.policy, span.version, span."end" - span.start AS tokens
@@ -190,30 +219,38 @@ _SPAN = f"""
 _UNDECIDED = "(term IN ('in flight', 'waiting') OR (term = 'kept out' AND rule IN ('undelivered', 'late')))"
 
 SHARES = f"""
-    WITH RECURSIVE {", ".join([_DONE, _ORDER, _OWNER, _USE, _TURN, _SPAN])}, share AS (
-      SELECT run, trajectory_id, turn_id, policy, policy_version, term, rule, tokens
+    WITH RECURSIVE {", ".join([_DONE, _ORDER, _OWNER, _USE, _TURN, _PATH, _SPAN])}, share AS (
+      SELECT run, trajectory_id, NULL AS turn_id, turns, policy, policy_version, term, rule, tokens
+      FROM path_share
+      UNION ALL
+      SELECT run, trajectory_id, turn_id, 1, policy, policy_version, term, rule, tokens
       FROM turn WHERE one_version AND tokens > 0
       UNION ALL
-      SELECT run, trajectory_id, turn_id, span.policy, span.version, term, rule, span.tokens
+      SELECT run, trajectory_id, turn_id, 1, span.policy, span.version, term, rule, span.tokens
       FROM turn JOIN span USING (trajectory_id, turn_id) WHERE NOT one_version AND turn.tokens > 0
       UNION ALL
-      SELECT run, trajectory_id, turn_id, NULL, NULL, term, rule, turn.tokens - coalesce(s.tokens, 0)
+      SELECT run, trajectory_id, turn_id, 1, NULL, NULL, term, rule, turn.tokens - coalesce(s.tokens, 0)
       FROM turn LEFT JOIN (SELECT trajectory_id, turn_id, sum(tokens) AS tokens FROM span GROUP BY ALL) s
         USING (trajectory_id, turn_id) WHERE NOT one_version OR turn.tokens = 0
     )
-    SELECT run, trajectory_id, turn_id, policy, policy_version,
+    SELECT run, trajectory_id, turn_id, turns, policy, policy_version,
            CASE WHEN policy_version IS NULL AND {_UNDECIDED} THEN 'kept out' ELSE term END AS term,
            CASE WHEN policy_version IS NULL AND {_UNDECIDED} THEN 'no version' ELSE rule END AS rule,
            CAST(tokens AS BIGINT) AS tokens
     FROM share WHERE tokens <> 0 OR rule = 'text only'
     """
-"""One row per completed turn and version that sampled tokens of it; where they went, and by which rule."""
+"""Where sampled tokens went, and by which rule: a row per completed turn and version that sampled tokens of
+it, or per path and version, without a turn, for so many `turns`."""
+
+TURNS = """CAST(count(DISTINCT (trajectory_id, turn_id)) FILTER (turn_id IS NOT NULL)
+      + coalesce(sum(turns) FILTER (turn_id IS NULL), 0) AS BIGINT)"""
+"""How many turns rows of `SHARES` are of; those of one turn count once."""
 
 LEDGER = View(
     "ledger",
     "Where the sampled tokens of each policy version went; over all terms they are all that were sampled.",
     f"""
-    SELECT run, policy, policy_version, term, rule, count(DISTINCT (trajectory_id, turn_id)) AS turns,
+    SELECT run, policy, policy_version, term, rule, {TURNS} AS turns,
            CAST(sum(tokens) AS BIGINT) AS tokens
     FROM ({SHARES}) GROUP BY run, policy, policy_version, term, rule
     """,

@@ -6,6 +6,7 @@
 | `mark_events` | all other events |
 | `turn_scalars`, `trajectory_scalars` | one per turn, per trajectory: all that is small about it |
 | `rewards` | one per reward |
+| `paths` | one per version that sampled turns of a trajectory that is one path and whole within a unit |
 | `tokens`, `outliers` | one per sampled token; only those below a logprob |
 
 What a unit's derived files hold is read from there; what is not sealed, what a cut holds in part, and what
@@ -22,9 +23,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rollbook.store.cut import Cut
-from rollbook.store.sealed.derived import OUTLIERS, QUERIED, REWARDS, SCALARS, TRAJECTORIES
+from rollbook.store.events.event import kinds_where
+from rollbook.store.sealed.derived import OUTLIERS, PATHS, QUERIED, REWARDS, SCALARS, TRAJECTORIES
 from rollbook.store.sealed.parquet import FAT_KINDS
-from rollbook.store.sealed.point_read import trajectory_bounds
+from rollbook.store.sealed.point_read import kinds_of_marks, trajectory_bounds
 from rollbook.store.sealed.projections import (
     outliers,
     rewards,
@@ -54,7 +56,16 @@ _MERGED = "* REPLACE (false AS whole)"
 """What is computed is always merged with what else there is: else it would be computed twice, for the rows
 that are whole and for those that are not."""
 
+_PATH_COLUMNS = {
+    **dict.fromkeys(("run", "trajectory_id", "split", "leaf_turn_id", "policy"), "VARCHAR"),
+    **dict.fromkeys(("policy_version", "turns", "tokens"), "BIGINT"),
+}
+NO_PATHS = f"SELECT {', '.join(f'NULL::{t} AS {n}' for n, t in _PATH_COLUMNS.items())} WHERE false"
+"""`paths` where no unit has that file."""
+
 _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
+_MARKS = kinds_where(lambda said: not said.fat)
+_TRAINING = frozenset(kinds_where(lambda said: said.of in ("policy", "run")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,7 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         ("internal.trajectory_parts", known(TRAJECTORIES, trajectory_parts("internal.rest"), _MERGED)),
         ("internal.trajectory_scalars", trajectory_scalars("internal.trajectory_parts")),
         ("internal.rewards", _all_rewards(of, derived, computed=bool(computed))),
+        ("internal.paths", _paths(of, present)),
         ("internal.several_turns", _events(of, several, TURNS, fat)),
         ("internal.tokens", tokens("internal.turn_events", "internal.several_turns")),
         ("internal.outliers", known(OUTLIERS, outliers("internal.rest_turns"))),
@@ -147,6 +159,14 @@ def _all_rewards(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> st
     return " UNION ALL BY NAME ".join(queries)
 
 
+def _paths(of: Snapshot, units: Sequence[Unit]) -> str:
+    """The rows of `paths` of those units that have the file: it saves work, and no answer depends on it."""
+    files = [derived_folder(of.store, unit) / PATHS for unit in units]
+    if found := [str(file) for file in files if file.exists()]:
+        return f"SELECT * FROM {_read(found)}"
+    return NO_PATHS
+
+
 def _tells(file: Path, column: str) -> bool:
     """Whether a derived file has a column; what an older release derived may lack it."""
     return _has_column(str(file), file.stat().st_mtime_ns, column)
@@ -160,7 +180,7 @@ def _has_column(file: str, modified_ns: int, column: str) -> bool:
 def _events(of: Snapshot, units: Iterable[Unit], name: str, live: str) -> str:
     """The events of these units' files of one name, of units held in part, and of the live tail."""
     present = [unit for unit in units if unit.file(name)]
-    queries = _branches(of, present) if name == TURNS else _whole(of, present, name)
+    queries = _turn_branches(of, present) if name == TURNS else _mark_branches(of, present)
     queries += [
         f"SELECT * FROM {_read([file_path(of.store, unit, name)])} WHERE seq < {end}"
         for unit, end in of.parts
@@ -176,7 +196,24 @@ def _whole(of: Snapshot, units: Sequence[Unit], name: str) -> list[str]:
     return [f"SELECT * FROM {_read(files)}"] if files else []
 
 
-def _branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
+def _mark_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
+    """Queries over the units' small events, each saying which kinds its rows are not of.
+
+    The units of agents' lanes hold nothing of a training: a question about steps never looks at their files.
+    """
+    kinds = {unit: kinds_of_marks(of.store, unit) for unit in units}
+    agents = [unit for unit, known in kinds.items() if known is not None and not _TRAINING & known.keys()]
+    queries = []
+    for group in (agents, [unit for unit in units if unit not in agents]):
+        held: set[str] = set(_MARKS)
+        if all(kinds[unit] is not None for unit in group):
+            held = {kind for unit in group for kind in kinds[unit] or ()}
+        absent = " AND ".join(f"kind <> {_text(kind)}" for kind in _MARKS if kind not in held)
+        queries += [f"{query} WHERE {absent or 'true'}" for query in _whole(of, group, MARKS)]
+    return queries
+
+
+def _turn_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
     """Queries over the units' turns, each saying between which trajectory ids its rows lie.
 
     What is said is true of every row and changes no answer. But where a question names a trajectory, DuckDB

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,7 @@ class Client:
         self.engine = SglangEngine(url, ToldWeights(), **options)
         self._runner = asyncio.Runner()
         self._made = itertools.count()
+        self.heard: list[int] = []
 
         async def activated(*_: Any) -> None:
             return
@@ -170,6 +172,7 @@ class Client:
     def meanwhile(self, sampling: Sampling, act: Act, after: int = 60) -> tuple[Generation, list[int]]:
         """(a completion; all that was heard of it); `act` runs in a thread once `after` tokens have come."""
         heard: list[int] = []
+        self.heard = heard
         thread = threading.Thread(target=act)
 
         def hear(ids: Sequence[int], _: Any) -> None:
@@ -181,6 +184,13 @@ class Client:
         assert thread.ident is not None, "it ended too soon"
         thread.join()
         return made, heard
+
+    def hears_more(self, than: int) -> None:
+        """Wait until `meanwhile` has heard of more tokens than that."""
+        deadline = time.monotonic() + 60
+        while len(self.heard) <= than:
+            assert time.monotonic() < deadline, f"no token after the first {than}"
+            time.sleep(0.002)
 
     def close(self) -> None:
         """Let go of the server."""

@@ -22,9 +22,10 @@ from rollbook.store.events.batches import encode
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
+from rollbook.store.sealed.projections import paths
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
-from rollbook.store.sql.relations import INTERNAL, LIVE, Snapshot, definitions
+from rollbook.store.sql.relations import INTERNAL, LIVE, NO_PATHS, Snapshot, definitions
 from rollbook.store.sql.views import VIEWS
 from rollbook.testing.ledger import TRAINED, Ledger, fold_ledger
 from rollbook.train.data.samples import samples_of
@@ -45,7 +46,10 @@ def _sorted(rows: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def ask() -> Any:
-    """A function from events to the rows of the view over them, without a store."""
+    """A function from events to the rows of the view over them, without a store.
+
+    Of each lane so many first events are taken for a sealed unit, whose paths are known beforehand.
+    """
     connection = duckdb.connect(":memory:", config={"threads": 1})
 
     def put(events: pa.Table) -> None:
@@ -61,7 +65,16 @@ def ask() -> Any:
     for view in VIEWS:
         connection.execute(f'CREATE VIEW "{view.name}" AS {view.sql}')
 
-    def run(history: History, cut: dict[str, int]) -> list[tuple[Any, ...]]:
+    def seal(ends: dict[str, int]) -> int:
+        units = [NO_PATHS] + [
+            f"SELECT * FROM ({paths(f'(FROM internal.live WHERE lane = {lane!r} AND seq < {end})')})"
+            for lane, end in ends.items()
+        ]
+        connection.execute(f"CREATE OR REPLACE TABLE internal.found AS {' UNION ALL '.join(units)}")
+        connection.execute("CREATE OR REPLACE VIEW internal.paths AS FROM internal.found")
+        return connection.execute("SELECT count(*) FROM internal.found").fetchone()[0]
+
+    def run(history: History, cut: dict[str, int], sealed: dict[str, int]) -> tuple[int, list[Any]]:
         tables = []
         for lane, count in cut.items():
             if count:
@@ -70,7 +83,8 @@ def ask() -> Any:
                 tables.append(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA))
         table = pa.concat_tables(tables) if tables else pa.Table.from_batches([], TABLE_SCHEMA)
         put(table)
-        return _sorted(connection.execute(LEDGER).fetchall())
+        found = seal(sealed)
+        return found, _sorted(connection.execute(LEDGER).fetchall())
 
     return run
 
@@ -85,11 +99,18 @@ def _history(seed: int, size: int = 60, **options: Any) -> History:
 @settings(max_examples=40, deadline=None)
 def test_the_view_and_the_fold_are_one(ask: Any, seed: int) -> None:
     """Over any history, at its end and at any cut, both say the same, and no token is unaccounted for."""
-    history = _history(seed)
+    history, rng = _history(seed), random.Random(seed)
     for cut in (history.head, history.some_cut()):
         ledger = fold_ledger(history.events(cut))
         assert ledger.unaccounted() == {}
-        assert ask(history, cut) == _rows(ledger)
+        sealed = {lane: rng.randint(0, count) for lane, count in cut.items()}
+        assert ask(history, cut, sealed)[1] == _rows(ledger)
+
+
+def test_there_are_paths_in_these_histories(ask: Any) -> None:
+    """Of fifty, sealed to their ends, more than one has trajectories that are one path."""
+    histories = [_history(seed, 80, odd=False) for seed in range(50)]
+    assert sum(ask(h, h.head, h.head)[0] > 0 for h in histories) > 1
 
 
 def _trained(history: History) -> Counter[str]:

@@ -17,6 +17,9 @@ from rollbook.cli.ledger import comparison_line
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.cut import format_cut
+from rollbook.store.sealed.derived import build_derived
+from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.settings import SealSettings
 from rollbook.store.sql import balance
 from rollbook.store.two_samples import compare, ks_p_value, ks_statistic
 from rollbook.testing.ledger import fold_ledger
@@ -244,6 +247,77 @@ def test_turns_of_one_name(log: Log) -> None:
         log.open(name)
         log.turn(name, "same", length)
     assert rb.connect(log.store.path).execute("SELECT turns, tokens FROM ledger").fetchall() == [(2, 3)]
+
+
+# Paths of sealed units ------------------------------------------------------------------------------
+
+
+def _sealed_paths(log: Log) -> list[tuple[Any, ...]]:
+    """Seal and derive all of it: the rows of `internal.paths`, by trajectory and version."""
+    for lane in log.store.lanes():
+        for unit in seal_closed(log.store.path, lane, SealSettings(), all_of_it=True):
+            build_derived(log.store.path, unit)
+    rows = "SELECT trajectory_id, split, leaf_turn_id, policy, policy_version, turns, tokens"
+    found = rb.connect(log.store.path).execute(f"{rows} FROM internal.paths ORDER BY ALL").fetchall()
+    return list(found)
+
+
+def test_paths_of_a_sealed_unit(log: Log) -> None:
+    """A path has a row for each version; a failed turn takes nothing from it, and a step takes all of it."""
+    log.open("p")
+    log.turn("p", "1", 1)
+    log.turn("p", "2", 2, "1", version=7)
+    log.turn("p", "3", 4, "2", version=7)
+    log.add("serve", kinds.TurnRequested("p", "4", "r", "3", *ASK[1:]), kinds.TurnFailed("p", "4", "gone"))
+    log.finish("p")
+    for name, split, length in (("q", "train", 8), ("e", "eval", 16)):
+        log.open(name, split)
+        log.turn(name, f"{name}.1", length, version=None)
+        log.finish(name)
+    assert _sealed_paths(log) == [
+        ("e", "eval", "e.1", None, None, 1, 16),
+        ("p", "train", "3", "actor", 0, 1, 1),
+        ("p", "train", "3", "actor", 7, 2, 6),
+        ("q", "train", "q.1", None, None, 1, 8),
+    ]
+    assert log.terms() == {"waiting": 7, "no version": 8, "eval": 16}
+    log.step([("p", "2")], [("q", "q.1")])
+    assert log.terms() == {"waiting": 7, "staleness": 8, "eval": 16}
+    log.step([("p", "3")], step=1)
+    assert log.terms() == {"trained": 7, "staleness": 8, "eval": 16}
+    rows = rb.connect(log.store.path).execute("SELECT term, turns FROM ledger ORDER BY ALL").fetchall()
+    assert rows == [("dropped", 1), ("kept out", 1), ("trained", 1), ("trained", 2)]
+
+
+def test_what_is_no_path(log: Log) -> None:
+    """What is open, forked, late, altered, without tokens or in another lane is looked at turn by turn."""
+    log.open("open")
+    log.turn("open", "1", 1)
+    _fork(log)
+    for name in ("altered", "empty", "undelivered", "late", "unanswered", "after"):
+        log.open(name)
+        log.turn(name, "1", 1)
+    log.turn("altered", "2", 1, "1", semantics={"altered": ["logit_bias"]})
+    log.turn("empty", "2", 0, "1")
+    log.turn("undelivered", "2", 1, "1", delivered=False)
+    log.turn("late", "2", 1, "1", delivered=False)
+    log.add("serve", kinds.TurnRequested("unanswered", "2", "r", "1", *ASK[1:]))
+    for name in ("altered", "empty", "undelivered", "late", "unanswered", "after"):
+        log.finish(name)
+    log.add("serve", kinds.TurnDelivered("late", "2", "sent"))
+    log.turn("after", "2", 1, "1")
+    log.open("moved")
+    log.turn("moved", "1", 1)
+    last = list(log.store.events())[-1].event_id
+    log.add("other", kinds.TrajectoryAdopted("moved", "serve", last))
+    log.turn("moved", "2", 1, "1", lane="other")
+    last = [e for e in log.store.events() if e.lane == "other"][-1].event_id
+    log.add("serve", kinds.TrajectoryAdopted("moved", "other", last))
+    log.finish("moved")
+    assert _sealed_paths(log) == []
+    log.terms()
+    turns = rb.connect(log.store.path).execute("SELECT turns FROM trajectories WHERE trajectory = 'moved'")
+    assert turns.fetchall() == [(2,)]
 
 
 # The command ----------------------------------------------------------------------------------------
