@@ -31,7 +31,10 @@ _CONFIG = {
 }
 _MAY_CHANGE = ("threads", "timezone", "calendar", "default_order", "default_null_order", "explain_output")
 """Switches that change no more than how a query runs, or how its rows come out."""
-_RESULT = ("fetch", "description", "rowcount", "df", "pl", "arrow", "to_arrow", "register", "unregister")
+_RESULT = (
+    *("fetch", "description", "rowcount", "df", "pl", "arrow", "to_arrow", "register", "unregister"),
+    "interrupt",
+)
 """Beginnings of the names of what needs no view."""
 _T = TypeVar("_T")
 _REMEDY = "add --allow-files to the command, or allow_files=True to connect()"

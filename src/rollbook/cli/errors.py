@@ -46,6 +46,8 @@ _REMEDIES = {
 
 _signals: list[int] = []
 """The signals that asked this process to stop."""
+_interrupts: list[Callable[[], object]] = []
+"""What ends work that would go on in threads of its own."""
 
 
 def run(command: Callable[[], object]) -> None:
@@ -68,6 +70,16 @@ def run(command: Callable[[], object]) -> None:
     if _signals and code != 0:  # whatever a library made of it
         code = 128 + _signals[0]
     sys.exit(_flushed(code))
+
+
+@contextlib.contextmanager
+def interrupted_with(interrupt: Callable[[], object]) -> Iterator[None]:
+    """Call this when a signal stops the command meanwhile: DuckDB's threads would end no query by themselves."""
+    _interrupts.append(interrupt)
+    try:
+        yield
+    finally:
+        _interrupts.remove(interrupt)
 
 
 @contextlib.contextmanager
@@ -100,6 +112,8 @@ def _stopped(number: int, _: object) -> None:
     patience = threading.Timer(PATIENCE_S, os._exit, (128 + number,))
     patience.daemon = True
     patience.start()
+    for interrupt in _interrupts:
+        interrupt()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 from rich.table import Table
 
+from rollbook.cli.errors import interrupted_with
 from rollbook.cli.runs import check_run, of_run
 from rollbook.cli.terminal import Console, print_json
 from rollbook.store.cut import format_cut
@@ -35,7 +36,8 @@ def run_ledger(path: Path, run: str | None, as_of: str, by_version: bool, as_jso
         cut = format_cut(log.cut(as_of, run))
     connection = connect_at(log, cut)
     try:
-        ledgers = read_ledger(connection)
+        with interrupted_with(connection.interrupt):
+            ledgers = read_ledger(connection)
     except duckdb.Error as error:
         raise outage(error) or explained(error) from error
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 import duckdb
 import orjson
 
+from rollbook.cli.errors import interrupted_with
 from rollbook.cli.runs import of_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.table import print_table
@@ -42,9 +43,10 @@ def run_query(
     try:
         if not duckdb.extract_statements(query):
             raise QueryError("the query is empty: write e.g. select * from trajectories")
-        result = connection.execute(query)
-        names = [column[0] for column in result.description or ()]
-        rows = result.fetchall()
+        with interrupted_with(connection.interrupt):
+            result = connection.execute(query)
+            names = [column[0] for column in result.description or ()]
+            rows = result.fetchall()
     except duckdb.InterruptException:
         raise KeyboardInterrupt from None
     except duckdb.Error as error:
