@@ -74,7 +74,7 @@ def run(command: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def interrupted_with(interrupt: Callable[[], object]) -> Iterator[None]:
-    """Call this when a signal stops the command meanwhile: DuckDB's threads would end no query by themselves."""
+    """Call this when a signal stops the command: DuckDB's own threads would go on with a query."""
     _interrupts.append(interrupt)
     try:
         yield
