@@ -1,10 +1,13 @@
-"""Reading the log, the proxy and `--help` start without torch, which takes seconds to import."""
+"""Reading the log, the proxy and `--help` start without torch, reading without pandas: imports take time."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
+
+from rollbook.store import Store
 
 HELP = "import sys; sys.argv = ['rollbook', '--help']\nfrom rollbook.cli.app import main\ntry:\n    main()\n"
 HELP += "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
@@ -17,3 +20,15 @@ def test_torch_is_not_imported(run_python: Any, code: str) -> None:
     status, out, err = run_python(code + check)
     assert (status, err) == (0, "")
     assert out.splitlines()[-1] == "HEAVY []"
+
+
+def test_reading_imports_no_pandas(run_python: Any, store: Store, story: Any) -> None:
+    """Not even where it is installed and pyarrow would use it."""
+    with store.writer("serve") as writer:
+        writer.append(story["serve"]).result(30)
+    assert importlib.util.find_spec("pandas")
+    for words in (["sql", "select count(*) as n from turns"], ["tail", "--no-follow"], ["store", "info"]):
+        code = f"import sys\nsys.argv = {['rollbook', *words, '--store', str(store.path)]}\n"
+        code += "from rollbook.__main__ import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
+        status, out, _ = run_python(f"{code}    print(stop.code, 'pandas' in sys.modules)\n")
+        assert (status, out.splitlines()[-1]) == (0, "0 False")

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import sys
+from importlib.abc import MetaPathFinder
+
+READING = ("ledger", "samples", "show", "sql", "store", "tail")
+"""Commands that only read a store and run nobody else's code."""
 
 
 def main() -> None:
     """Run the command line."""
     try:
+        if sys.argv[1:2] and sys.argv[1] in READING:
+            _leave_pandas_out()
         from rollbook.cli.app import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()
+
+
+def _leave_pandas_out() -> None:
+    """pyarrow imports pandas, where there is one, with its first value: a third of a second for nothing."""
+    import pyarrow as pa
+
+    finder = _NoPandas()
+    sys.meta_path.insert(0, finder)
+    try:
+        pa.scalar(0)
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _NoPandas(MetaPathFinder):
+    """Finds no pandas."""
+
+    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
+        """As the import system asks.
+
+        Raises:
+            ImportError: it is pandas.
+        """
+        if fullname == "pandas":
+            raise ImportError(fullname)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,8 @@ class _Locations:
     """A unit's table of where each trajectory lies."""
 
     def __init__(self, table: pa.Table, path: object) -> None:
-        numbers = (table.column(name) for name in ("first_row", "rows"))
-        within = all(
-            pc.all(pc.and_(pc.less_equal(0, n), pc.less(n, MOST))).as_py() is not False for n in numbers
-        )
+        bounds = [pc.min_max(table.column(name)).as_py() for name in ("first_row", "rows")]
+        within = all((b["min"] or 0) >= 0 and (b["max"] or 0) < MOST for b in bounds)
         if not within or not set(table.column("file").unique().to_pylist()) <= {TURNS, MARKS}:
             raise pa.ArrowInvalid(f"{path}: rows that no unit has")
         self._ids, self._files, self._first, self._rows = (c.combine_chunks() for c in table.columns)
