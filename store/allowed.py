@@ -1,8 +1,8 @@
-"""What a store may lead to outside of its own folder: only what the operator names in `ROLLBOOK_ALLOW`.
+"""Which outside resources a store may refer to: only those that the operator lists in `ROLLBOOK_ALLOW`.
 
-A store is a folder that anybody may hand on. So what its files name of the world, a database's host in
-`store.toml`, a bucket in a manifest, a folder behind a link, is no more than a wish: credentials of whoever
-reads it would go there. It is followed where the environment names it too:
+A store is a folder that anybody may copy and pass on. Its files can name outside resources: a database host
+in `store.toml`, a bucket in a manifest, a folder behind a link. Following such a name could send the reader's
+credentials there. It is followed only if the environment lists it too:
 
     ROLLBOOK_ALLOW=db.internal,s3://rollouts,minio.internal:9000,/mnt/large
 
@@ -23,7 +23,8 @@ def allows_folder(path: str) -> bool:
 
 
 def allows_host(host: str, port: int | None = None) -> bool:
-    """Whether the host is named, with this port or without any; names of hosts know no case."""
+    """Whether the host is listed, with this port or without a port. Host names are compared
+    case-insensitively."""
     named = {entry.lower() for entry in _entries() if "/" not in entry}
     return bool({host.lower(), f"{host}:{port}".lower()} & named)
 
@@ -34,7 +35,7 @@ def allows_bucket(bucket: str) -> bool:
 
 
 def remedy(*entries: str) -> str:
-    """What to do so that these are allowed."""
+    """The instruction, for an error message, that allows these."""
     return f"if that is yours, and you trust this store, name it: {VARIABLE}={','.join(entries)}"
 
 

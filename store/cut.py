@@ -1,4 +1,5 @@
-"""A cut: how much of each lane is meant. `serve=120,train=45` is the first 120 and 45 events."""
+"""A cut names a prefix of each lane: `serve=120,train=45` is the first 120 events of `serve` and 45 of
+`train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One digest for tensors, wherever they are: checkpoints, weight syncs and the stages of a step.
+"""The digest of a set of tensors, used for checkpoints, weight syncs and the stages of a step.
 
 Each tensor is hashed with xxh3-128 (memory speed); the set is a sha256 over the sorted lines
 `name dtype shape hash`. Equal digests mean equal names, types, shapes and bytes.

@@ -1,4 +1,4 @@
-"""What makes a change of a folder last: the disk is asked for it, not the cache."""
+"""Makes a change of a folder durable: waits until the disk has it, not only the page cache."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 
 class RollbookError(Exception):
-    """Base of the tree: `except RollbookError` catches what Rollbook foresaw."""
+    """Base of all errors that Rollbook raises on purpose."""
 
 
 class StoreError(RollbookError):
@@ -56,7 +56,7 @@ class LaneLockedError(StoreError):
 
 
 class CorruptionError(StoreError):
-    """Bytes that were acknowledged no longer match their checksum. Nothing is dropped silently."""
+    """Acknowledged bytes no longer match their checksum. Damaged events are never skipped silently."""
 
 
 class OutsideError(StoreError):
@@ -68,11 +68,12 @@ class WriteFailedError(StoreError, OSError):
 
 
 class ShortageError(StoreError, OSError):
-    """Nothing is wrong with a file: there was no descriptor, no memory or no room on the disk for it."""
+    """The process had no descriptor, memory or disk space left. No file is damaged."""
 
 
 class UnstorableError(StoreError, ValueError):
-    """An append holds what has no stored form, or more than one frame can hold. It alone is refused."""
+    """An append holds a value that has no stored form, or more than a frame can hold. Only this append is
+    refused."""
 
 
 class CutError(StoreError, ValueError):
@@ -84,7 +85,8 @@ class CatalogError(StoreError):
 
 
 class RemoteError(StoreError):
-    """Object storage cannot be reached, or refuses. What is there stays there, what is here stays here."""
+    """Object storage cannot be reached, or refuses the request. Neither remote nor local files were
+    changed."""
 
 
 class UpkeepError(StoreError, ValueError):
@@ -92,11 +94,11 @@ class UpkeepError(StoreError, ValueError):
 
 
 class QueryError(RollbookError, ValueError):
-    """DuckDB refused a query, or it asks for more than the store's own files."""
+    """DuckDB refused a query, or the query reads files other than the store's own."""
 
 
 class VersionError(StoreError):
-    """Weights were to count as a policy version that the log has bound to other weights."""
+    """Weights were claimed to be a policy version that the log has bound to other weights."""
 
 
 class InterchangeError(RollbookError, ValueError):
@@ -117,11 +119,11 @@ class RequestError(RollbookError):
 
 
 class LimitError(RequestError):
-    """A request beyond a limit: too large, too deep, too slow, or one too many."""
+    """A request beyond a limit: too large, too deeply nested, too slow, or too many at once."""
 
 
 class EngineError(RollbookError):
-    """An engine failed, or was given what it cannot serve."""
+    """An engine failed, or got a request that it cannot serve."""
 
 
 class EngineLostError(EngineError):
@@ -145,14 +147,14 @@ class TrainError(RollbookError):
 
 
 class IdleError(TrainError):
-    """Nothing came that fills a step, for as long as is waited."""
+    """No samples that fill a step arrived within the idle timeout."""
 
 
 class NotFiniteError(TrainError):
     """A step's numbers overflowed, or are none; nothing of it was committed.
 
     Attributes:
-        stage: of the step, in which it began.
+        stage: the stage of the step in which the first non-finite value appeared.
     """
 
     def __init__(self, message: str, stage: str = "") -> None:

@@ -1,4 +1,4 @@
-"""STORE.json: what a folder is, and the newest format of what lies in it.
+"""STORE.json marks a folder as a store, and names the newest format of its files.
 
 A store of an older format opens as it is. Before this release writes anything into it that an older one
 would not understand, the marker is raised, durably: so an older release refuses the store by its marker,
@@ -37,7 +37,7 @@ def read_marker(folder: Path) -> str:
 
 
 def raise_marker(folder: Path) -> None:
-    """Let the marker name this release's format, durably, before anything of that format is written.
+    """Raise the marker to this release's format, durably, before any file of that format is written.
 
     Raises:
         NotAStoreError: no store is there.

@@ -1,7 +1,7 @@
 """Who may read a store's files: their owner alone, unless `store.toml` shares them.
 
-Whatever makes a file or a folder in a store makes it here, whatever the process's umask is. Those that are
-there keep their modes.
+Every file and folder of a store is created through this module, so that its mode does not depend on the
+umask. Existing files keep their modes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Modes:
 
 MODES = {
     "nobody": Modes(0o600, 0o700),
-    # The bit before them: what is made in a folder belongs to the folder's group.
+    # The setgid bit: new entries belong to the folder's group.
     "group": Modes(0o660, 0o2770),
     "all": Modes(0o664, 0o2775),
 }

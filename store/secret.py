@@ -1,4 +1,4 @@
-"""One secret a store, that never leaves its folder: keys and digests that only its holder can make."""
+"""The secret of a store, from which keys and digests are derived. It never leaves the store's folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _made(path: Path) -> bytes:
     temporary = path.with_name(f"{new_id()}.creating")
     fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        os.fchmod(fd, os.fstat(fd).st_mode & 0o660)  # in a store that all may read it still is no reader's
+        os.fchmod(fd, os.fstat(fd).st_mode & 0o660)  # private even in a store that everybody may read
         os.write(fd, secrets.token_bytes(_BYTES))
         os.fsync(fd)
     finally:

@@ -1,4 +1,4 @@
-"""What an operator may set for a store: `store.toml` in its folder; every key has a default."""
+"""The settings of a store, from `store.toml` in its folder. Every key has a default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AppendSettings(_Section):
     """How a lane's writer groups commits and cuts segments."""
 
     linger_ms: float = Field(default=2.0, ge=0, le=1000)
-    """How long a group waits for company once it has its first event; saves CPU, costs latency."""
+    """How long a group waits for more events after its first one; longer saves CPU and costs latency."""
     group_events: int = Field(default=512, ge=1)
     """A group of this many events is committed at once."""
     group_bytes: int = Field(default=4 * MIB, ge=1)
@@ -62,7 +62,7 @@ class RemoteSettings(_Section):
 
 
 class OwnRemoteSettings(RemoteSettings):
-    """What the operator gave on the command line: it needs nobody's leave; see `store.allowed`."""
+    """Settings given on the operator's command line, which `store.allowed` does not restrict."""
 
 
 class CatalogSettings(_Section):

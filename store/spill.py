@@ -1,4 +1,4 @@
-"""Where DuckDB puts what does not fit into memory: a folder for each connection, that goes with it."""
+"""The temporary folder of a DuckDB connection, for data that does not fit into memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import duckdb
 
 SHARE = 2
-"""At most one part in so many of what is free on that disk is filled."""
+"""DuckDB may fill at most 1 / SHARE of the free space of that disk."""
 
 
 class Spill:
@@ -45,7 +45,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @contextlib.contextmanager
 def private_database() -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory for queries of our own, of one thread, and its folder with it."""
+    """An in-memory database with one thread for internal queries, and its temporary folder."""
     spill = Spill()
     try:
         with duckdb.connect(":memory:", config={"threads": 1} | spill.config) as connection:

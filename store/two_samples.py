@@ -1,6 +1,6 @@
-"""Whether two groups of numbers look like one: medians, and the two-sample Kolmogorov-Smirnov test.
+"""Compares two groups of numbers: medians, and the two-sample Kolmogorov-Smirnov test.
 
-Pure. These few lines stand here so that a ledger needs no SciPy for one p-value.
+Pure. Implemented here so that the ledger needs no SciPy for one p-value.
 """
 
 from __future__ import annotations

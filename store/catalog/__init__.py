@@ -1,4 +1,5 @@
-"""What the store holds, in a relational database: derived from the files, never needed for a right answer."""
+"""A relational database that lists what the store holds. It is derived from the files; no answer depends on
+it."""
 
 from rollbook.store.catalog.catalog import Catalog
 

@@ -1,4 +1,4 @@
-"""Where a catalog may be: in the store's folder, or where the operator says."""
+"""Where a catalog may be: in the store's folder, or where the operator's settings allow it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = "catalog.db"
 """The SQLite file of a store that names no other."""
 _DRIVERS = ("sqlite", "sqlite+pysqlite")
 _HARMLESS = {"host", "port", "sslmode", "connect_timeout", "application_name", "target_session_attrs"}
-"""Of what may follow a `?` in a PostgreSQL URL, what names no file here, and no server besides `host`."""
+"""Query parameters of a PostgreSQL URL that name neither a local file nor a server other than `host`."""
 
 
 def parse_url(text: str) -> URL:
@@ -63,11 +63,11 @@ def _refuse_file(url: URL, store: Path) -> None:
 
 
 def _hosts(url: URL) -> list[str]:
-    """The servers of a PostgreSQL URL, or folders of their sockets; of one that names none, this host."""
+    """The servers of a PostgreSQL URL, or the folders of their sockets; this host if the URL names none."""
     listed = url.query.get("host", ())
     named = [url.host or "", *([listed] if isinstance(listed, str) else listed)]
     hosts = [host for several in named if several for host in several.split(",")]
-    # host:port is one way of several to name a port; an address with several colons has none.
+    # host:port is one of several ways to name a port; an address with several colons contains no port.
     return [host.split(":")[0] if host.count(":") == 1 else host for host in hosts or ["localhost"]]
 
 
@@ -79,7 +79,7 @@ def _refused(url: URL, why: str) -> CatalogError:
 
 
 def look_at_files(file: Path) -> None:
-    """See that SQLite, which opens files by their paths, finds plain ones or none.
+    """Check that the paths SQLite will open are plain files or absent.
 
     Raises:
         CatalogError: one of them is a link, a pipe or the like.

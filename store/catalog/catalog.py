@@ -1,7 +1,7 @@
 """The catalog of a store: lanes, units and checkpoints, noted by what writes them, for people and dashboards.
 
-It is derived. No append waits for it and no answer rests on it; `rollbook store rebuild-catalog` makes it
-anew from the files alone.
+It is derived data: no append waits for it and no answer depends on it. `rollbook store rebuild-catalog`
+rebuilds it from the files alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Catalog:
             write_segment(session, lane, state.last_segment + 1, state.next_seq)
 
     def record_units(self, lane: str, units: Iterable[Unit]) -> None:
-        """Note the units of a lane that count now, all of them; those that no longer do are forgotten."""
+        """Record the complete list of a lane's current units; rows of other units of the lane are deleted."""
         with self._database.write() as session:
             write_units(session, lane, units)
 
@@ -130,8 +130,8 @@ def _note(store: Path, what: str, write: Callable[[Catalog], None]) -> bool:
 def catalog_url(store: Path) -> URL:
     """Where the catalog of the store in this folder is; a relative SQLite file lies in that folder.
 
-    What the store's own `store.toml` says is a stranger's word: it names a file in the store, or a server
-    that the operator has named too. ROLLBOOK_CATALOG_URL is the operator's own, and may name any.
+    The store's `store.toml` is not trusted: it may name only a file in the store or a server that the
+    operator allows. ROLLBOOK_CATALOG_URL is set by the operator and may name any database.
 
     Raises:
         ConfigError, CatalogError: the settings cannot be read, or name no URL, or one of neither kind; or
@@ -163,7 +163,7 @@ def read_identity(store: Path) -> tuple[str, int]:
 
 
 def note_store(session: Session, name: str, store_id: str, format_: int) -> None:
-    """Note which store the catalog is of.
+    """Record which store the catalog belongs to.
 
     Raises:
         CatalogError: it is another one's.

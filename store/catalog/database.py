@@ -1,7 +1,8 @@
-"""Connects to the catalog's database, migrates it, and says in plain words why it cannot.
+"""Connects to the catalog's database, migrates it, and turns its errors into readable ones.
 
-SQLite and PostgreSQL behave alike here: one writing transaction at a time (SQLite's write lock, an advisory
-lock of PostgreSQL's), a reading one sees one moment, and what a killed process left half done is undone.
+SQLite and PostgreSQL behave alike here: one writing transaction at a time (SQLite's write lock, a PostgreSQL
+advisory lock), reading transactions see one snapshot, and the unfinished transaction of a killed process is
+rolled back.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _is_empty(connection: Connection) -> bool:
 
 
 def _make(connection: Connection) -> None:
-    """Make all tables as they are now: what migrations would come to, in a tenth of the time."""
+    """Create all tables of the current schema directly, in a tenth of the time that all migrations take."""
     Base.metadata.create_all(connection)
     _VERSION.create(connection)
     connection.execute(_VERSION.insert().values(version_num=SCHEMA_REVISION))
@@ -219,7 +220,7 @@ def _engine(url: URL) -> Engine:
 
 
 def refuse_strange(connection: sqlite3.Connection) -> None:
-    """See that a SQLite file has no views or triggers, which may look like our tables.
+    """Check that a SQLite file has no views or triggers, which could pose as the catalog's tables.
 
     Raises:
         sqlite3.DatabaseError: it has some.
@@ -231,7 +232,7 @@ def refuse_strange(connection: sqlite3.Connection) -> None:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    # Transactions begin where SQLAlchemy says so, not where the driver sees a first INSERT.
+    # SQLAlchemy begins transactions explicitly; by default the driver begins one at the first INSERT.
     connection.isolation_level = None
     refuse_strange(connection)
     deadline = time.monotonic() + PATIENCE_S
@@ -240,7 +241,8 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
             connection.execute("pragma journal_mode = wal")
             return
         except sqlite3.OperationalError as error:
-            # Of processes that make the file together only one may switch, and SQLite does not wait here.
+            # If several processes create the file at once, only one may switch the mode, and SQLite does not
+            # wait.
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""`rollbook store rebuild-catalog`: every row of the catalog again, from the store's files alone."""
+"""`rollbook store rebuild-catalog`: computes every row of the catalog anew from the store's files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Rebuilt:
 
 
 def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda events: None) -> Rebuilt:
-    """Make the catalog anew. Writers of the store go on meanwhile, and none of what they note is lost.
+    """Rebuild the catalog while writers go on. Nothing that they record meanwhile is lost.
 
     Args:
         progress: called after each lane with the number of events in those looked through so far.
@@ -62,7 +62,8 @@ def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda event
         written = _checkpoints(store, head, {}, progress)
         with database.write() as session:
             note_store(session, database.name, *read_identity(store.path))
-            # From here no other process notes anything. What one noted while the log was read is read now.
+            # From here on no other process writes to the catalog. Rows written since the log was read are
+            # read now.
             end = store.head()
             written += _checkpoints(store, end, head, progress)
             for table in reversed(TABLES):
@@ -159,7 +160,7 @@ def _places(store: Path, lane: str) -> tuple[list[Unit], list[tuple[int, int, in
 
 
 def _last_opening(folder: Path) -> tuple[int | None, int | None]:
-    """When the lane was opened last, and by which process; its lock file was written then."""
+    """When the lane was last opened, and by which process, read from the lock file written at that time."""
     file = folder / "LOCK"
     try:
         return file.stat().st_mtime_ns // 1000, int(read_small(file))

@@ -1,4 +1,4 @@
-"""Rows of lanes, segments, units and checkpoints: what lies where in the store's folder."""
+"""Reads and writes the catalog's rows of lanes, segments, units and checkpoints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_segment(
 
 
 def write_units(session: Session, lane: str, units: Iterable[Unit]) -> None:
-    """Make the lane's units these, and the states of its segments what follows from that."""
+    """Replace the lane's units by these, and update the states of its segments accordingly."""
     units = list(units)
     find_lane(session, lane)
     known = {row.name: row for row in session.scalars(select(UnitRow).where(UnitRow.lane == lane))}
@@ -86,7 +86,7 @@ def write_units(session: Session, lane: str, units: Iterable[Unit]) -> None:
 
 
 def write_checkpoint(session: Session, run: str, record: CheckpointWritten) -> None:
-    """Note a checkpoint of a run, by its path: what was noted of that path before is replaced."""
+    """Record a checkpoint of a run; an earlier row of the same path is replaced."""
     session.merge(
         CheckpointRow(
             path=record.path,

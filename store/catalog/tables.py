@@ -14,9 +14,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 SCHEMA_REVISION = "0003"
 
 OPEN, CLOSED, SEALED, DROPPED = "open", "closed", "sealed", "dropped"
-"""States of a segment: perhaps still written; never written again; also in a unit; only its numbers left."""
+"""States of a segment: possibly still written; closed; also in a sealed unit; removed, only its row left."""
 FORMER_TABLES = ("steps", "consumers", "policy_versions")
-"""Tables of earlier revisions, which no longer are: a catalog that is made anew has none of them."""
+"""Tables of earlier schema revisions that no longer exist in the current one."""
 
 
 class Base(DeclarativeBase):
@@ -32,7 +32,7 @@ class StoreMeta(Base):
 
 
 class LaneRow(Base):
-    """A lane, and the process that opened it last; nulls say that no opening was noted."""
+    """A lane, and the process that opened it last; null where no opening was recorded."""
 
     __tablename__ = "lanes"
     name: Mapped[str] = mapped_column(String(63), primary_key=True)

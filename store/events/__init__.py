@@ -1,7 +1,7 @@
 """The kinds of events, one frozen record each, and the envelope they travel in.
 
-An event is one immutable fact. Its record says what happened; the envelope says in which run, when,
-and under which id. `lane` and `seq`, the event's place in the log, are given by the log on append.
+An event is one immutable fact. Its record says what happened; the envelope holds the run, the time and the
+event id. The log assigns `lane` and `seq`, the event's position, on append.
 
 Fields named in `events.schema.COLUMNS` become typed columns; all others go to the JSON column `extra`.
 Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.

@@ -1,7 +1,7 @@
-"""What a kind of event is, for those who handle events of all kinds: stated beside its record, and read here.
+"""Properties of an event kind that code for all kinds needs. Each is stated beside the kind's record.
 
-Erasure, retention, sealing and the index of rare events ask for nothing else, so that a new kind is known to
-all of them by its own module.
+Erasure, retention, sealing and the index of rare events use only these properties, so a new kind needs no
+change in them.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MARK: Mapping[str, Any] = {"erased": True}
-"""What stands where JSON was erased."""
+"""The value that replaces erased JSON."""
 GONE = "erased"
-"""What stands where text was erased."""
+"""The value that replaces erased text."""
 
 Eraser = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is said of a kind.
+    """The properties of an event kind.
 
     Attributes:
-        of: what it is a part of, which retention keeps whole or drops whole: a trajectory, the training of a
-            policy, or (`run`) of any policy of its run. None: it goes with the unit that holds it.
-        text: field -> what erasure leaves of it, of fields that hold text of a trajectory.
+        of: what the event is part of, which retention keeps or drops as a whole: a trajectory, the training
+            of a policy, or (`run`) the training of every policy of its run. None: retention drops it with its
+            unit.
+        text: field that holds text of a trajectory -> function that gives its value after erasure.
         large: fields whose large parts are stored once, as bodies.
-        fat: sealed with tokens and text, apart from what is small.
-        lasting: never dropped, since it says that something is no longer there.
+        fat: whether it is sealed into `turns.parquet`, with tokens and text, instead of `marks.parquet`.
+        lasting: whether retention never drops it, because it records a removal.
     """
 
     of: Literal["trajectory", "policy", "run"] | None = None
@@ -47,12 +48,12 @@ def marked(_: Any) -> Mapping[str, Any]:
 
 
 def marked_if_any(value: Any) -> Any:
-    """`{"erased": true}`, where there was something."""
+    """`{"erased": true}` for a value that is not empty; an empty value unchanged."""
     return MARK if value else value
 
 
 def each_marked(values: list[Any]) -> list[Mapping[str, Any]]:
-    """A list as long as it was."""
+    """`{"erased": true}` for each element: the list keeps its length."""
     return [MARK] * len(values)
 
 
@@ -82,5 +83,5 @@ def only_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def only_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The name of the API key, which is no word of the agent's."""
+    """`{"erased": true}` and the name of the API key, which is not agent text."""
     return {**MARK, **{name: value for name, value in values.items() if name == "key"}}

@@ -1,4 +1,4 @@
-"""Events as an Arrow record batch: one IPC message, whose bytes are gathered once. Pure.
+"""Encodes events as an Arrow record batch: one IPC message, into which each array is copied once. Pure.
 
 `RecordBatch.serialize` gives the same message, but only of a batch: its token ids would be copied into the
 batch's columns first (two to three times, as these grow) and into the message then. Here every array goes
@@ -84,7 +84,7 @@ class _Message:
         self.buffers: list[int] = []
         self.size = 0
 
-    # Whether a None is among them is not asked first: that would compare each value with it.
+    # Not tested for None beforehand, because `None in values` would compare each value with it.
 
     def strings(self, values: Sequence[str | None], *, nullable: bool = True) -> None:
         """A column of strings."""
@@ -122,7 +122,7 @@ class _Message:
 
     def lists(self, values: Sequence[Any], dtype: np.dtype[Any]) -> None:
         """A column of lists of numbers."""
-        # What is counted is what is written, even of a list that grows meanwhile.
+        # Converted to arrays first, so that the count matches what is written even if a list grows meanwhile.
         arrays = [None if value is None else _contiguous(value, dtype) for value in values]
         total = self._list_node(arrays)
         self._node(total)
@@ -187,7 +187,7 @@ def _contiguous(values: Any, dtype: np.dtype[Any]) -> Any:
         and values.ndim == 1
         and values.flags.c_contiguous
     ):
-        return values  # nearly always: what follows takes longer than to copy it
+        return values  # the usual case: the call below would take longer than copying the array
     return np.ascontiguousarray(stored_array(values, dtype))
 
 

@@ -1,4 +1,4 @@
-"""Large parts of a request, stored once: images, tool schemas, long system prompts. Pure.
+"""Stores large parts of requests once: images, tool schemas, long system prompts. Pure.
 
 In a stored request a large value is replaced by `{"$body": "<sha256>"}`, and an event `body.stored` with
 the value comes before it in the same segment. Once a *segment*, not once a store: so every segment can be

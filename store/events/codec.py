@@ -1,4 +1,5 @@
-"""Arrow record batches to events: of older releases too, and with the bodies that they refer to. Pure."""
+"""Decodes Arrow record batches, also those of older releases, into events with the bodies they refer to.
+Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ MAY_REFER = {kind: about(kind).large for kind in kinds_where(lambda said: said.l
 
 
 def conform(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A batch of an older release in this one's columns; what it does not have is null.
+    """A batch of an older release in this release's columns; columns that it lacks are null.
 
     Raises:
         FormatError: it has a column, or a type, that this release does not know.
@@ -73,7 +74,7 @@ def decode(batch: pa.RecordBatch, lane: str, body: Body = no_body) -> Iterator[E
         FormatError: a kind or schema version this release does not know.
         CorruptionError: a body is missing, or a record is none of its kind.
     """
-    # `time` is read as integers below: a Python datetime cannot hold all that the column can.
+    # `time` is read as integers below: a Python datetime cannot hold every value of the column.
     plain = [name for name in LOG_SCHEMA.names if name not in ARRAYS and name != "time"]
     try:
         columns = {name: batch.column(name).to_pylist() for name in plain}

@@ -1,8 +1,8 @@
-"""What an erased event looks like: its place, ids, times, numbers and lengths stay, its text does not. Pure.
+"""Computes erased events: position, ids, times, numbers and lengths stay, text is removed. Pure.
 
-Nothing tells an erased event from another but what it says, so every reader of the log reads it: a text is
-gone or `{"erased": true}`, a list of messages is as long as it was, and token ids that were erased are -1,
-so that lengths, spans and counts of tokens still agree. Logprobs that were erased are null.
+An erased event has the format of any other event, so every reader can read it: a text is "erased" or
+`{"erased": true}`, a list of messages keeps its length, and erased token ids are -1, so that lengths, spans
+and token counts still agree. Erased logprobs are null.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def text_kinds() -> list[str]:
 
 
 def erase_row(kind: str, row: Mapping[str, Any], *, keep_tokens: bool) -> dict[str, Any]:
-    """The columns `CHANGED` of an event as they are once it is erased; the same where it is already.
+    """The columns `CHANGED` of an event after erasure; unchanged for an event that is erased already.
 
     Args:
         row: the columns; `extra` is JSON text, the lists are arrays or None.

@@ -80,7 +80,7 @@ RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """A record in its envelope. `lane` and `seq` are empty until the log has taken it."""
+    """A record in its envelope. `lane` and `seq` are empty until the event is appended."""
 
     record: Record
     run: str
@@ -96,7 +96,7 @@ class Event:
 
 
 def about(kind: str) -> About:
-    """What is said of a kind; nothing of one that this release does not know."""
+    """The properties of a kind; the defaults for a kind that this release does not know."""
     record = RECORDS.get(kind)
     return About() if record is None else record.ABOUT
 

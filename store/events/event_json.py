@@ -1,4 +1,4 @@
-"""Events <-> JSON: for people, for `--json`, and for the tail over HTTP. Nothing is lost on the way. Pure."""
+"""Converts events to JSON and back without loss: for people, `--json` and the tail over HTTP. Pure."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _spell(value: Any) -> str:
 
 def _read_array(values: list[Any], dtype: Any) -> Any:
     try:
-        return np.array(values, dtype=dtype)  # which reads the usual words too
+        return np.array(values, dtype=dtype)  # NumPy also parses Infinity, -Infinity and NaN
     except ValueError:
         words = [i for i, value in enumerate(values) if isinstance(value, str)]
     array = np.array([0 if isinstance(value, str) else value for value in values], dtype=dtype)

@@ -30,7 +30,8 @@ SPLITS = ("train", "eval", "teacher")
 
 
 QUARANTINE = "quarantine"
-"""Split of traffic that named no trajectory: kept, each conversation in one of its own, and never trained."""
+"""Split of traffic that named no trajectory: each conversation is its own trajectory and is never trained
+on."""
 
 
 def token_ids(values: Any) -> TokenIds:
@@ -64,7 +65,8 @@ class RunOpened:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpened:
-    """One agent run began. `name` is the client's, unique within the run; `trajectory_id` is ours.
+    """A trajectory started. `name` is given by the client and unique within the run; Rollbook makes
+    `trajectory_id`.
 
     `by`, here and in other kinds, is the name of the API key that did it: `trajectory` is the trajectory's
     own, null that no keys were checked, or that it came by no API. A name is an operator's word for a key, no

@@ -1,4 +1,4 @@
-"""Which experts a mixture-of-experts model sent each token to: packed for the log. Pure.
+"""Packs, for the log, the experts to which a mixture-of-experts model routed each token. Pure.
 
 A token passes `topk` experts in each of `layers`, so an engine's int32 ids are 1,536 bytes a token for 48
 layers of 8 out of 128 experts. Ids of so few experts need 7 bits each: 336 bytes, which no general

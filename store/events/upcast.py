@@ -1,4 +1,4 @@
-"""Old records, one step at a time: what a kind's record of version N is in version N + 1. Pure.
+"""Upgrades records of older versions, one version at a time. Pure.
 
 A record whose fields change gets a higher version in `VERSIONS` and a function here that turns the old
 fields (typed columns and keys of `extra` together, as plain values) into those of the next version. The
@@ -90,7 +90,7 @@ def version_of(kind: str) -> int:
 
 
 def upcast(kind: str, version: int, values: Values) -> Values:
-    """The fields of a record of `version`, which is none above this release's, as its record has them now."""
+    """The fields of a record of `version` in this release's version, which must not be lower."""
     for step in range(version, version_of(kind)):
         values = UPCASTERS[kind, step](values)
     return values

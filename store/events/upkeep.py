@@ -1,4 +1,4 @@
-"""Kinds of events about the log itself: bodies stored once, cursors, what was dropped or erased."""
+"""Kinds of events about the log itself: stored bodies, consumer cursors, removals and erasures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BodyStored:
 
 @dataclass(frozen=True, slots=True)
 class CursorMoved:
-    """A consumer has dealt with everything in this cut (`lane=count,...`); `by` is whose key moved it."""
+    """A consumer has processed every event of this cut (`lane=count,...`); `by` names the API key that moved
+    it."""
 
     KIND: ClassVar[str] = "cursor.moved"
     ABOUT: ClassVar[About] = About()

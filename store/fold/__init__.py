@@ -1,1 +1,1 @@
-"""Folds of events into what they mean: trajectories, ownership, versions, what was consumed. Pure."""
+"""Folds of events into state: trajectories, ownership, policy versions, training history. Pure."""

@@ -1,8 +1,8 @@
 """What the training of a policy in a run has done so far, folded from its events. Pure.
 
-The trainer, replay, retention and erasure all ask here what steps used. The weights of a version are a fold
-too: start at a checkpoint, and take the committed steps after it. Steps that were abandoned are no part of
-it, nor are the versions that they made and the checkpoints of those.
+The trainer, replay, retention and erasure use this history to know what steps consumed. The weights of a
+version are a fold too: a checkpoint and the committed steps after it. Abandoned steps, their versions and the
+checkpoints of those versions are not part of the history.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class History:
         dropped_of: trajectories of those samples.
         planned: step -> its last plan, whatever became of it.
         attempts: step -> the number of its last attempt.
-        abandoned: step -> how it was taken back.
+        abandoned: step -> its `step.abandoned`.
         retired: steps that were given up for replay.
         pending: step -> the last plan of it that neither committed nor failed.
     """
@@ -78,12 +78,12 @@ class History:
 
     @property
     def next_step(self) -> int:
-        """Number of the step that comes next. None is given twice."""
+        """Number of the next step. A number is never reused."""
         return max([*self.steps, *self.abandoned], default=-1) + 1
 
     @property
     def over(self) -> bool:
-        """Whether every step was retired that was not abandoned. Without any it has only begun."""
+        """Whether every step that was not abandoned is retired. False while there is no step."""
         steps = self.planned.keys() - (self.abandoned.keys() - self.retired)
         return bool(steps) and steps <= self.retired
 
@@ -148,7 +148,7 @@ class History:
                 "made it was interrupted. Let it finish first, with its own CONFIG; or give its last steps "
                 f"up: --abandon-after VERSION (checkpoints: {there})"
             )
-        # Of one version the one that was written last: an earlier one may have been found damaged.
+        # Of several checkpoints of one version the last written, since an earlier one may be damaged.
         return sorted(usable, key=lambda c: c.policy_version)[::-1]
 
     def between(self, base: CheckpointWritten, step: int) -> list[CommittedStep]:
@@ -189,8 +189,8 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
 def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
     """The training histories of all policies. Events of one lane come in order, lanes in any.
 
-    A drop counts when its step committed: an attempt that did not is planned anew, drops and all. So is a
-    step that was abandoned.
+    A drop counts only if its step committed. Failed attempts and abandoned steps are planned anew, including
+    their drops.
     """
     found: dict[PolicyKey, _Seen] = {}
     drops: list[SampleDropped] = []  # of the plan that follows: both were appended together

@@ -1,4 +1,4 @@
-"""A request for n completions is stored once: what its later turns hold, and what they mean. Pure."""
+"""A request for n completions is stored once; converts its later turns to and from the stored form. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = ("choice", "items", "shared_items")
 
 
 def as_sibling(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
-    """The turn as it is stored beside the first one of its request.
+    """The stored form of a turn, given the first turn of its request.
 
     Both are whole. Of an object the sibling keeps the entries that differ; where the first one has an entry
     that the turn lacks, nothing can be left out, and the sibling keeps all.
@@ -28,7 +28,7 @@ def as_sibling(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
 
 
 def whole(turn: TurnRequested, first: TurnRequested) -> TurnRequested:
-    """The turn with all that was asked, of one that is stored as a sibling of `first`."""
+    """The complete turn, given its stored form and the first turn of its request."""
     filled = {name: _common(getattr(first, name), name) | getattr(turn, name) for name in _NAMES}
     return replace(turn, sibling_of=None, **filled)
 

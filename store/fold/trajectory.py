@@ -164,7 +164,7 @@ def prompt_sha256(ids: TokenIds) -> str:
 
 
 class _Builder:
-    """What the events of one trajectory say, in whatever order its lanes are read."""
+    """Collects the events of one trajectory, in any order of lanes."""
 
     def __init__(self, event: Event, opened: TrajectoryOpened) -> None:
         self.run, self.opened = event.run, opened
@@ -200,7 +200,7 @@ class _Builder:
                 self._erase()
 
     def _erase(self) -> None:
-        """Its files were erased after they were read: what was folded of them may not be used any more."""
+        """Discard tokens and text that were folded before the trajectory's files were erased."""
         for turn_id, done in self.completed.items():
             if TOKENS_ERASED not in done.flags:
                 self.completed[turn_id] = replace(done, flags=[*done.flags, TOKENS_ERASED])
@@ -245,7 +245,7 @@ class TrajectoryFold:
         self._early: dict[str, list[Event]] = {}
 
     def add(self, event: Event) -> str | None:
-        """Take one event; the id of the trajectory it belongs to, if that has been opened."""
+        """Fold one event; returns the id of its trajectory, if that has been opened."""
         record: Any = event.record
         trajectory_id: str | None = getattr(record, "trajectory_id", None)
         if trajectory_id is None:
@@ -262,11 +262,12 @@ class TrajectoryFold:
         return trajectory_id
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop a trajectory. What may still come for it goes with the next `close`."""
+        """Drop a trajectory. Later events of it are discarded by the next `close`."""
         self._builders.pop(trajectory_id, None)
 
     def close(self) -> None:
-        """Say that every event of a closed cut was added: what is of no trajectory by now never will be."""
+        """Note that every event of a closed cut was added: events that belong to no trajectory by now are
+        discarded."""
         self._early.clear()
 
     def __getitem__(self, trajectory_id: str) -> Trajectory:

@@ -1,8 +1,8 @@
-"""One version, one digest: whose weights a version of a policy is, by the first event that names it. Pure.
+"""Binds each policy version to one weights digest, that of the first event that names the version. Pure.
 
-Several kinds of events say a version's weights digest: a checkpoint that was written or published, an engine
-that was seen to hold them, a step that made them. They must agree. In the order of the log (of event ids,
-which are sorted by time across lanes) the first one binds, and whatever disagrees later is wrong.
+Several kinds of events name the weights digest of a version: a checkpoint written or published, an engine
+verified to hold it, a step that made it. They must agree. In the order of event ids, which sort by time
+across lanes, the first event binds the version; a later event with another digest is disputed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VersionDigests:
     """The weights digest of each (run, policy, version); events may come in any order.
 
     Attributes:
-        disputed: what a later event says otherwise.
+        disputed: bindings of later events to another digest.
     """
 
     _bound: dict[tuple[str, str, int], Bound] = field(default_factory=dict)
@@ -67,10 +67,10 @@ class VersionDigests:
         return max((v for r, p, v in self._bound if (r, p) == (run, policy)), default=-1)
 
     def check(self, run: str, policy: str, version: int, digest: str, what: str) -> None:
-        """See that weights may count as a version.
+        """Check that weights are not bound to another digest as this version.
 
         Args:
-            what: has these weights, as the error names it.
+            what: description, for the error, of what has these weights.
 
         Raises:
             VersionError: the version is others; with the remedy.

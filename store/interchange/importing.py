@@ -1,4 +1,4 @@
-"""Chats from elsewhere as trajectories of text, for supervised data and comparison.
+"""Imports chats from other sources as trajectories of text, for supervised data and comparison.
 
 The file is checked whole before the first event is written. Each trajectory is one append: all of it is
 there after a crash, or nothing. Ids of trajectories and turns follow from run, name and content, so that

@@ -1,4 +1,4 @@
-"""Which trajectories are meant, and the way to meet each of them whole while few are in memory."""
+"""Selects trajectories, and reads each of them whole while few are in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollbook.store.sql.query import connect
 from rollbook.store.sql.sandbox import Connection
 
 NOT_FOLDED = "sample.dropped"
-"""A kind that names a trajectory and says nothing of it; training writes it long after."""
+"""A kind that names a trajectory but is not folded into it; training writes it long after."""
 
 
 @dataclass(frozen=True, slots=True)

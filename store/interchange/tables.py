@@ -1,7 +1,7 @@
 """Export as tables: trajectories, turns, rewards and events, one Parquet file each.
 
-`trajectories`, `rewards` and `events` are the SQL views of these names, with their columns. `turns` is
-made here: the view's facts, and what only a fold gives, each turn's whole prompt and messages.
+`trajectories`, `rewards` and `events` are the SQL views of these names, with their columns. `turns` has the
+view's scalars and, from a fold of the events, each turn's whole prompt and messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Consumers: tails that remember in the log how far they have come.
+"""Consumers: tails whose position is recorded in the log.
 
 A consumer's cursor is the cut of its last `cursor.moved` event in its own lane, by default
 `consumer.<name>`, which holds nothing else: the cursor is found by reading one event, however large the
@@ -35,7 +35,7 @@ LANE_PREFIX = "consumer."
 RUN = "store"
 """The run that a consumer's cursor is recorded in: it reads all of them."""
 NO_CURSORS = frozenset({CursorMoved.KIND})
-"""Cursors are no news: two consumers that saw each other's would wake each other for ever."""
+"""Consumers skip cursors: two consumers that received each other's cursors would wake each other forever."""
 
 
 def consumer_lane(name: str) -> str:
@@ -112,7 +112,7 @@ class Consumer:
         return self._tail.cut()
 
     def commit(self) -> None:
-        """Record that everything handed out is dealt with; durable when this returns.
+        """Record that everything handed out is processed; durable when this returns.
 
         Without anything handed out since the last commit it records nothing.
 
@@ -121,14 +121,14 @@ class Consumer:
         """
         if self._committed:
             return
-        # The own lane is named too, so that retention need not keep a consumer's old cursors for it.
+        # The cut includes the consumer's own lane, so that retention may drop its old cursors.
         cut = format_cut(self.cut() | {self.lane: self._own_events})
         moved = Event(CursorMoved(self.name, cut), RUN)
         self._own_events = self._writer.append([moved]).result() + 1
         self._committed = True
 
     def close(self) -> None:
-        """Give the name back. What was not committed comes again."""
+        """Release the consumer's name. Uncommitted events are handed out again later."""
         self._writer.close()
 
     def __enter__(self) -> Consumer:
@@ -141,9 +141,9 @@ class Consumer:
 class Cursors:
     """Cursors of any consumer, whichever lanes they were recorded in. Threads may share it.
 
-    A consumer has dealt with what any of its `cursor.moved` events says, so its cursor is their union and no
-    order between lanes is needed. The first question reads the small rows of all sealed units and what is
-    not sealed, later ones what came since.
+    A consumer has processed every cut that it committed, so its cursor is their union, whatever the order of
+    lanes. The first call reads the small rows of all sealed units and the unsealed events, later calls only
+    new events.
     """
 
     def __init__(self, store: Path) -> None:

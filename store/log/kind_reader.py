@@ -1,4 +1,4 @@
-"""The events of some kinds, wherever they are: what is not of them is not decoded."""
+"""Reads the events of given kinds from WAL files and sealed units; other events are not decoded."""
 
 from __future__ import annotations
 

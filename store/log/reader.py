@@ -29,7 +29,8 @@ from rollbook.store.wal.frame import ALIGN, BadFrameError, first_seq_of
 from rollbook.store.wal.segment import Segment
 
 _PAUSES_S = (0.0, 0.0, 0.001, 0.01, 0.1)
-"""Before each look at where an event is. Between two of them a segment may be sealed and its file removed."""
+"""Delay before each try to locate an event: a segment may be sealed and its file removed between two
+tries."""
 _BEFORE_ALL, _AFTER_ALL = -1, 1 << 62
 
 
@@ -83,7 +84,7 @@ class LaneReader:
             CorruptionError: its segment does not hold it.
         """
         if digest not in self._bodies and self._more_bodies is not None:
-            # Reading began in the middle of the segment: its earlier bodies have not passed by.
+            # Reading began in the middle of the segment, so the bodies before that point were not read yet.
             for batch in self._more_bodies():
                 self._shelve(batch)
             self._more_bodies = None
@@ -129,15 +130,17 @@ class LaneReader:
                 continue
             place = max(segment.first_seq, self.next_seq)
             try:
-                # Its rows come into memory with the first batch: its file may go while they are handed out.
+                # All its rows are read with the first batch, because its file may be removed while they are
+                # handed out.
                 batches = self._open_sealed(unit, segment, place)
             except CorruptionError:
                 if unit in current_units(self._store, self.lane):
                     raise
-                return  # another unit took its place, and its files went: `poll` looks again
+                return  # another unit replaced it, and its files were removed: `poll` locates the event anew
             for batch in batches:
                 seq = batch.column("seq")
-                # Retention and erasure leave gaps in no unit, so the place of a row follows from its number.
+                # Retention and erasure leave no gaps within a unit, so a row's sequence number gives its
+                # index.
                 if (seq[0].as_py(), seq[-1].as_py()) != (place, place + batch.num_rows - 1):
                     raise self._incomplete(unit, place)
                 place += batch.num_rows
@@ -219,7 +222,7 @@ _SHELF: WeakValueDictionary[str, _Shelved] = WeakValueDictionary()
 
 def _shelved(digest: str, body: Any) -> _Shelved:
     found = _SHELF.get(digest)
-    if found is None or found.body != body:  # what a damaged store calls by the same digest is another body
+    if found is None or found.body != body:  # in a damaged store another body may have the same digest
         found = _SHELF[digest] = _Shelved(body)
     return found
 
@@ -243,7 +246,7 @@ def _segment_of(folder: Path, seq: int) -> int | None:
         return None
     if number == mark.segment:
         return number if seq < mark.next_seq else None
-    # A gap behind it (removed files) means that the event may be in a sealed unit instead.
+    # If files after it were removed, the event may be in a sealed unit instead.
     return number if seq < _first_seq(folder, number + 1) else None
 
 

@@ -1,4 +1,4 @@
-"""What a lane's files hold after a crash: cut off a torn tail, refuse damage.
+"""Recovers a lane after a crash: truncates a torn tail, refuses damaged events.
 
 A bad frame at or after the watermark, with no valid frame behind it, is a write that never finished:
 it was never acknowledged, and it is truncated. Any other bad frame is damage to acknowledged
@@ -75,7 +75,7 @@ def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) 
 
 
 def _cut_behind(folder: Path, end: Watermark) -> None:
-    """Let the lane end where its writer has acknowledged it, durably."""
+    """Truncate the lane, durably, to what its writer has acknowledged."""
     for number in reversed(segment_numbers(folder)):
         path = segment_path(folder, number)
         if number > end.segment:
@@ -180,7 +180,7 @@ def _truncate_torn_tail(
 
 
 def _without_room(path: Path, start: int) -> int:
-    """Size of the file without the zeros it ends with: room that the writer made for frames to come."""
+    """Size of the file without trailing zeros, which the writer preallocated for later frames."""
     with path.open("rb") as file:
         file.seek(start)
         end = start

@@ -1,4 +1,4 @@
-"""Finds events of a lane by their id: what the writer needs to store none of them twice."""
+"""Finds events of a lane by their id, so that the writer stores no event twice."""
 
 from __future__ import annotations
 

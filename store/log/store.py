@@ -34,7 +34,7 @@ from rollbook.store.wal.files import folders_of_lanes, take_lock
 from rollbook.store.wal.watermarks import closed_head
 
 POINT_READS = 256
-"""Up to so many trajectories are looked up one by one; for more the log is read through."""
+"""Up to this many trajectories are looked up one by one; for more, the whole log is read."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class Store:
 
     def lanes(self) -> list[str]:
         """Names of the lanes that have been opened for writing, sorted."""
-        # A lane that lost its watermark is listed by its segments, so that reading it is refused; and one
-        # whose folder may not be read is an error, and no lane that is not there.
+        # A lane that lost its watermark is listed by its segments, so that reading it fails. An unreadable
+        # folder is an error instead of a missing lane.
         folder, found = self.path / "lanes", []
         for lane in folders_of_lanes(self.path):
             try:
@@ -212,9 +212,8 @@ class Store:
         return None
 
     def sealed_names(self) -> tuple[Hashes, dict[str, int]]:
-        """Of all sealed events the hashes of the names that opened trajectories, sorted (`sealed.names`).
-
-        Also the cut that these events are.
+        """Sorted hashes of the names of all trajectories opened in sealed units (`sealed.names`), and the cut
+        that those units hold.
 
         Raises:
             CorruptionError: a file is damaged.
@@ -271,7 +270,7 @@ class Store:
         return Tail(self.path, start or {}, wanted)
 
     def consumer(self, name: str, lane: str | None = None) -> Consumer:
-        """A tail that remembers in the log how far it has come; see `log.consumer`."""
+        """A tail whose position is recorded in the log; see `log.consumer`."""
         return Consumer(self.path, name, self.writer, lane)
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ class Filter:
         kinds: these kinds only, if given.
         without: not these kinds.
         run: events of this run only, if given.
-        skip_lanes: nothing of these lanes, which are not read at all.
+        skip_lanes: lanes that are not read at all.
     """
 
     kinds: frozenset[str] | None = None

@@ -22,7 +22,7 @@ from rollbook.store.sealed.unit import Unit, while_replaced
 
 
 class _LiveLane:
-    """What of a lane is in no sealed unit, and which of its rows belong to which trajectory."""
+    """The unsealed events of a lane, indexed by trajectory."""
 
     def __init__(self, store: Path, lane: str, start: int) -> None:
         self.start = start
@@ -115,7 +115,7 @@ class TrajectoryReader:
     def _of_lane(self, lane: str, ids: Collection[str], units: Sequence[Unit]) -> list[Event]:
         live = self._live_lane(lane, units[-1].next_seq if units else 0)
         found: list[Event] = []
-        for unit in units:  # the outer loop: what was read of a unit serves all of them
+        for unit in units:  # units are the outer loop, so that what is read of a unit serves all trajectories
             for trajectory_id in ids:
                 found += self._sealed(unit, trajectory_id)
         for trajectory_id in ids:

@@ -31,9 +31,10 @@ from rollbook.store.sealed.point_read import read_row_group, row_groups_of
 from rollbook.store.sealed.unit import TURNS, Unit, while_replaced
 
 COLUMNS = ("seq", "prompt_ids", "completion_ids", "logprobs", "version_spans")
-"""Place, tokens that the prompt adds, sampled tokens, a logprob for each, and which version sampled which."""
+"""Columns: sequence number, prompt tokens beyond the parent's, sampled tokens, their logprobs, version
+spans."""
 SPAN = ("version", "start", "end")
-"""Of a span: the policy version, and the first sampled token that it made, and the first that it did not."""
+"""Fields of a version span: the policy version, its first sampled token, and the first token after it."""
 KEPT_GROUPS = 64
 """Row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
 
@@ -204,7 +205,7 @@ class _Scratch:
                     self._at[key] = (self._end, [(array.dtype, array.size) for array in arrays])
                     self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         except OSError:
-            self._room = 0  # a full disk: what is not kept is decoded again
+            self._room = 0  # on a full disk, row groups are decoded again instead of kept
 
     def get(self, key: _Key) -> _Rows | None:
         """A row group that was kept, or None."""

@@ -1,4 +1,4 @@
-"""The one writer of a lane: appends in groups, and says so only when the bytes are durable.
+"""The single writer of a lane: commits appends in groups, and acknowledges them once they are durable.
 
 One thread collects what is waiting and encodes it as one frame; another (`wal.flusher`) writes it, calls
 `fdatasync`, moves the watermark and resolves the futures, while the first encodes the next frame. Events of
@@ -38,11 +38,12 @@ from rollbook.store.wal.framer import Framer
 
 _Pending = tuple[Sequence[Event], "Future[int]"]
 MEND_S = 1.0
-"""After a failed write, and after each try to go on, so long passes before the next one at least."""
+"""Minimum delay before each attempt to resume after a failed write."""
 REST = 10
-"""And so many times as long as the try took: recovery reads all that is not sealed."""
+"""The delay is also at least this many times the duration of the last attempt: recovery reads all unsealed
+segments."""
 PROBE_BYTES = 1 << 20
-"""So much room there must be before a try, or as much as failed to be written: else it would fail again."""
+"""Free bytes required before an attempt, if more than the failed write: with less it would fail again."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class _Group:
     def __init__(self, settings: AppendSettings) -> None:
         self.appends: list[_Pending] = []
         self.callers = 0
-        """How many handed something over."""
+        """Number of calls that added appends."""
         self._events, self._bytes = settings.group_events, settings.group_bytes
 
     def add(self, appends: Sequence[_Pending]) -> None:
@@ -271,7 +272,7 @@ class LaneWriter:
                 open_ = self._collect(group)
                 if self._failure is None:
                     self._commit(group)
-            except Exception as error:  # a fault of ours: nobody may wait for ever because of it
+            except Exception as error:  # a bug: fail the futures, so that no caller waits forever
                 self._note_failure(error)
             if (failure := self._failure) is not None:
                 self._fail(group, failure)
@@ -294,11 +295,11 @@ class LaneWriter:
         if isinstance(first, _Signal):
             return first is not _Signal.CLOSE
         group.add(first)
-        # Whoever appends alone gains nothing by waiting for company.
+        # A single appender gains nothing from waiting for a larger group.
         linger_s = self._settings.linger_ms / 1e3 if self._crowded else 0.0
         open_ = self._drain(group)
         if linger_s and open_ and not group.full:
-            # Asleep, not waiting at the queue: to wake up for each append costs more than to encode it.
+            # Sleeps instead of waiting on the queue: waking up for each append costs more than encoding it.
             time.sleep(linger_s)
             open_ = self._drain(group)
         self._crowded = group.callers > 1
@@ -360,7 +361,7 @@ def append_future() -> Future[int]:
 
 def _size(events: Sequence[Event]) -> int:
     """Bytes of the events' arrays: what makes a group large, as far as it is cheap to know."""
-    # Whatever a client appends, this must not fail: nobody would answer the futures of the group.
+    # This must not fail on any value: an exception here would leave the group's futures unresolved.
     turns = [r for e in events if isinstance(r := getattr(e, "record", None), TurnCompleted)]
     return sum(2 * _nbytes(t.completion_ids) + _nbytes(t.prompt_ids) for t in turns)
 

@@ -1,4 +1,4 @@
-"""What a secret looks like, and what stands in its place. Pure."""
+"""Recognizes secrets and replaces them. Pure."""
 
 from rollbook.store.redaction.formats import ANY_KEY, find_keys
 from rollbook.store.redaction.names import PLACEHOLDER, is_secret_name

@@ -1,4 +1,4 @@
-"""Key formats that are known by their looks: providers give them a prefix to be found by. Pure."""
+"""API key formats with a recognizable prefix. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Found:
 
 
 def may_hold_keys(text: str) -> bool:
-    """Whether it is worth looking for keys; where it says no there is none."""
+    """Whether the text may hold a key. False is certain, true is not."""
     if len(text) < LONG:
         return any(literal in text for literal in _LITERALS)
     return may_match(text, ANY_KEY)

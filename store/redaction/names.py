@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 
 PLACEHOLDER = re.compile(r"\[secret:[0-9a-f]{12}\]")
-"""What stands in a secret's place; a name that holds one names nothing by it."""
+"""The placeholder of a secret; inside a name it does not count as a word."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ALONE = (
     "authorization",
@@ -22,7 +22,7 @@ _ALONE = (
     "credential",
     "jwt",
 )
-"""Words that say it by themselves; `clientsecret` and `dbpassword` end with one."""
+"""Words that alone mark a secret; `clientsecret` and `dbpassword` end with one."""
 _ENDINGS = tuple(word for word in _ALONE if len(word) > 4)
 _KEYS_OF = frozenset(
     {"api", "access", "secret", "private", "encryption", "signing", "subscription", "account", "auth"}

@@ -1,4 +1,4 @@
-"""Where the conversation is in a body: what the model is shown, and what shapes what it says. Pure."""
+"""Splits a body into conversation (what the model sees, and what constrains its reply) and the rest. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFINES = frozenset(
 
 
 def conversation(body: Json) -> Json:
-    """What of a body is the conversation."""
+    """The part of a body that is conversation."""
     shown = {name: value for name, value in body.items() if name in SHOWN}
     if isinstance(body.get("tools"), list):
         shown["tools"] = [_definition(tool) for tool in body["tools"]]

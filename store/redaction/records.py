@@ -1,4 +1,4 @@
-"""Records that repeat what others said, errors and settings among them, without the secrets in it. Pure."""
+"""Removes secrets from records that quote other sources, such as errors and settings. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes secrets out of what is no conversation: JSON by its names, text by what stands in it. Pure.
+"""Replaces secrets outside conversations: in JSON by field names, in text by patterns. Pure.
 
 In the place of each comes `[secret:DIGEST]`, made with a key that never leaves the store: nobody can try
 passwords against it, and equal secrets have equal digests, wherever they were.
@@ -53,11 +53,11 @@ class Scrubber:
         self._known = _any_of(self._spelled) if self._spelled else None
 
     def knowing(self, values: Iterable[str]) -> Scrubber:
-        """One that knows these secrets besides."""
+        """A scrubber that also replaces these values."""
         return Scrubber(self._key, {*self._values, *values})
 
     def digest(self, secret: str) -> str:
-        """What stands in a secret's place; of what stands there already, itself."""
+        """The placeholder of a secret; a placeholder is returned unchanged."""
         if PLACEHOLDER.fullmatch(secret):
             return secret
         made = hmac.new(self._key, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
@@ -128,7 +128,7 @@ class Scrubber:
 
 
 class _Collector(Scrubber):
-    """Says nothing, and keeps what it was to replace."""
+    """A scrubber that collects secrets and replaces nothing."""
 
     def __init__(self) -> None:
         super().__init__(b"")

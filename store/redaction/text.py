@@ -23,7 +23,7 @@ _STEMS = (
     r"|secret|token"
 )
 _HINTS = re.compile(rf"{_STEMS}|basic|:/{{2}}|[?&;#][\w.%-]+=|%3d", re.IGNORECASE)
-"""In every text that one of the others fits."""
+"""Matches every text that one of the other patterns matches."""
 _LOGIN = re.compile(rf"(?<=:/{{2}})(?:{_P}|[^\s/?#\"'<>\\])+(?=@)")
 _CARRIED = re.compile(rf"\b((?:bearer|basic) {{1,4}})((?:{_P}|[A-Za-z0-9._~+/=-]){{8,}})", re.IGNORECASE)
 _PARAMETER = re.compile(r"(?:[?&;#]|%3F|%26)(?P<name>[\w.%-]{1,80}?)(?:=|%3D)", re.IGNORECASE)
@@ -122,7 +122,7 @@ def _without_assigned(text: str, replace: Replace) -> str:
         name = _name_before(text[max(done, found.start() - 72) : found.start()]) + found["name"]
         value = _value(text, at, name, found["quote"]) if is_secret_name(name) else None
         if value is None or (name.lower() == "token" and not found["closed"] and not _looks_random(value)):
-            continue  # no value, or prose: unexpected token: end of file
+            continue  # no value, or prose such as "unexpected token: end of file"
         parts += [text[done:at], settled(value, replace)]
         done = at = at + len(value)
     return "".join([*parts, text[done:]])

@@ -1,4 +1,4 @@
-"""Leases: a reader that opened sealed files says so, and nobody removes them from under it.
+"""Leases: they keep sealed files from being removed while a reader uses them.
 
 A lease is a file in `leases/` that names units. Its holder keeps it locked (`flock`), so it ends with the
 process, however that ends. Taking a lease and removing units exclude each other by the lock of
@@ -33,7 +33,7 @@ PATIENCE_S = 10.0
 """How long to wait for others to take leases, or to remove units."""
 _SUFFIX = ".lease"
 _NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors with which a store can still be read: it is another's, a backup, or its disk is full."""
+"""Errors that prevent a lease but not reading: no permission, a read-only file system, a full disk."""
 
 UnitName = tuple[str, str]
 """(lane, name of the unit)"""
@@ -80,12 +80,12 @@ def take_lease(store: Path, units: Mapping[str, Collection[str]]) -> Lease:
     except OSError as error:
         if error.errno not in _NO_WRITING:
             raise
-        if error.errno != errno.EROFS:  # nobody replaces files where nobody can write
+        if error.errno != errno.EROFS:  # files of a store that cannot be written are not replaced either
             _warn(str(store), error.strerror)
         return Lease(None, -1, frozenset())
 
 
-@lru_cache(maxsize=64)  # once a process and store
+@lru_cache(maxsize=64)  # warn once per process and store
 def _warn(store: str, why: str | None) -> None:
     logger.warning("%s: no lease on sealed files (%s): they may be replaced while they are read", store, why)
 
@@ -101,7 +101,7 @@ def lease_units(store: Path, lanes: Iterable[str]) -> tuple[dict[str, list[Unit]
     while True:
         units = {lane: current_units(store, lane) for lane in lanes}
         lease = take_lease(store, {lane: [unit.name for unit in found] for lane, found in units.items()})
-        # Compared, not only looked for: retention changes the manifest of a unit that stays.
+        # Compared as a whole, not by name only: retention changes the manifest of a unit that stays.
         if not lease.missing and units == {lane: current_units(store, lane) for lane in lanes}:
             return units, lease
         lease.release()
@@ -118,7 +118,8 @@ def leased(store: Path) -> set[UnitName]:
 
 @contextlib.contextmanager
 def removing(store: Path) -> Iterator[set[UnitName]]:
-    """While units are taken away: what is leased, and no new lease is taken. To be held for a moment only.
+    """Context for removing units: gives the leased units, and no new lease is taken meanwhile. Hold it
+    briefly.
 
     Raises:
         StoreError: others have been taking leases for `PATIENCE_S` seconds.

@@ -1,7 +1,8 @@
-"""Which trajectories a sealed unit opens, by their clients' names: a derived file of hashes, and its reading.
+"""Index of the trajectories that a sealed unit opens, by the hash of the client's name: its writing and
+reading.
 
-Hashes may collide, by chance or because a client chose its names so. Whoever finds a trajectory here looks at
-its opening before believing that it has that name.
+Hashes may collide, by chance or by a client's choice of names. Callers must check the name in the
+trajectory's opening.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A unit's Parquet files: written sorted for point reads, read back bit for bit.
+"""Writes and reads the Parquet files of a unit, sorted for point reads.
 
 Fat rows (`turn.requested`, `turn.completed`) go to `turns.parquet`, all others to `marks.parquet`, so that
 questions about small things never pass over tokens and text. Both hold the log's columns, the lane first,
@@ -123,7 +123,7 @@ def row_group_ends(store: Path, unit: Unit, name: str) -> list[int]:
 def checked_parquet(source: Any) -> pq.ParquetFile:
     """A sealed or derived file as Parquet, pages checked, whose row groups are of a size that ours can have.
 
-    A few bytes of Parquet can stand for any number of values; so what a row group says of itself is looked at
+    A few bytes of Parquet can encode any number of values, so the sizes in a row group's metadata are checked
     before it is read.
 
     Raises:
@@ -136,7 +136,7 @@ def checked_parquet(source: Any) -> pq.ParquetFile:
 
 
 def refuse_large(metadata: Any, group: int) -> None:
-    """See that a row group is of a size that ours can have, before it is read.
+    """Check that a row group is not larger than Rollbook writes, before it is read.
 
     Raises:
         pa.ArrowInvalid: it is larger.

@@ -206,7 +206,7 @@ def read_row_group(store: Path, unit: Unit, group: int, columns: Sequence[str]) 
 
 
 def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:
-    if not runs:  # so it is in most units
+    if not runs:  # as in most units
         return _NO_ROWS
     parts = []
     for run in runs:

@@ -1,7 +1,7 @@
-"""What is derived from the turns of a log, as SQL over its events. Pure text.
+"""SQL queries that derive per-turn and per-trajectory rows from events. Pure text.
 
-The same query is run when a unit is sealed, to be kept beside it, and when a question is asked, for what is
-not sealed: so deleting a derived file changes no answer, only how long it takes.
+The same query computes a unit's derived files and, at query time, the rows of unsealed events. So deleting a
+derived file changes no answer, only its duration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a unit's files are: beside its manifest, or in object storage; and how they are taken away there.
+"""Locates a unit's files, beside its manifest or in object storage, and removes them from object storage.
 
 In object storage a store lies at `<uri>/<store id>/`: a copy of `STORE.json`, and for each unit the folder
 `sealed/<lane>/<unit>/` with its files and its manifest, which is put there last and taken away first. So a
@@ -34,7 +34,7 @@ from rollbook.store.sealed.unit import (
 from rollbook.store.settings import OwnRemoteSettings, RemoteSettings, read_settings
 
 UPLOADING = "UPLOADING"
-"""File in a unit's folder with the address that its files are on their way to."""
+"""File in a unit's folder with the address to which its files are being uploaded."""
 
 
 def place(store: Path, unit: Unit) -> tuple[fs.FileSystem, str]:
@@ -66,7 +66,7 @@ def remote_place(uri: str, settings: RemoteSettings) -> tuple[fs.FileSystem, str
 
 
 def _refuse_others(bucket: str, endpoint: str | None) -> None:
-    """See that the operator named the bucket and the service: credentials of this process go there."""
+    """Check that the operator allows the bucket and the service, which receive this process's credentials."""
     service = urlsplit(endpoint or "")
     missing = [] if allows_bucket(bucket) else [f"s3://{bucket}"]
     if service.hostname is not None and not allows_host(service.hostname, service.port):
@@ -105,7 +105,7 @@ def is_outage(error: object) -> bool:
 
 
 def refused(address: str, settings: RemoteSettings, error: object) -> RemoteError:
-    """The error for object storage that did not do what it was asked."""
+    """The error for a failed operation on object storage."""
     service = "AWS" if settings.endpoint is None else urlsplit(settings.endpoint).netloc.rpartition("@")[2]
     return RemoteError(
         f"{address} (at {service}): {error}: see that the bucket is there, that the service answers, and "
@@ -134,7 +134,7 @@ def explained(address: str, settings: RemoteSettings) -> Iterator[None]:
 def remote_addresses(folder: Path) -> set[str]:
     """Where in object storage something of the unit in this folder may be."""
     found: set[str] = set()
-    with contextlib.suppress(CorruptionError):  # a folder whose making was cut short
+    with contextlib.suppress(CorruptionError):  # a folder whose creation was interrupted
         found |= {uri for uri in [read_manifest(folder).remote] if uri is not None}
     with contextlib.suppress(FileNotFoundError):
         found.add(read_small(folder / UPLOADING).decode(errors="replace"))

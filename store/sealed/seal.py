@@ -130,7 +130,7 @@ def write_unit(store: Path, unit: Unit, table: pa.Table, settings: SealSettings)
     make_folder(folder)
     try:
         parts = split(table)
-        del table  # `parts` is all of it: where the caller has let go of it too, its memory is free
+        del table  # only `parts` refers to the rows from here on, so their memory is freed part by part
         files = tuple(write_file(folder / name, part, settings) for name, part in parts.items())
         for name in parts:
             _fsync(folder / name)

@@ -1,9 +1,9 @@
-"""Units: what a range of a lane's closed segments became, and which units a reader goes by.
+"""Units: sealed ranges of a lane's closed segments, and the choice of the units that readers use.
 
 A unit is a folder of immutable files with a manifest, `UNIT.json`. It appears whole, by a rename. Several
 generations may cover a segment for a while (compaction, erasure); the widest and then newest one counts.
-The manifest keeps what the segments' frames said of the lane's order and chain, so a lane whose WAL
-files are gone still has an unbroken history.
+The manifest keeps the sequence numbers and chain values of its segments, so the chain of a lane can be
+verified without its WAL files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MANIFEST_BYTES = 32 << 20
 """A manifest names each segment and each erased trajectory; it is never larger."""
 UNIT_NAME = re.compile(r"\d{8}-\d{8}\.\d+")
 MOST = 1 << 48
-"""No count of events or bytes of a lane comes near it."""
+"""Upper limit of counts of events and bytes in a manifest, far above real ones."""
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class SealedSegment:
-    """A WAL segment as it was: its place in the lane, size, and chain value after its last frame (hex)."""
+    """A sealed WAL segment: its number, first event, size, and chain value after its last frame (hex)."""
 
     number: int
     first_seq: int
@@ -211,7 +211,7 @@ def parse_manifest(data: bytes, path: object) -> Unit:
 
 
 def _impossible(unit: Unit) -> str | None:
-    """What in a manifest no unit can have: a path comes of its names, and memory of its numbers."""
+    """The first impossible value in a manifest: names become paths, and numbers become memory sizes."""
     if not LANE_NAME.fullmatch(unit.lane):
         return f"the lane {unit.lane!r}"
     for file in unit.files:
@@ -242,8 +242,8 @@ def all_units(store: Path, lane: str) -> list[Unit]:
     while True:
         names = _unit_names(folder)
         units = [unit for name in names if (unit := _manifest_if_there(folder / name)) is not None]
-        # A listing may miss a unit that came meanwhile, and also those that went because it came. It
-        # counts only if nothing has changed since.
+        # A listing made during a replacement may miss both the new unit and those it replaced. It is valid
+        # only if a second listing is equal.
         if len(units) == len(names) and _unit_names(folder) == names:
             return units
 
@@ -268,12 +268,13 @@ def _manifest_if_there(folder: Path) -> Unit | None:
 
 
 def current_units(store: Path, lane: str) -> list[Unit]:
-    """The units that count, rising, none overlapping another: the widest, then the newest, of each place."""
+    """The current units in ascending order, without overlap: of units over one range the widest, then the
+    newest."""
     return choose(all_units(store, lane))
 
 
 def while_replaced(store: Path, lane: str, read: Callable[[list[Unit]], _T]) -> _T:
-    """What `read` makes of the lane's units that count; it is asked again where they changed meanwhile.
+    """Call `read` with the lane's current units, and again if it fails and the units have changed meanwhile.
 
     For whoever reads a unit's files without a lease: the sealer may remove a unit that another one replaced.
 
@@ -290,7 +291,7 @@ def while_replaced(store: Path, lane: str, read: Callable[[list[Unit]], _T]) -> 
 
 
 def choose(units: Iterable[Unit]) -> list[Unit]:
-    """Of units that may cover the same segments, those that count. Pure."""
+    """Choose the current units among units that may cover the same segments. Pure."""
     chosen: list[Unit] = []
     for unit in sorted(units, key=lambda u: (u.first, -u.last, -u.generation)):
         if not chosen or unit.first > chosen[-1].last:

@@ -1,1 +1,1 @@
-"""SQL over the log: DuckDB views, their documentation, and what the commands print."""
+"""SQL over the log: DuckDB views and their documentation."""

@@ -7,10 +7,11 @@ from rollbook.store.sql.view import View, json, text
 
 _NAMES = """(SELECT trajectory_id, any_value(trajectory) AS trajectory
                FROM internal.trajectory_parts GROUP BY trajectory_id)"""
-"""Grouped, so that DuckDB sees it is one row each and leaves the join out where no name is asked for."""
+"""Grouped, so that DuckDB knows there is one row per key and drops the join from queries that need no
+name."""
 
 TOKEN_TEXT = "token_text"
-"""Function of a run and a token id: what the token says. Who does not ask for that column never calls it."""
+"""SQL function (run, token id) -> text of the token. It is called only by queries that select the column."""
 
 EVENTS = View(
     "events",
@@ -62,7 +63,8 @@ REWARDS = View(
 
 
 def _in_force(which: str) -> str:
-    """The agent's reward in force, one row per trajectory and turn (null: of the whole trajectory)."""
+    """The agent's reward that is not superseded, one row per trajectory and turn (null: of the whole
+    trajectory)."""
     return f"""(SELECT trajectory_id, turn_id, arg_max(reward, (lane, seq)) AS reward
                FROM {_REWARDS} WHERE {which} AND NOT superseded AND source = 'agent'
                GROUP BY trajectory_id, turn_id)"""
@@ -74,7 +76,7 @@ _FIRST_ASKED = """(
               FROM internal.turn_events WHERE kind = 'turn.requested' AND contains(extra, '"sibling_of":"')) s
         JOIN (SELECT trajectory_id, turn_id, extra FROM internal.turn_events WHERE kind = 'turn.requested') f
           ON f.trajectory_id = s.trajectory_id AND f.turn_id = s.first_turn_id)"""
-"""The request of each turn that is stored as a sibling: that of the first turn, which holds it."""
+"""For each turn stored as a sibling, the request of the first turn, which holds the shared fields."""
 
 _DETAIL = f"""(
       SELECT trajectory_id, turn_id, any_value(trajectory) AS trajectory, any_value(reward) AS reward,
@@ -97,8 +99,8 @@ _DETAIL = f"""(
         UNION ALL BY NAME
         SELECT * FROM {_in_force("turn_id IS NOT NULL")})
       GROUP BY trajectory_id, turn_id)"""
-"""What `turns` has beyond a turn's scalars, as ONE grouped relation: DuckDB leaves a join with it out where
-none of it is asked for, but of several such joins only the last."""
+"""The columns of `turns` beyond a turn's scalars, as one grouped relation: DuckDB drops a join from queries
+that select none of its columns, but of several such joins only the last."""
 
 TURNS = View(
     "turns",

@@ -1,4 +1,5 @@
-"""The ledger of a store at a cut, from its SQL views: terms, versions, and how what was dropped differs."""
+"""The token ledger of a store at a cut, from its SQL views: terms, versions, and how dropped samples
+differ."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rollbook.store.sql.sandbox import Connection
 from rollbook.store.two_samples import Comparison, compare
 
 TERMS = ("trained", "dropped", "waiting", "in flight", "kept out")
-"""Where a sampled token may be: in one of these."""
+"""Terms of the ledger; each sampled token is in exactly one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class VersionAmounts:
 
     @property
     def difference(self) -> int:
-        """Generated tokens that no term has."""
+        """Generated tokens that are in no term."""
         return self.generated - sum(self.tokens.values())
 
 
@@ -47,8 +48,9 @@ class RunLedger:
 
     Attributes:
         generated: turns and tokens, counted from the lengths of completions alone.
-        length: completion tokens of dropped trajectories against trained ones; None where either is missing.
-        seconds: the same of the time from a trajectory's opening to its finish.
+        length: completion tokens of dropped trajectories compared with trained ones; None if there are none
+            of either.
+        seconds: time from opening to finish, compared in the same way.
     """
 
     run: str
@@ -64,7 +66,7 @@ class RunLedger:
 
     @property
     def difference(self) -> int:
-        """Generated tokens that no term has: 0, or the ledger does not balance."""
+        """Generated tokens that are in no term; the ledger balances if this is 0."""
         return self.generated.tokens - sum(map(self.tokens, TERMS))
 
     @property
@@ -109,7 +111,8 @@ _ENDED = """
     FROM ledger_share s JOIN internal.trajectory_scalars t USING (trajectory_id)
     WHERE t.finished IS NOT NULL
     GROUP BY s.run, s.trajectory_id HAVING bool_or(s.term IN ('trained', 'dropped'))"""
-"""A trajectory counts as trained if any token of it was. Late rewards do not make it last longer."""
+"""A trajectory counts as trained if any of its tokens was. Its time ends with its finish, not with late
+rewards."""
 
 
 def read_ledger(connection: Connection) -> list[RunLedger]:

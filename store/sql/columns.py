@@ -1,6 +1,6 @@
 """The columns of the SQL views, as data: name, DuckDB type, and meaning with its unit. Pure.
 
-A test holds names, order and types against what DuckDB says of each view.
+A test compares names, order and types with DuckDB's description of each view.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REWARDS = (
     TRAJECTORY,
     ViewColumn("turn_id", "VARCHAR", "the turn rewarded; null where it is the whole trajectory"),
     ViewColumn("reward", "DOUBLE", "the number"),
-    ViewColumn("source", "VARCHAR", "what it is called; agent unless said otherwise"),
+    ViewColumn("source", "VARCHAR", "name of the source; agent by default"),
     ViewColumn("event_id", "VARCHAR", "how a later reward names it to supersede it"),
     ViewColumn("time", "TIMESTAMP", "when it was assigned, UTC"),
     LANE,
@@ -100,24 +100,24 @@ TURNS = (
     ViewColumn("request", "JSON", "the rest of the request's body"),
     ViewColumn("requested_model", "VARCHAR", "model name the client sent"),
     ViewColumn("sampling", "JSON", "max_new_tokens, temperature and seed in force"),
-    ViewColumn("reward", "DOUBLE", "the agent's reward in force of this turn"),
+    ViewColumn("reward", "DOUBLE", "the agent's reward of this turn that is not superseded"),
     ViewColumn("requested", "TIMESTAMP", "when the request was recorded, UTC"),
-    ViewColumn("completed", "TIMESTAMP", "when the answer was recorded, UTC"),
+    ViewColumn("completed", "TIMESTAMP", "when the reply was recorded, UTC"),
     ViewColumn("latency_ms", "DOUBLE", "completed - requested, in ms"),
     LANE,
     ViewColumn("seq", "BIGINT", "place of its turn.requested in the lane"),
     ViewColumn("error", "VARCHAR", "why it failed"),
     ViewColumn("flags", "JSON", "list of oddities, such as malformed_tool_call"),
-    ViewColumn("timings", "JSON", "held_us and engine_us, in µs, where the engine tells them"),
+    ViewColumn("timings", "JSON", "held_us and engine_us, in µs, where the engine reports them"),
     ViewColumn("min_version", "BIGINT", "oldest policy version that sampled one of its tokens"),
     ViewColumn("max_version", "BIGINT", "newest policy version that sampled one of its tokens"),
     ViewColumn("min_logprob", "FLOAT", "of its least likely sampled token"),
     ViewColumn("sum_logprob", "DOUBLE", "natural-log probability of the whole completion"),
     ViewColumn("endpoint", "VARCHAR", "path of the API that the request came to"),
     ViewColumn("choice", "BIGINT", "place among the completions of one request, from 0"),
-    ViewColumn("retry", "BIGINT", "how often the client says it has tried before"),
+    ViewColumn("retry", "BIGINT", "how many earlier tries the client reports"),
     ViewColumn("fidelity", "VARCHAR", "exact, erased, or text_only: it never had ids; null unless completed"),
-    ViewColumn("key", "VARCHAR", "name of the API key that asked; null where keys are not checked"),
+    ViewColumn("key", "VARCHAR", "name of the API key of the request; null where keys are not checked"),
     ViewColumn("upstream_prompt_tokens", "BIGINT", f"{_USAGE}; cached ones are counted"),
     ViewColumn("upstream_completion_tokens", "BIGINT", f"{_USAGE}, over all choices of the request"),
     ViewColumn("upstream_total_tokens", "BIGINT", f"{_USAGE}; null where it reports none"),
@@ -128,12 +128,12 @@ TRAJECTORIES = (
     TRAJECTORY,
     TRAJECTORY_ID,
     ViewColumn("group", "VARCHAR", "trajectories compared with each other; quote it: a word of SQL"),
-    ViewColumn("task", "VARCHAR", "what it was about, as the client put it"),
+    ViewColumn("task", "VARCHAR", "the task, as named by the client"),
     ViewColumn("split", "VARCHAR", "train, eval (never trained) or teacher"),
     ViewColumn("labels", "JSON", "the client's own, an object"),
     ViewColumn("status", "VARCHAR", "open, completed, truncated, aborted or failed"),
-    ViewColumn("success", "BOOLEAN", "as the client said at its finish"),
-    ViewColumn("reward", "DOUBLE", "the agent's reward in force"),
+    ViewColumn("success", "BOOLEAN", "as the client reported at the finish"),
+    ViewColumn("reward", "DOUBLE", "the agent's reward that is not superseded"),
     ViewColumn("turns", "BIGINT", "completed turns"),
     ViewColumn("min_version", "BIGINT", "policy version of its oldest sampled token"),
     ViewColumn("max_version", "BIGINT", "policy version of its newest sampled token"),
@@ -152,7 +152,7 @@ TOKENS = (
     ViewColumn("logprob", "FLOAT", "its natural-log probability; null for a teacher"),
     ViewColumn("policy", "VARCHAR", "that sampled it; null for a teacher"),
     ViewColumn("policy_version", "BIGINT", "that sampled it; null for a teacher"),
-    ViewColumn("text", "VARCHAR", "what it says; null where the run's tokenizer is not known here"),
+    ViewColumn("text", "VARCHAR", "text of the token; null where the run's tokenizer is not known here"),
 )
 
 POLICIES = (
@@ -175,9 +175,9 @@ STEPS = (
     ViewColumn("policy_version", "BIGINT", "version it starts from"),
     ViewColumn("output_version", "BIGINT", "version it made; null unless it committed"),
     ViewColumn("algorithm", "VARCHAR", "its name, such as sft or grpo"),
-    ViewColumn("cut", "VARCHAR", "the log it saw, as lane=count,lane=count"),
+    ViewColumn("cut", "VARCHAR", "the cut it was planned at, as lane=count,lane=count"),
     ViewColumn("learning_rate", "DOUBLE", "as applied"),
-    ViewColumn("samples", "BIGINT", "how many it consumes; which ones: view samples"),
+    ViewColumn("samples", "BIGINT", "number of samples it consumes; view samples lists them"),
     ViewColumn("loss", "DOUBLE", "mean over its trained tokens"),
     ViewColumn("metrics", "JSON", "loss, gradient_norm, trained_tokens, reward and others"),
     ViewColumn("digests", "JSON", "stage -> digest of its result"),
@@ -207,7 +207,7 @@ DROPS = (
     ViewColumn("rule", "VARCHAR", "erased, staleness, zero_variance, no_version, no_reward or no_logprobs"),
     ViewColumn("recipe", "VARCHAR", "digest of the recipe"),
     ViewColumn("step", "BIGINT", "the step it was kept out of"),
-    ViewColumn("detail", "JSON", "what the rule held it against"),
+    ViewColumn("detail", "JSON", "the numbers that the rule compared"),
     ViewColumn("time", "TIMESTAMP", "UTC"),
     ViewColumn("attempt", "BIGINT", "attempt at the step; only those of committed attempts are final"),
 )

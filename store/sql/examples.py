@@ -1,4 +1,4 @@
-"""Questions that people ask of a log, and their SQL, as data. Pure.
+"""Example questions about a log, and their SQL, as data. Pure.
 
 A test runs each of them on a store that has an answer to it.
 """

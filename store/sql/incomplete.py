@@ -1,4 +1,4 @@
-"""Turns that say too little to be used: answered, but without their request or their trajectory's opening."""
+"""Finds incomplete turns: answered, but without their request or their trajectory's opening in the log."""
 
 from __future__ import annotations
 

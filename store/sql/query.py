@@ -32,14 +32,14 @@ def connect(
 ) -> Connection:
     """A DuckDB connection with the views of `store.sql.views` over the store at a cut.
 
-    It sees what was durable when it was opened, and keeps seeing that; connect again for more. The
-    store is only read: any process may do this while others write. Close the connection when done: it
-    keeps the sealed files that it reads from being replaced.
+    It shows the cut at which it was opened; connect again to see later events. The store is only read: any
+    process may do this while others write. Close the connection when done: it keeps the sealed files that it
+    reads from being replaced.
 
     Args:
         allow_files: let queries open other files, write files and load extensions. Without it they are in a
             sandbox (`store.sql.sandbox`): they read the store, and reach nothing else.
-        model: a model directory, whose tokenizer says what tokens say.
+        model: a model directory, whose tokenizer gives the text of tokens.
 
     Raises:
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
@@ -68,7 +68,7 @@ def connect_at(
     connection = duckdb.connect(":memory:", config=closed | spill.config)
     # Sealed files never change, so their footers are read once a connection.
     connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
-    # A view, not a registered table: that would be listed among the views, and not be there for cursors.
+    # A view, because a registered table would be listed among the views and be missing in cursors.
     connection.execute(f"CREATE SCHEMA {INTERNAL}; USE {INTERNAL}")
     connection.from_arrow(live).create_view(LIVE)
     connection.execute("USE main")

@@ -39,22 +39,22 @@ from rollbook.store.sealed.projections import (
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_folder
 
 INTERNAL = "internal"
-"""Schema of the relations, so that whoever lists the tables is shown the views alone."""
+"""Schema of the relations; in a schema of their own they are not listed among the views."""
 LIVE = "live"
 """Name there of the Arrow table with what is in no sealed unit; it has the log's columns, lane first."""
 
 KEY = "key"
-"""The youngest column of the rewards that are derived."""
+"""The column that was added last to the derived rewards."""
 
 MOST_BRANCHES = 4
 """More queries in a relation would take longer to plan than they save: each reads a file's footer."""
 LEAST_FILES = 2
-"""Of a query. One over a single file has all its row groups looked at while any query is planned, even one
-that in the end does not read it."""
+"""Minimum files of a relation's query. DuckDB inspects every row group of a query over a single file whenever
+it plans any query, even one that does not read the file."""
 
 _MERGED = "* REPLACE (false AS whole)"
-"""What is computed is always merged with what else there is: else it would be computed twice, for the rows
-that are whole and for those that are not."""
+"""Computed rows are marked as not whole, so that they are always merged: otherwise the query would run twice,
+once for whole rows and once for the others."""
 
 _PATH_COLUMNS = {
     **dict.fromkeys(("run", "trajectory_id", "split", "leaf_turn_id", "policy"), "VARCHAR"),
@@ -72,7 +72,7 @@ _TRAINING = frozenset(kinds_where(lambda said: said.of in ("policy", "run")))
 class Snapshot:
     """What a cut holds: sealed units, whole ones and one of each lane that it may hold in part, and the rest.
 
-    `live` is false where there is no rest: then no query has to ask for it, which saves half of its plan.
+    `live` is false if nothing is unsealed: then queries leave the live tail out, which halves planning time.
     """
 
     store: Path
@@ -150,7 +150,7 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
 
 
 def _all_rewards(of: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
-    """The rows of `rewards`. Of those that an older release derived nobody knows whose key assigned them."""
+    """The rows of `rewards`; `key` is null in rows that an older release derived without that column."""
     queries = [f"SELECT * FROM ({rewards('internal.rest_marks')})"] if computed else []
     files = [derived_folder(of.store, unit) / REWARDS for unit in derived]
     for tells in (True, False):
@@ -216,9 +216,9 @@ def _mark_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
 def _turn_branches(of: Snapshot, units: Sequence[Unit]) -> list[str]:
     """Queries over the units' turns, each saying between which trajectory ids its rows lie.
 
-    What is said is true of every row and changes no answer. But where a question names a trajectory, DuckDB
-    sees while it plans which of the queries can have no row, and never looks at their files; of a file it
-    does look at, it passes over row groups one by one, at some 40 µs each.
+    The bounds hold for every row, so they change no answer. But if a query names a trajectory, DuckDB skips,
+    while planning, the files whose bounds exclude it. Without the bounds it would check the row groups one by
+    one, at about 40 µs each.
     """
     together = max(LEAST_FILES, -(-len(units) // MOST_BRANCHES))
     queries: list[str] = []

@@ -1,4 +1,4 @@
-"""The text of single tokens. A token may hold a part of a character: then its bytes are shown as escapes."""
+"""Decodes single tokens to text. A token that holds part of a character is shown as escaped bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
-    """What each id says, as it would say it within a text; None of an id that the tokenizer does not have."""
+    """The text of each id as it appears inside a longer text; None for an id that the tokenizer does not
+    have."""
     tokens = [tokenizer.id_to_token(i) if 0 <= i < 1 << 32 else None for i in ids]
     # A decoder may drop a space at the very beginning; behind another token it drops none.
     anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]

@@ -1,12 +1,13 @@
-"""Which tokenizer is a run's, and what its tokens say. Nothing is read before the first token is asked for.
+"""Finds the tokenizer of a run, and the text of its tokens. Nothing is read before the first token is
+decoded.
 
 The tokenizer of a run is the first of these that can be read:
 
-1. that of the model directory that whoever connects names;
+1. that of the model directory given to `connect`;
 2. that of the run's newest checkpoint that is still in the store;
-3. that of the directory that its `run.opened` names, if `ROLLBOOK_ALLOW` names that too.
+3. that of the directory named by its `run.opened`, if `ROLLBOOK_ALLOW` lists it.
 
-Where `run.opened` tells the sha256 of the file, only that very file is taken.
+If `run.opened` has the sha256 of the file, only a file with that sha256 is used.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from rollbook.store.log.store import Store
 from rollbook.store.sql.token_text import TOKENIZER, read_tokenizer, token_texts
 
 LARGEST = 512 << 20
-"""Bytes of a tokenizer's file at most."""
+"""Largest size of a tokenizer's file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """The ids of a tokenizer, ascending, and what each says."""
+    """The ids of a tokenizer, ascending, and the text of each."""
 
     ids: npt.NDArray[np.int64]
     texts: pa.StringArray
@@ -54,7 +55,7 @@ _NO_VOCABULARY = Vocabulary(np.empty(0, np.int64), pa.nulls(0, pa.string()))
 
 
 class Vocabularies:
-    """What the tokens of the runs of a log say.
+    """Texts of the tokens of each run of a log.
 
     Args:
         model: a model directory to take the tokenizer of.
@@ -110,7 +111,7 @@ class Vocabularies:
                         self._read[digest] = _vocabulary(file)
                     return self._read[digest]
             except (OSError, ModelError):
-                continue  # gone or damaged: as if it were not there
+                continue  # removed or damaged: try the next candidate
         return _NO_VOCABULARY
 
     def _files(self, said: RunOpened | None, checkpoints: list[str]) -> Iterator[Path]:
@@ -132,7 +133,7 @@ class Vocabularies:
 
 
 def _vocabulary(file: Path) -> Vocabulary:
-    """All that a tokenizer's file says.
+    """Read the whole vocabulary of a tokenizer's file.
 
     Raises:
         ModelError: it cannot be read.

@@ -1,8 +1,8 @@
-"""Makes a store again from what is in object storage alone: on another machine, or after a disk is gone.
+"""Recreates a store from object storage alone: on another machine, or after a disk was lost.
 
 Only manifests are fetched. Each lane ends with its last uploaded unit: events after it were in WAL files,
-which are never uploaded. The new store reads; it removes and uploads nothing until `[remote] uri` is set
-in its `store.toml`, which makes it the one that writes.
+which are never uploaded. The new store is read-only towards object storage: it removes and uploads nothing
+until `[remote] uri` is set in its `store.toml`.
 """
 
 from __future__ import annotations

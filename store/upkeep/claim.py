@@ -1,4 +1,4 @@
-"""Who may change the store's sealed units: one process at a time."""
+"""A claim that lets one process at a time change the store's sealed units."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rollbook.store.log.store import Store
 from rollbook.store.sealed.unit import current_units
 
 CLAIM = "sealing"
-"""What `Store.claim` is taken for by whoever changes sealed units: the sealer, retention, erasure."""
+"""Name of the `Store.claim` for changing sealed units: by the sealer, retention or erasure."""
 PATIENCE_S = 60.0
 """How long to wait for the sealer to end its pass."""
 
 
 @contextlib.contextmanager
 def only_one(log: Store) -> Iterator[None]:
-    """Be the only process that changes the store's sealed units.
+    """Hold the claim to change the store's sealed units.
 
     Raises:
         LaneLockedError: another one does, and went on for `PATIENCE_S` seconds.

@@ -42,7 +42,7 @@ from rollbook.store.sealed.unit import (
 from rollbook.store.settings import SealSettings, read_settings
 
 FEWEST = 4
-"""Neighbours that are merged though more may come."""
+"""Fewest neighbours that are merged although more may follow."""
 GONE = ".gone"
 """End of the hidden name that a folder has while it is removed."""
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def compact(store: Path, lane: str, settings: SealSettings) -> Iterator[tuple[Unit, tuple[Unit, ...]]]:
-    """Merge what should be, one by one: each new unit, and those it takes the place of, which stay.
+    """Do every due merge; yields each new unit and the units that it replaces, which are not removed yet.
 
     The caller is the only one that changes the store's sealed units.
 
@@ -99,7 +99,7 @@ def _is_closed(sizes: Sequence[int | None], start: int, stop: int, total: int, l
 
 
 def _only_remote_copy(unit: Unit, current: Sequence[Unit]) -> bool:
-    """Whether what the unit holds would be gone from object storage with it."""
+    """Whether removing the unit would remove the only remote copy of its events."""
     return unit.remote is not None and any(
         other.remote is None and other.first <= unit.last and unit.first <= other.last for other in current
     )
@@ -152,17 +152,17 @@ def remove_superseded(store: Path, lane: str) -> list[str]:
     derived = store / "derived" / lane
     known = {unit.name for unit in every}
     orphans = [f.name for f in derived.glob("*") if UNIT_NAME.fullmatch(f.name) and f.name not in known]
-    gone = list(derived.glob(f".*{GONE}"))  # what an interrupted call had begun to remove
+    gone = list(derived.glob(f".*{GONE}"))  # leftovers of an interrupted call
     with removing(store) if old or orphans else contextlib.nullcontext(set[UnitName]()) as held:
         free = [name for name in (*old, *orphans) if (lane, name) not in held]
         for folder in (lane_units_folder(store, lane), derived):
             for name in free:
-                # Renamed first: so it goes whole, and no reader sees half of it.
+                # Renamed first, so that no reader sees it partly removed.
                 with contextlib.suppress(FileNotFoundError):
                     gone.append((folder / name).rename(folder / f".{name}{GONE}"))
     for path in gone:
         try:
             discard(store, path)
-        except RemoteError as error:  # what is left is hidden, and the sealer's next pass removes it
+        except RemoteError as error:  # the rest is hidden by its name; the sealer's next pass removes it
             logger.warning("%s is not removed yet: %s", path, error)
     return [name for name in free if name in old]

@@ -1,9 +1,9 @@
-"""Erases a trajectory's text from every file of the store; `docs/keeping.md` says what that means.
+"""Erases a trajectory's text from every file of the store; see `docs/keeping.md`.
 
-In this order, so that whoever is stopped anywhere in between finishes by asking again: what is not sealed yet
-is sealed; each unit that holds text of the trajectory is rewritten as a new generation, whose manifest names
-the erasure; only then is everything removed that such a unit took the place of (WAL copies, older
-generations, derived files); last comes the event that says so.
+The order makes an interrupted erasure safe to repeat. First unsealed events are sealed. Then each unit that
+holds text of the trajectory is rewritten as a new generation, whose manifest names the erasure. Then
+everything that such a unit replaces is removed (WAL copies, older generations, derived files). Last, the
+event that records the erasure is appended.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def erase_trajectory(
         with log.writer(UPKEEP_LANE) as upkeep:
             _seal_all_of(log, found)
             units = units_with(log, found.trajectory_id)
-            # All are read before the first is rewritten, so that a damaged one stops this before it begins.
+            # All units are read before the first is rewritten, so that damage is found before anything
+            # changes.
             rows = [_rows_of(unit_table(log.path, unit), found.trajectory_id, keep_tokens) for unit in units]
             made = [_rewrite(log, unit, found.trajectory_id, keep_tokens) for unit in units]
             _remove_what_was_replaced(log)
@@ -120,7 +121,7 @@ def _seal_all_of(log: Store, found: Found) -> None:
         for lane, seq in newest.items():
             if seq >= _open_segment_start(log.path, lane):
                 _take(log, lane, found, stack)
-        # Whoever took a lane has begun a new segment in it: the one before is closed.
+        # Taking a lane begins a new segment, which closes the previous one.
     for lane in newest:
         for _ in seal_closed(log.path, lane, log.settings().seal):
             pass
@@ -154,7 +155,7 @@ def _open_segment_start(store: Path, lane: str) -> int:
 def _rows_of(table: pa.Table, trajectory_id: str, keep_tokens: bool) -> _Rows:
     """The rows with text of the trajectory, and those of bodies that only it names.
 
-    What a completion names (the experts its tokens went to) goes with the tokens.
+    Bodies that a completion names (routed experts) are erased together with the tokens.
     """
     mine = pc.fill_null(pc.equal(table["trajectory_id"], trajectory_id), False)
     naming = [TurnRequested.KIND] if keep_tokens else [TurnRequested.KIND, TurnCompleted.KIND]

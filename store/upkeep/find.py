@@ -51,12 +51,12 @@ def rows_where(
 
 
 def live_units(log: Store) -> list[Unit]:
-    """The units that count and are not dropped, lane by lane."""
+    """The current units that are not dropped, lane by lane."""
     return [u for lane in log.lanes() for u in current_units(log.path, lane) if u.dropped_us is None]
 
 
 def unsealed(log: Store) -> Iterator[tuple[str, pa.RecordBatch]]:
-    """(lane, batch) of what is in no unit yet."""
+    """(lane, batch) of the unsealed events."""
     return log.batches(start={lane: unsealed_start(log.path, lane).next_seq for lane in log.lanes()})
 
 

@@ -1,7 +1,7 @@
-"""Takes files away for good: what retention and erasure have in common.
+"""Removes files permanently, for retention and erasure.
 
-Both first make durable what the lane is without the files, and only then remove them. So whoever is stopped
-in between leaves files that nobody reads, and the next run removes those.
+Both first record durably that the files no longer count, and then remove them. An interrupted removal leaves
+files that nobody reads, and the next run removes them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rollbook.store.sealed.unit import (
 from rollbook.store.wal.files import lane_folder, segment_path
 
 UPKEEP_LANE = "upkeep"
-"""Where retention and erasure say what they did."""
+"""Lane in which retention and erasure record what they did."""
 
 
 def remove_wal(store: Path, unit: Unit) -> int:
     """Remove what is left of the unit's segments as WAL files; how many bytes."""
     folder = lane_folder(store, unit.lane)
     paths = [segment_path(folder, s.number) for s in unit.segments]
-    # Newest first: a reader that finds a segment's successor gone asks the unit, which is whole.
+    # Newest first: a reader that misses the next segment reads the sealed unit instead.
     found = [path for path in reversed(paths) if path.exists()]
     freed = sum(path.stat().st_size for path in found)
     for path in found:
@@ -53,7 +53,7 @@ def remove_replaced(store: Path, lane: str, unit: Unit) -> None:
     current = {u.name for u in current_units(store, lane)}
     stale = [f for f in derived.glob("*") if f.name not in current]
     with removing(store):
-        # No lease is taken meanwhile: whoever takes one afterwards sees that these are gone.
+        # No lease can be taken meanwhile; a lease taken later does not name these units.
         folders = [unit_folder(store, other) for other in old] + [f for f in stale if f.name[0] != "."]
         for folder in folders:
             folder.rename(folder.with_name(f".{folder.name}.gone"))

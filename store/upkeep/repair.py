@@ -1,12 +1,12 @@
-"""`rollbook store repair`: a damaged WAL file goes where a sealed unit holds its events and is whole.
+"""`rollbook store repair`: removes a damaged WAL file if a sealed unit holds its events undamaged.
 
 After sealing, the newest WAL files stay (`seal.keep_wal_bytes`) and are read before the unit. So readers meet
-damage to one of them, although nothing is lost: without the file they read the unit. That it holds the same
-events is proved, not assumed: the chain runs from the lane's first event through its manifest, its files have
+damage to one of them, although nothing is lost: without the file they read the unit. That the unit holds the
+same events is verified: the chain runs from the lane's first event through its manifest, its files match
 their sha256, and they hold every sequence number once.
 
-The log says what is removed, as `segment.repaired`, before it is. Damage to any other file is left as it is:
-nothing here proves what was in it.
+A removal is recorded as `segment.repaired` before it is done. Any other damaged file is left unchanged, since
+no copy of its events is known.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollbook.store.upkeep.verify import Fault, note_fault, verify_lane
 
 @dataclass(frozen=True, slots=True)
 class LaneRepaired:
-    """What became of a lane.
+    """The result of a repair of one lane.
 
     Attributes:
         repaired: damaged WAL files that are gone; each names the unit that is read instead.

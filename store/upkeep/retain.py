@@ -1,7 +1,7 @@
-"""Drops old sealed units and keeps what anything still needs; `docs/keeping.md` says what that is.
+"""Drops old sealed units, except those that are still needed (`docs/keeping.md` lists by what).
 
-What goes is recorded before the first file does: events in lane `upkeep`, then the manifests, then the
-files. A run that was stopped in between is finished by the next one.
+A drop is recorded before any file is removed: first as events in lane `upkeep`, then in the manifests; then
+the files go. An interrupted run is completed by the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollbook.store.upkeep.scan import scan
 
 @dataclass(frozen=True, slots=True)
 class UnitVerdict:
-    """What becomes of a sealed unit.
+    """The decision on a sealed unit.
 
     Attributes:
         first_seq, next_seq: the lane's events that it holds.
@@ -120,7 +120,7 @@ def _recorded(log: Store) -> Iterator[tuple[str, str]]:
 
 
 def _record(log: Store, units: list[Unit], keep: str) -> None:
-    """Say what is dropped, all of it in one append: it is in the log whole or not at all."""
+    """Record all drops in one append, so that the log holds all of them or none."""
     if units:
         events = [
             Event(SegmentDropped(u.lane, u.first, u.last, u.first_seq, u.next_seq, f"keep {keep}"), RUN)
@@ -133,7 +133,7 @@ def _record(log: Store, units: list[Unit], keep: str) -> None:
 def _mark_dropped(log: Store, unit: Unit) -> bool:
     """Write in the unit's manifest that it is dropped, unless a reader has it open."""
     with removing(log.path) as held:
-        # Whoever takes a lease afterwards reads the new manifest.
+        # A lease taken after this reads the new manifest.
         if (unit.lane, unit.name) in held:
             return False
         write_manifest(unit_folder(log.path, unit), replace(unit, dropped_us=now_us()))

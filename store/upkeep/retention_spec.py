@@ -1,7 +1,7 @@
-"""How much to keep: `7d`, `500GiB` or `versions:20`, read from text.
+"""Parses how much retention keeps: `7d`, `500GiB` or `versions:20`.
 
-Pure. Pydantic's ByteSize takes a number without a unit for bytes, and a unit in any letters: what says how
-much is removed is read more strictly.
+Pure. Stricter than Pydantic's ByteSize, which reads a number without a unit as bytes and ignores the case of
+units: a misread value would remove data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Keep = KeepAge | KeepBytes | KeepVersions
 
 
 def parse_keep(text: str) -> Keep:
-    """What a SPEC says: a number with a unit of time or of bytes, or `versions:N`.
+    """Parse a SPEC: a number with a unit of time or of bytes, or `versions:N`.
 
     Raises:
         UpkeepError: it says neither.

@@ -1,4 +1,5 @@
-"""Gives committed steps up for replay, so that retention may drop what only they needed."""
+"""Retires committed steps: they can no longer be replayed, and retention may drop the data only they
+needed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
 @dataclass(frozen=True, slots=True)
 class RetireReport:
-    """Steps of a policy that were retired now, and of those asked for how many were before."""
+    """The steps of a policy that were retired now, and how many of the requested ones were retired before."""
 
     run: str
     policy: str

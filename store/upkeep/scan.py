@@ -1,4 +1,4 @@
-"""Reads what decides which units may go: scalars of every event, and a few kinds whole."""
+"""Reads the facts that retention decides by: scalars of every event, and a few kinds as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCALARS = ["kind", "run", "trajectory_id", "policy", "policy_version", "time"]
 
 
 def training_histories(log: Store) -> dict[PolicyKey, History]:
-    """What was trained, by (run, policy).
+    """The training histories of the store, by (run, policy).
 
     Raises:
         CorruptionError: a file is missing or damaged.
@@ -31,7 +31,7 @@ def training_histories(log: Store) -> dict[PolicyKey, History]:
 
 
 def scan(log: Store) -> Facts:
-    """Read every unit that is not dropped, and what is not sealed; places lane by lane, each in order.
+    """Read every unit that is not dropped, and the unsealed events; units lane by lane, each in order.
 
     Raises:
         CorruptionError: a file is missing or damaged.

@@ -1,4 +1,4 @@
-"""The sealer: what happens to a lane's files after a segment is closed, one pass at a time.
+"""The sealer: maintains a lane's files after segments are closed, one pass at a time.
 
 In each lane: remove what an interrupted pass left; seal closed segments, and the last one too where its
 writer is gone; merge small units; derive; note it in the catalog; remove units that were replaced, and WAL
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tally:
-    """What is being done to a lane."""
+    """The work on one lane during a pass, as it is counted."""
 
     lane: str
     sealed: list[str] = field(default_factory=list)
@@ -227,7 +227,7 @@ class Sealer:
                 logger.warning("deriving from units of lane %s waits for its storage: %s", lane, error)
                 self._derived.discard((lane, unit.name))
                 return
-            except Exception as error:  # it only makes questions faster, whatever is wrong with it
+            except Exception as error:  # derived files only speed queries up, so any error is only logged
                 logger.warning("nothing is derived from unit %s of lane %s: %s", unit.name, lane, error)
 
     def _tell_catalog(self, lane: str, units: list[Unit]) -> None:
@@ -255,7 +255,7 @@ def adopted(store: Path, lane: str) -> Iterator[bool]:
         yield False
         return
     try:
-        # What a writer left whole beyond the watermark counts from now on, as it does for the next writer.
+        # Whole frames beyond the watermark count from now on, as they would for the next writer.
         write_watermark(folder, recover_lane(store, lane).mark)
         yield True
     finally:

@@ -1,4 +1,4 @@
-"""Moves sealed units into object storage: the log's tail stays here, sealed files go to `[remote] uri`.
+"""Moves sealed units to object storage at `[remote] uri`; unsealed events stay local.
 
 A unit's files are stored, read back and compared by size and sha256; then its manifest is stored, then the
 manifest here names the address, and only then do the files here go, unless a reader has leased them.
@@ -143,7 +143,7 @@ def _upload(log: Store, unit: Unit, settings: RemoteSettings, base: str) -> Unit
     folder = unit_folder(log.path, unit)
     address = f"{base}/sealed/{unit.lane}/{unit.name}"
     moved = with_remote(unit, address)
-    # Before the first byte: whoever removes this unit knows where something of it may be.
+    # Written before the first byte, so that removing the unit also removes partial uploads.
     _note(folder, address)
     system, path = remote_place(address, settings)
     with explained(address, settings):
@@ -154,7 +154,7 @@ def _upload(log: Store, unit: Unit, settings: RemoteSettings, base: str) -> Unit
             with explained(f"{address}/{file.name}", settings):
                 _send(system, folder / file.name, f"{path}/{file.name}", file)
     else:
-        remove_remote_files(log.path, unit)  # what an upload before the drop may have left
+        remove_remote_files(log.path, unit)  # leftovers of an upload before the drop
     with explained(address, settings):
         put(system, f"{path}/{MANIFEST}", manifest_bytes(moved))
     write_manifest(folder, moved)
@@ -171,7 +171,7 @@ def _note(folder: Path, address: str) -> None:
 
 
 def _put_marker(log: Store, system: fs.FileSystem, base: str) -> None:
-    """Store what says whose folder it is, unless it is there."""
+    """Store the marker of the remote folder, unless it is there."""
     ours = read_small(log.path / MARKER)
     try:
         with system.open_input_stream(f"{base}/{MARKER}") as stream:
@@ -183,7 +183,7 @@ def _put_marker(log: Store, system: fs.FileSystem, base: str) -> None:
 
 
 def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
-    """See that nobody else moves units of this lane: what is there is ours, or was never finished.
+    """Check that no other copy of the store uploads this lane: remote units are this store's or unfinished.
 
     Raises:
         StoreError: somebody does.
@@ -195,7 +195,7 @@ def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
         whole = {Path(info.path).parent.name for info in found if info.base_name == MANIFEST}
         for name in whole & {unit.name for unit in all_units(log.path, lane) if unit.remote is None}:
             _refuse_another(system, f"{path}/{name}/{MANIFEST}", log, lane, name)
-    # A unit that was replaced here keeps its folder, hidden at last, until it is gone there.
+    # The local folder of a replaced unit is kept until its remote files are removed.
     here = {folder.name for folder in lane_units_folder(log.path, lane).iterdir()}
     here |= {name.removeprefix(".").removesuffix(GONE) for name in here}
     if strange := sorted(whole - here):
@@ -203,7 +203,7 @@ def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
 
 
 def _refuse_another(system: fs.FileSystem, path: str, log: Store, lane: str, name: str) -> None:
-    """A unit of our name that is there already was sent from here, unless it has other content."""
+    """Check that a remote unit of the same name has the same content, so that this store uploaded it."""
     with system.open_input_stream(path) as stream:
         theirs = parse_manifest(stream.read(), path)
     ours = read_manifest(lane_units_folder(log.path, lane) / name)
@@ -262,7 +262,7 @@ def _remove_local_files(store: Path, unit: Unit) -> int | None:
         return 0
     freed = sum(path.stat().st_size for path in paths)
     with removing(store) as held:
-        # Whoever takes a lease afterwards has read a manifest that names the address.
+        # A lease taken after this has read a manifest with the remote address.
         if (unit.lane, unit.name) in held:
             return None
         for path in paths:

@@ -1,4 +1,4 @@
-"""`rollbook store verify`: reads every byte of the log and says whether it is whole, lane by lane.
+"""`rollbook store verify`: reads every byte of the log and reports damage, lane by lane.
 
 Of a sealed unit: its place among the others (segments, sequence numbers, chain), each file's size and
 sha256, its Parquet pages, and that it holds each sequence number once. Of a WAL file, sealed or not: every
@@ -103,7 +103,7 @@ def verify_lane(
     on_bytes: Callable[[int], None] = lambda count: None,
     on_copy: Callable[[Unit, Fault], None] = _stop_there,
 ) -> LaneVerified:
-    """Verify one lane; see the module.
+    """Verify one lane, as the module describes.
 
     Args:
         on_bytes: called with the number of bytes read.
@@ -133,7 +133,7 @@ def verify_lane(
 def verify_store(
     log: Store, on_bytes: Callable[[str, int], None] = lambda lane, count: None
 ) -> list[LaneVerified]:
-    """Verify every lane, and write or take away the note that a lane is damaged."""
+    """Verify every lane, and write or remove each lane's damage note."""
     found: list[LaneVerified] = []
     for lane in log.lanes():
         result = verify_lane(log.path, lane, lambda count, lane=lane: on_bytes(lane, count))  # type: ignore[misc]
@@ -143,7 +143,7 @@ def verify_store(
 
 
 def note_fault(store: Path, lane: str, fault: Fault | None) -> None:
-    """Leave a note in the lane of what is wrong, or take it away. Who may only read the store leaves none."""
+    """Write the lane's damage note, or remove it. Does nothing if the store is read-only."""
     folder = lane_folder(store, lane)
     with contextlib.suppress(OSError):
         if fault is None:
@@ -158,7 +158,7 @@ def lane_bytes(store: Path, lane: str) -> int:
     try:
         return wal + sum(unit.bytes for unit in current_units(store, lane) if unit.dropped_us is None)
     except CorruptionError:
-        return wal  # verifying the lane says what is damaged
+        return wal  # verify_lane reports the damage
 
 
 # A lane, unit by unit and then segment by segment ---------------------------------------------------
@@ -183,7 +183,7 @@ def _step(
                 _verify_unit(store, unit, at, on_bytes)
                 wal = _verify_copies(store, unit, on_bytes, on_copy)
         except (_FaultError, OSError):
-            # Dropped, erased or moved away meanwhile? Then what counts now is verified.
+            # If the unit was dropped, erased or moved meanwhile, its replacement is verified.
             if unit in current_units(store, lane):
                 raise
             return at, found
@@ -228,7 +228,7 @@ def _open_step(
 def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], None]) -> None:
     """Verify a unit: its place, its manifest and its files."""
     manifest = str(unit_folder(store, unit) / "UNIT.json")
-    # A unit that took the place of some that are verified already begins before `at`.
+    # A unit that replaced units that are verified already begins before `at`.
     if unit.first == at.segment and (unit.first_seq, unit.chain_before) != (at.next_seq, at.chain):
         raise _FaultError(
             Fault(
@@ -247,7 +247,9 @@ def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], 
     seqs = [_verify_file(store, unit, file) for file in unit.files]
     on_bytes(unit.bytes)
     held = np.sort(np.concatenate([np.empty(0, np.int64), *seqs]))
-    count = unit.next_seq - unit.first_seq  # compared first: what a manifest says may be no size of an array
+    count = (
+        unit.next_seq - unit.first_seq
+    )  # compared first, because a damaged manifest may give an impossible array size
     if len(held) != count or not np.array_equal(held, np.arange(unit.first_seq, unit.next_seq)):
         raise _FaultError(
             Fault(manifest, f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each")

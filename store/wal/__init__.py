@@ -1,1 +1,1 @@
-"""The write-ahead log of a lane: frames in segments, how they are written and made durable."""
+"""The write-ahead log of a lane: frames in segments, and how they are written durably."""

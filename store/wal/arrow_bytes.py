@@ -1,9 +1,9 @@
-"""Arrow record batches out of bytes that anybody may have written.
+"""Reads Arrow record batches from untrusted bytes.
 
-Arrow checks that a message is well-formed, and not what is in its buffers: offsets that lead out of them
-would be followed when a value is looked at. And a message may be compressed, so that a few bytes ask for any
-amount of memory; what Rollbook writes never is. So a compressed one is refused unread, and every other is
-checked in full, which takes about as long as its checksum.
+Arrow checks that a message is well-formed but not its buffers: it would follow offsets that point outside. A
+compressed message can expand a few bytes to any amount of memory; Rollbook writes none. So a compressed
+message is refused unread, and every other one is validated in full, which takes about as long as its
+checksum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 MOST_COLUMNS = 1000
-"""More than this release or any later one has; a schema of more is none of ours."""
+"""Most columns of a schema, far above those of any release."""
 _RECORD_BATCH = 3
 """In Message.fbs: the kind of a message's header."""
 _HEADER_TYPE, _HEADER, _COMPRESSION = 1, 2, 3

@@ -1,4 +1,4 @@
-"""Whether a segment is whole (frames, chain, sequence numbers), and what whole ones make of a lane."""
+"""Verifies segments (frames, chain, sequence numbers), and describes the state of a lane."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """Where a writer goes on.
+    """The state of a lane from which a writer continues.
 
     Attributes:
         segments: the segments that are not sealed, verified.
@@ -109,7 +109,7 @@ def _frames(path: Path, chain: bytes, stop: int | None) -> Iterator[Frame]:
     if size > MOST_BYTES:
         raise BadFrameError(0, f"it has {size:,} bytes, which no segment has")
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        # Not closed by hand: an exception's traceback may still hold views of it.
+        # Not closed explicitly, because an exception's traceback may still hold views of it.
         view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[:size]
     try:
         for f in scan(view, 0, len(view), chain):

@@ -23,7 +23,7 @@ WATERMARK_BYTES = _WATERMARK.size
 _SEGMENT = re.compile(r"[0-9]{8}\.wal")
 _BRIEFLY = " (briefly)"
 _LOCK_BYTES = 32
-"""At most what a lock's file holds: the number of a process, and whether it holds it briefly."""
+"""Largest size of a lock file, in bytes; it holds a process id and a flag for brief locks."""
 BRIEFLY_S = 60.0
 """How long to wait for a process that holds a lock briefly, such as the sealer."""
 
@@ -115,7 +115,7 @@ def unpack_watermark(data: bytes) -> Watermark | None:
 
 
 def _never_written(folder: Path) -> bool:
-    """Whether the lane is one whose first opening has only begun, or was cut short."""
+    """Whether the first opening of the lane is unfinished."""
     sealed = folder.parents[1] / "sealed" / folder.name
     return not segment_numbers(folder) and not sealed.exists()
 
@@ -133,7 +133,7 @@ def write_watermark(folder: Path, mark: Watermark) -> None:
 
 def quarantine(folder: Path, reason: str) -> None:
     """Leave a note that the lane's acknowledged events are damaged; `rollbook store verify` takes it away."""
-    # Whoever calls this raises the damage as an error; that there is no room for a note does not hide it.
+    # The caller raises the damage as an error, so a failure to write the note is ignored.
     with contextlib.suppress(OSError):
         replace_small(folder / "QUARANTINED", f"{reason}\n".encode(errors="backslashreplace"))
 
@@ -147,27 +147,27 @@ def quarantined(folder: Path) -> str | None:
 
 
 class SpareDescriptor:
-    """A descriptor held back for when no other is to be had. Belongs to one thread at a time."""
+    """A reserved file descriptor for times when no other is available. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._fd = -1
         self.keep()
 
     def keep(self) -> None:
-        """Hold one from now on, if there is one to be had."""
+        """Reserve a descriptor, if one is available."""
         if self._fd < 0:
             with contextlib.suppress(OSError):
                 self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def give(self) -> bool:
-        """Give it back to the system; whether one was held."""
+        """Release the descriptor; returns whether one was reserved."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
         return fd >= 0
 
     def close(self) -> None:
-        """Hold none any more."""
+        """Release the descriptor for good."""
         self.give()
 
 
@@ -175,8 +175,8 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
     """Take a lock for this process; the descriptor holds it until it is closed.
 
     Args:
-        what: what is locked, and `remedy` what to do when it is: both for the error's message.
-        briefly: it will be given back within seconds, so others wait for it instead of being refused.
+        what: what is locked; `remedy` says what to do about it. Both are for the error's message.
+        briefly: the lock will be released within seconds, so that other processes wait for it.
         patience_s: how long to wait for a process that did not say so.
 
     Raises:
@@ -196,7 +196,8 @@ def take_lock(file: Path, what: str, remedy: str, *, briefly: bool = False, pati
 
 
 def _refuse_no_lock(file: Path, fd: int) -> None:
-    """See that the file is a lock before its content is replaced: by a hard link it may be any other."""
+    """Check that the file is a lock file before its content is replaced: a hard link may point to any
+    file."""
     if (size := os.fstat(fd).st_size) > _LOCK_BYTES:
         raise OutsideError(
             f"{file} has {size:,} bytes, so it is no lock: remove it, nobody needs its content"
@@ -207,7 +208,7 @@ def _wait_for(fd: int, what: str, remedy: str, briefly: bool, patience_s: float)
     begun = time.monotonic()
     while not _flock(fd):
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        # A moment for everybody: whoever has just taken it may not have written its name yet.
+        # Wait a moment for every holder, since a new holder may not have written its process id yet.
         patience = max(patience_s, BRIEFLY_S if _BRIEFLY in holder else 0.02)
         if briefly or time.monotonic() > begun + patience:
             raise LaneLockedError(f"{what} process {holder}: stop that process, or {remedy}")

@@ -40,14 +40,14 @@ SMALL, OFTEN, ROOM = 64 << 10, 8, 1 << 20
 """After so many commits in a row of no more than so many bytes, this many bytes are made room for."""
 
 SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-"""What the process or the machine is short of, and others give back."""
+"""Errors of a temporary shortage of descriptors or memory."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 PATIENCE_S = 30.0
-"""So long a job waits for what is short, and appends behind it; then they fail as on a failed disk."""
+"""How long a job, and the appends after it, wait out a shortage before they fail as on a failed disk."""
 
 
 class Disk(Protocol):
-    """The calls that make bytes durable; a test puts one that fails in its place."""
+    """The calls that make bytes durable; tests replace it by one that fails."""
 
     def open(self, path: Path) -> int:
         """A descriptor of a new file."""
@@ -103,7 +103,7 @@ class RealDisk:
     def probe(self, folder: Path, size: int) -> None:
         """Allocate so much in a file without a name, and `fsync` a block of it."""
         path = folder / ".probe"
-        path.unlink(missing_ok=True)  # of a process that was killed just here
+        path.unlink(missing_ok=True)  # leftover of a process that was killed here
         fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             path.unlink()
@@ -155,14 +155,14 @@ class Flusher:
         self._fd = -1
         self._file_end = self._small = 0
         self._closed = False
-        # Not a queue.Queue of this size, which is written in Python: it takes as long as to encode an event.
+        # Not a bounded queue.Queue: it is written in Python, and takes as long as encoding an event.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(AHEAD)
         self._handed_over = self._done = 0
         self._thread = threading.Thread(target=self._run, name=f"flush-{folder.name}", daemon=True)
         self._watermark_fd = open_file(folder / "WATERMARK", os.O_RDWR | os.O_CREAT)
         try:
-            # Kept open, so that a segment can begin where no other descriptor is to be had.
+            # Kept open, so that a segment can begin when no descriptor is available.
             self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             os.close(self._watermark_fd)
@@ -177,10 +177,10 @@ class Flusher:
         self._thread.start()
 
     def put(self, job: Job, *, alone: bool = False) -> None:
-        """See to it that a job is flushed; waits while `AHEAD` are waiting. One thread calls this.
+        """Queue a job for flushing; blocks while `AHEAD` jobs wait. Called by one thread.
 
         Args:
-            alone: nothing else is to be done meanwhile, so the caller may as well flush it here.
+            alone: nothing else waits, so the calling thread may flush the job itself.
         """
         if alone and self._handed_over == self._done:
             self._finish(job)
@@ -243,7 +243,7 @@ class Flusher:
         self.mark = mark
 
     def _patiently(self, call: Callable[[], int]) -> int:
-        """What the call gives; where something is short it is made again, for `PATIENCE_S` at most."""
+        """The result of the call, which is repeated during a shortage, for at most `PATIENCE_S`."""
         pause, until = FIRST_PAUSE_S, time.monotonic() + PATIENCE_S
         try:
             while True:

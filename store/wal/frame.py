@@ -1,4 +1,4 @@
-"""Frames: how event batches lie in a segment file. Pure: bytes in, bytes out.
+"""The frame format of segment files: encoding and decoding. Pure.
 
 A segment is a row of frames, each a 64-byte header and a payload padded to 64 bytes. The first frame
 of a segment carries the Arrow schema (with the lane, segment number and store id as its metadata),
@@ -150,7 +150,7 @@ def scan(buffer: memoryview, start: int, end: int, previous: bytes | None = None
 def valid_frame_after(buffer: memoryview, offset: int) -> int | None:
     """Offset of the first whole, valid frame beyond `offset`, if any (frames are 64-byte aligned).
 
-    Of a file with more that looks like frames than can be checked, the first that was not is taken for one.
+    If the file has more seeming frames than can be checked, the first unchecked one counts as valid.
     """
     looked_at = 0
     for candidate in _magics(buffer, padded(offset + 1)):

@@ -1,4 +1,4 @@
-"""What a lane's writer puts on the disk next: groups of appends as frames, and where segments begin.
+"""Encodes groups of appends as frames, and decides where segments begin.
 
 No file is touched here; the jobs it makes are for `wal.flusher`, in the order they were made.
 """
@@ -226,5 +226,5 @@ def _row_bytes(row: Row) -> int:
 
 
 def _refuse(future: Future[int], error: Exception) -> None:
-    # One client's bad value is no reason to stop the lane, nor to fail what others append.
+    # One client's bad value must not stop the lane or fail the appends of others.
     future.set_exception(UnstorableError(f"an event cannot be stored: {error}"))

@@ -28,7 +28,7 @@ ROWS_TOGETHER, BYTES_TOGETHER = 512, 4 << 20
 
 
 class Segment:
-    """A WAL file being read: the file stays mapped, so removing it takes nothing from this reader."""
+    """A WAL file being read. It stays mapped, so it can still be read after it is removed."""
 
     def __init__(self, number: int, path: Path) -> None:
         self.number, self.path = number, path

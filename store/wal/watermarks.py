@@ -87,7 +87,7 @@ class _OpenMarks:
             if lane not in self._fds and not self._open(lane):
                 continue
             mark = unpack_watermark(os.pread(self._fds[lane], WATERMARK_BYTES + 1, 0))
-            if mark is None:  # not written yet, half overwritten or damaged: the patient way tells
+            if mark is None:  # not written yet, half overwritten or damaged: this reads it again
                 mark = read_watermark(self._lanes / lane)
             if mark.next_seq:
                 counts[lane] = mark.next_seq
@@ -100,7 +100,7 @@ class _OpenMarks:
             return False
         except FileNotFoundError:
             if segment_numbers(self._lanes / lane):
-                read_watermark(self._lanes / lane)  # says what is missing
+                read_watermark(self._lanes / lane)  # raises an error that names the missing file
             return False
         return True
 

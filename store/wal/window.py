@@ -1,4 +1,4 @@
-"""Which events a lane already holds, by `event_id`: what makes appends idempotent."""
+"""The newest event ids of a lane, which make appends idempotent."""
 
 from __future__ import annotations
 
