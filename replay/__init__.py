@@ -1,1 +1,1 @@
-"""From the log back to behaviour: past steps run again, compared and explained."""
+"""Replay: reruns past steps from the log, and compares every stage with what was recorded."""

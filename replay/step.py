@@ -30,7 +30,7 @@ class StepReplay:
         reran: steps run again, the replayed one last.
         differs_at_step, differs_in: the first step and stage that differ, or None.
         stages: stage -> [recorded, found] of the last step run.
-        environment: what differs between then and here.
+        environment: differences between the recorded environment and this one.
     """
 
     run: str

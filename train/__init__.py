@@ -1,1 +1,2 @@
-"""Samples to weights: materialization, losses, the Megatron step, checkpoints, engines' weights."""
+"""Training: materializes samples, computes losses, takes Megatron steps, writes checkpoints, syncs
+engines."""

@@ -52,11 +52,11 @@ class Member:
         version: what the last sync gave it.
         syncing: ids of syncs that began and have not ended.
         out: why it may not be asked now, or None; what is waited for comes first.
-        looking: it is found out whether it is there, and which weights it has.
-        lost: says why, when it goes out, to those who wait for its answers.
-        kept: whether a trainer keeps its weights: it is to have those of `version`.
-        failed: whether its last sync failed: then only a whole one makes it usable again.
-        connected: whether it was started, and not lost since.
+        verifying: whether it is being verified: that it answers, and which weights it has.
+        lost: resolved with the reason when it is taken out, for requests that wait for it.
+        trainer_keeps_weights: whether a trainer syncs it, so that it must have the weights of `version`.
+        sync_failed: whether its last sync failed; then only a complete sync makes it usable again.
+        connected: whether it was started and has been reachable since.
     """
 
     url: str

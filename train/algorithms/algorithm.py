@@ -1,6 +1,7 @@
-"""What an algorithm is to everybody else: its configuration, its numbers, what it needs, and its loss.
+"""The interface of an algorithm: its configuration, the data that it needs, advantages and loss.
 
-A new one is a module beside this and a line in `registry`. Nobody else asks for an algorithm's name.
+A new algorithm is a module beside this one and a line in `registry`. No other code depends on an algorithm's
+name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Need = Literal["logprobs", "rewards", "groups"]
-"""Of each sample: the engine's logprob and version of every trained token; a reward; the group it is in."""
+"""Data that an algorithm may need of each sample: logprob and version of each trained token, a reward, a
+group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +40,8 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How much a step uses: so many groups, of so many trajectories each; samples are groups of one."""
+    """Number of groups that a step uses, and of trajectories per group. A sample without a group counts as a
+    group of one."""
 
     groups: int
     group_size: int = 1
@@ -50,16 +53,16 @@ class Algorithm(Table):
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What a sample must have to be trained on."""
     epochs: ClassVar[bool] = False
-    """Whether the samples of a cut are gone over again and again; else each is used once."""
+    """Whether the samples of a cut are used in repeated epochs; if not, each is used once."""
 
     @property
     def algorithm_name(self) -> str:
-        """What a CONFIG and a manifest call it."""
+        """Its name in a CONFIG and in a manifest."""
         return str(self.model_dump()["name"])
 
     @property
     def demand(self) -> Demand:
-        """How much a step uses."""
+        """How many groups and trajectories a step uses."""
         raise NotImplementedError
 
     def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:

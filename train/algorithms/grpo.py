@@ -26,17 +26,18 @@ class Grpo(Algorithm):
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "rewards", "groups"})
 
     name: Literal["grpo"]
-    """Says which algorithm the other keys of the table are for."""
+    """The algorithm that the other keys of the table belong to."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories per group; a group is used once it has this many."""
     groups: Positive = 16
     """Groups per step."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio of new to sampled probabilities is clipped from below at 1 - clip_low."""
+    """Lower clip: the probability ratio of the policy in training to the sampling policy is clipped at 1 -
+    clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     """The ratio of new to sampled probabilities is clipped from above at 1 + clip_high."""
     std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to the group's standard deviation."""
+    """Added to the group's standard deviation before advantages are divided by it."""
 
     @property
     def demand(self) -> Demand:

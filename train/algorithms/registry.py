@@ -1,4 +1,4 @@
-"""Which algorithms there are."""
+"""The registry of algorithms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recorded_algorithm(values: Json) -> Algorithm:
     name = str(values.get("name"))
     if name not in ALGORITHMS:
         raise TrainError(
-            f"algorithm {name!r} is none of this release's ({', '.join(ALGORITHMS)}): use the release that "
+            f"algorithm {name!r} is unknown to this release ({', '.join(ALGORITHMS)}): use the release that "
             "recorded the step"
         )
     try:

@@ -21,17 +21,17 @@ class Sft(Algorithm):
     epochs: ClassVar[bool] = True
 
     name: Literal["sft"]
-    """Says which algorithm the other keys of the table are for."""
+    """The algorithm that the other keys of the table belong to."""
     batch_size: Positive = 64
     """Samples per step."""
 
     @property
     def demand(self) -> Demand:
-        """A step uses `batch_size` samples, each by itself."""
+        """A step uses `batch_size` samples, each as a group of one."""
         return Demand(self.batch_size)
 
     def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
-        """1 for every sample: all are weighed alike."""
+        """1 for every sample: all have the same weight."""
         return np.ones(len(rewards), np.float64)
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The folder in which a checkpoint is built: renamed when it is whole, and removed when it never will be."""
+"""The folder in which a checkpoint is built: renamed once it is complete, removed if it never will be."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rollbook.store.errors import ShortageError
 from rollbook.store.permissions import make_folder
 
 _NAME = re.compile(r"\.v\d{8}(?:-[0-9a-f]{8})?\.(\d+)")
-"""Of a folder that is being built; the number is the process's."""
+"""Name of a folder that is being built; it contains the process id."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
 def building_beside(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, locked while it is built, and gone where that fails.
+    """A new folder beside the target, locked while it is built, and removed if that fails.
 
     Raises:
         ShortageError: the disk is full.
     """
     building = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)  # an earlier process had our number
+    shutil.rmtree(building, ignore_errors=True)  # left by an earlier process with the same process id
     try:
         make_folder(building)
         lock = os.open(building, os.O_RDONLY)
@@ -58,7 +58,7 @@ def _full(target: Path) -> str:
 
 
 def remove_left_over(folder: Path) -> list[Path]:
-    """Remove what processes that are gone were building in a policy's folder; what was removed."""
+    """Remove unfinished checkpoints of ended processes from a policy's folder; returns what was removed."""
     left = [path for path in folder.glob(".v*") if _NAME.fullmatch(path.name) and _is_left(path)]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
@@ -66,7 +66,7 @@ def remove_left_over(folder: Path) -> list[Path]:
 
 
 def _is_left(building: Path) -> bool:
-    """Whether nobody builds it: its process is gone, and nobody, on whichever machine, holds its lock."""
+    """Whether no process builds it: its process has ended, and no process on any machine holds its lock."""
     found = _NAME.fullmatch(building.name)
     assert found is not None
     try:

@@ -1,8 +1,8 @@
 """Checkpoints: Hugging Face directories in the store, with the optimizer's state beside the weights.
 
-A directory is written under another name, made durable and renamed, so one that is there is whole.
-Its `rollbook.json` names the digests of what it holds, all together and tensor by tensor; loading
-checks them. Weights may come as a stream: one tensor is then held at a time.
+A directory is written under a temporary name, made durable and renamed, so an existing one is complete. Its
+`rollbook.json` holds the digests of all tensors together and of each tensor; loading checks them. Weights may
+come as a stream: then one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollbook.train.megatron.weight_names import weight_shapes
 
 MANIFEST = "rollbook.json"
 MANIFEST_BYTES = 64 << 20
-"""It has a line a tensor."""
+"""Largest size of the manifest, which has one line per tensor."""
 OPTIMIZER = "optimizer.safetensors"
 WEIGHTS = "model.safetensors"
 _TENSORS = {"weights": "tensors", "optimizer": "optimizer_tensors"}
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def checkpoint_name(run: str, policy: str, version: int) -> Path:
-    """Where a version's checkpoint lies, relative to the store."""
+    """Path of a version's checkpoint, relative to the store."""
     return Path("checkpoints") / run / policy / f"v{version:08d}"
 
 
@@ -65,11 +65,11 @@ def write_checkpoint(
     like: Path,
     phase: str | None,
 ) -> CheckpointWritten:
-    """Write a checkpoint durably; the event that says so.
+    """Write a checkpoint durably; returns the event that records it.
 
     Args:
         weights: named tensors, or a stream of all of them in the order of `weight_names.plan`.
-        like: a model directory whose other files (config, tokenizer, template) go along.
+        like: a model directory whose other files (config, tokenizer, template) are copied.
 
     Raises:
         ModelError: a stream is not that of the model that `like` describes.
@@ -107,7 +107,7 @@ def write_checkpoint(
 
 
 def _copy_along(like: Path, building: Path) -> None:
-    """Copy what goes along with a model's weights."""
+    """Copy the files of a model directory that are not weights."""
     for file in like.iterdir():
         if file.is_file() and not _holds_weights(file.name):
             shutil.copyfile(file, make_empty(building / file.name))
@@ -147,7 +147,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _damage(tensors: Tensors, recorded: Any) -> str:
-    """Which tensors differ from what a manifest says of each, if it does."""
+    """Which tensors differ from their digests in the manifest, for an error message."""
     if not isinstance(recorded, dict):
         return f"they are not what {MANIFEST} names"
     found = _hashes({name: line_of(name, tensor) for name, tensor in tensors.items()})
@@ -164,7 +164,7 @@ def _hashes(lines: dict[str, str]) -> dict[str, str]:
 
 
 def _holds_weights(name: str) -> bool:
-    """Whether a model directory's file is weights, or speaks of them: none of these goes along."""
+    """Whether a file of a model directory holds weights or describes weight files, and is not copied."""
     return name == MANIFEST or name.endswith((".safetensors", ".bin", ".index.json"))
 
 
@@ -176,7 +176,7 @@ def _save_weights(
         _name_dtype(config, next(iter(weights.values())).dtype)
         return _save(weights, building / WEIGHTS)
     first = next(weights)
-    dtype = first[1].dtype  # one for all, since config.json names one
+    dtype = first[1].dtype  # one type for all tensors, since config.json names one
     _name_dtype(config, dtype)
     kinds = {name: TensorKind(dtype, dims) for name, dims in weight_shapes(read_shape(like)).items()}
     return write_tensors(building / WEIGHTS, kinds, _again(first, weights))
@@ -196,7 +196,7 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, str]:
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Have config.json name the type of the weights beside it, whatever the base model's was."""
+    """Make config.json name the type of the written weights, which may differ from the base model's."""
     values = orjson.loads(config.read_bytes())
     values.pop("torch_dtype", None)
     values["dtype"] = str(dtype).removeprefix("torch.")

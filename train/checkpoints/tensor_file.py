@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, each digested as it goes by.
+"""Writes a safetensors file tensor by tensor, and computes each tensor's digest while writing.
 
 The format is a length (8 bytes, little-endian), that many bytes of JSON (name -> type, shape and place in
 the data), and the data without gaps: https://huggingface.co/docs/safetensors, "Format". The JSON comes
@@ -56,9 +56,9 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 def write_tensors(
     file: Path, kinds: Mapping[str, TensorKind], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
-    """Write tensors in the order of `kinds`, durably; by name, the line of each for the digest of all.
+    """Write tensors in the order of `kinds`, durably; returns name -> line for the digest of the set.
 
-    One tensor is held at a time.
+    One tensor is in memory at a time.
 
     Raises:
         ModelError: the tensors are others, or come in another order, than `kinds` says, or are of a type

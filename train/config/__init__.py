@@ -1,1 +1,1 @@
-"""The configuration of a training, and what of it makes a phase."""
+"""The configuration of a training, and the part of it that identifies a phase."""

@@ -38,9 +38,9 @@ class RecipeConfig(Table):
     splits: tuple[Split, ...] = ("train",)
     """Splits of the trajectories that are trained on; `eval` can never be named here."""
     reward_source: str = "agent"
-    """Whose rewards count: the `source` that `reward.assigned` names."""
+    """The reward source to train on: the `source` of `reward.assigned`."""
     max_staleness: Count | None = None
-    """Drop samples whose oldest token is more than so many versions old; absent: never."""
+    """Drop samples whose oldest token is more than this many versions old; absent: never."""
     drop_zero_variance: bool = True
     """GRPO: drop groups whose rewards are all equal, since their advantages are zero."""
 
@@ -65,9 +65,9 @@ class OptimizerConfig(Table):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to Adam's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled, as in AdamW."""
+    """Decoupled weight decay, as in AdamW."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Greatest norm of the whole gradient; 0: not clipped."""
+    """Maximum norm of the whole gradient, which is clipped to it; 0: no clipping."""
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimizerConfig:
@@ -82,34 +82,37 @@ Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerial
 
 
 class SyncConfig(Table):
-    """Where new weights go, how often, and what becomes of requests that run."""
+    """Which engines get new weights, how often, and how running requests are treated."""
 
     engines: Annotated[tuple[Address, ...], Field(min_length=1)]
     """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
     key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
-    """Environment variable with the key that is sent to them: SGLang's, or an operator's of a proxy."""
+    """Environment variable with the key sent to the engines: SGLang's API key, or an operator key of a
+    proxy."""
     transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
-    """From a directory that engines see too, from this host's memory, or by broadcast."""
+    """How weights are sent: from a directory that engines see too, from this host's memory, or by
+    broadcast."""
     sync_every: Positive = 1
     """Optimizer steps between syncs."""
     partial_rollout: bool = False
-    """Update in the middle of requests, which go on under the new version; else they end before."""
+    """Update weights while requests run; they continue with the new version. Otherwise requests finish
+    first."""
     pause: Literal["retract", "in_place", "abort"] = "retract"
-    """With partial_rollout: compute their KV cache anew, keep the old one, or end and resume them. To keep,
-    start SGLang with --disable-overlap-schedule."""
+    """How running requests continue with partial_rollout: their KV cache is recomputed, or kept, or they are
+    aborted and resumed. Keeping it needs SGLang started with --disable-overlap-schedule."""
     drain_s: Annotated[float, Field(ge=0)] = 600.0
-    """Without partial_rollout: longest wait for running requests to end; then they are retracted."""
+    """Longest wait for running requests to end, without partial_rollout; after it they are retracted."""
     bucket_mb: Positive = 512
-    """Size of a bucket of tensors; two are in flight."""
+    """Size of a bucket of tensors; two buckets are in flight at a time."""
     address: str = "127.0.0.1"
-    """Of this host, as engines reach it; for broadcasts."""
+    """Address of this host, as engines reach it, for broadcasts."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Longest wait for an answer of an engine, or for a collective."""
+    """Longest wait for a reply of an engine, or for a collective operation."""
     wait_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for an engine to come (back), where none can be reached."""
+    """Longest wait for an engine to become reachable, if none is."""
 
     def key(self, environment: Mapping[str, str]) -> str | None:
-        """The key that engines are sent, out of the environment: a configuration is recorded.
+        """The key sent to engines. It comes from the environment because a configuration is recorded.
 
         Raises:
             ConfigError: the variable is set to nothing, or another than the default is not set.
@@ -125,14 +128,15 @@ class SyncConfig(Table):
 
 
 class AdmissionConfig(Table):
-    """How data is kept from becoming too old before it is used; see `ingest.staleness.policy`."""
+    """How staleness of samples is limited; see `ingest.staleness.policy`."""
 
     hold: bool = True
-    """Have the proxies hold trajectories that would exceed the recipe's `max_staleness`."""
+    """Whether proxies hold new trajectories that would exceed the recipe's `max_staleness`."""
     order: Literal["windowed", "fifo", "age"] = "windowed"
-    """What is used first: what completes, or would become too old; what began first; what is oldest."""
+    """Which groups are used first: as they complete or before they become too old; in order of their start;
+    the oldest."""
     wait_s: Annotated[float, Field(ge=0)] = 300.0
-    """Longest wait for running trajectories that `order` waits for, and for rewards of those that ended."""
+    """Longest wait for the running trajectories that `order` waits for, and for rewards of finished ones."""
 
 
 class TrainConfig(Table):
@@ -156,25 +160,26 @@ class TrainConfig(Table):
     threads: Positive = 1
     """Torch threads on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it is trained; auto: on a GPU if there is one."""
+    """Device for training; auto: a GPU if there is one."""
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
-    """Warn where an engine's logprobs under the version that a step starts from differ by more from the
-    trainer's. Sums in another order differ by 1e-5 in float32; other weights by 1 and more."""
+    """Warn if the engine's logprobs of tokens of the step's input version differ by more than this from the
+    trainer's. Another order of summation causes about 1e-5 in float32; other weights cause 1 and more."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """What becomes of a step whose numbers overflow, or are none: end with an error, or drop its samples by
-    the rule `not_finite` and take the next batch (8 times in a row at most). Such weights always end it."""
+    """What to do if a step's numbers are not finite: end with an error, or drop its samples by the rule
+    `not_finite` and take the next batch (at most 8 times in a row). Weights that are not finite always end
+    the training."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """--source tail: give up after so long without a full batch."""
+    """With --source tail: end the training after this long without a full batch."""
     algorithm: AnyAlgorithm
-    """What is learned from a batch, and how."""
+    """The algorithm: advantages and loss."""
     recipe: RecipeConfig = RecipeConfig()
-    """Which samples are used."""
+    """The recipe: which samples are used."""
     admission: AdmissionConfig = AdmissionConfig()
-    """How data stays fresh, with `--source tail`."""
+    """Limits on staleness, with `--source tail`."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How weights change."""
+    """The optimizer and its learning-rate schedule."""
     sync: SyncConfig | None = None
-    """Which engines are given new weights; absent: none."""
+    """Engines that get new weights; absent: none."""
 
     def as_json(self) -> Json:
         """Plain JSON values."""
@@ -220,7 +225,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "optimizer": {"": OptimizerConfig},
     "sync": {"": SyncConfig},
 }
-"""Table -> kind, where it has several, -> its keys, in the order in which they are shown."""
+"""Table -> variant, if it has several -> its keys, in the order in which they are shown."""
 
 
 def _place(loc: Sequence[int | str]) -> str:
@@ -236,7 +241,7 @@ def _say(error: Any) -> str:
 
 
 def _meant(loc: Sequence[int | str]) -> str:
-    """Which key an unknown one may have been meant for."""
+    """A hint at the key that an unknown key may have been meant for."""
     *path, key = map(str, loc)
     table, kind = path[0] if path else "", path[1] if len(path) > 1 else ""
     held = {

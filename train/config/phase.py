@@ -1,7 +1,8 @@
-"""Which training a configuration is: the name by which a restart finds the steps it goes on after.
+"""Names the training that a configuration describes, so that a restart finds its earlier steps.
 
-The name is a digest of what decides the course of training, in a form that new keys leave alone: only what
-differs from the defaults is said, so that a default must never change. Stores keep the names they began with.
+The name is a digest of the values that affect training. Only values that differ from their defaults count, so
+that a new key does not change the names of old configurations; therefore a default must never change. A store
+keeps names of the earlier form.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _FORM_1: Mapping[str, Sequence[str]] = {
     "recipe": ("splits", "reward_source", "max_staleness", "drop_zero_variance"),
     "optimizer": _FORM_1_OPTIMIZER,
 }
-"""The keys, and the keys of tables, that there were when names said all values, defaults included."""
+"""The keys, and the keys of tables, of the earlier form of names, which included defaults."""
 
 
 def family_in(history: History, config: TrainConfig, source: str) -> str:
-    """The name of this training in a history: the one its steps have, or today's where there are none."""
+    """The name of this training in a history: that of its steps, or the current form if it has none."""
     names = family_names(config, source)
     return next((name for name in names if history.of_family(name)), names[0])
 
@@ -61,5 +62,5 @@ def _known(said: Json, form: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _part(value: Any, key: str) -> Any:
-    """A value, of a table only the keys that there were."""
+    """A value in the earlier form: of a table only the keys that existed then."""
     return {k: v for k, v in value.items() if k in _FORM_1[key]} if isinstance(value, dict) else value

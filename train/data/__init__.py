@@ -1,1 +1,1 @@
-"""From the log to batches: samples, recipe, sources."""
+"""Makes batches from the log: samples, recipe, sources."""

@@ -1,9 +1,9 @@
-"""Which samples a recipe trains on, and which of its rules drops each other one. Pure.
+"""Applies a recipe: which candidates are trained on, and which rule drops each of the others. Pure.
 
-Samples of another split, or without a trainable token, are not candidates: the ledger counts them as
-kept out. A candidate is kept, or dropped by exactly one named rule; one whose tokens were erased always is,
-and so is one that the model cannot be given. A group of which members are dropped is compared as it is left.
-Rules run on columns, so that a log of any length is gone through without an object per sample.
+Samples of another split, or without a trainable token, are not candidates: the ledger counts them as kept
+out. A candidate is kept, or dropped by exactly one named rule. Candidates with erased tokens, and those that
+do not fit the model, are always dropped. Whether rewards of a group differ is decided on the members that are
+left. Rules run on columns, so that no object per sample is needed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import RecipeConfig
 
 NOWHERE = -1
-"""In place of a version: none is known."""
+"""Stands for an unknown version."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
 class Candidate(Protocol):
-    """A sample, or a reference to one, with what a recipe decides by."""
+    """A sample, or a reference to one, with the values that a recipe decides by."""
 
     @property
     def trajectory_id(self) -> str: ...
@@ -64,13 +64,15 @@ C = TypeVar("C", bound=Candidate)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """What a recipe decides by, of N samples; every array is [N].
+    """The values of N samples that a recipe decides by; every array is [N].
 
     Attributes:
         groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
-        unknown: trained tokens whose version nobody knows; oldest: version of the oldest, or `NOWHERE`.
+        unknown: number of trained tokens of unknown version; oldest: version of the oldest token, or
+            `NOWHERE`.
         exact: whether each trained token has a logprob.
-        learnable: trained tokens that something precedes; lengths: of whole paths, in tokens.
+        learnable: number of trained tokens that are not the first of the path; lengths: of whole paths, in
+            tokens.
         lowest, highest: ids among the path's tokens.
     """
 
@@ -89,7 +91,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drop:
-    """A candidate kept out of training, by which rule, and what it was held against."""
+    """A candidate dropped from training, the rule that dropped it, and the numbers that the rule compared."""
 
     sample: Candidate
     rule: str
@@ -98,7 +100,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model can be given: token ids below `vocabulary`, and at most `context` tokens at once."""
+    """Limits of a model's input: token ids below `vocabulary`, and at most `context` tokens."""
 
     vocabulary: int
     context: int
@@ -109,7 +111,7 @@ UNLIMITED = ModelLimits(2**63 - 1, 2**63 - 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """What candidates are held against."""
+    """The settings that rules compare candidates with."""
 
     recipe: RecipeConfig
     algorithm: Algorithm
@@ -119,7 +121,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Which candidates it drops, and what it says of each."""
+    """A rule: which candidates it drops, and the details recorded for each."""
 
     drops: Callable[[Candidates, _Held], Bools]
     detail: Callable[[Candidates, _Held, int], Json] = lambda of, held, at: {}
@@ -162,8 +164,8 @@ _RULES: Mapping[str, _Rule] = {
         lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
     ),
     "staleness": _Rule(_too_old, _age),
-    # A token is weighed by how likely the policy that sampled it made it: where the weights are unknown, no
-    # policy is. To SFT a sample is a text, whoever wrote it.
+    # Importance ratios need the probability under the sampling policy, which is unknown without a version.
+    # SFT needs no version.
     "no_version": _Rule(
         lambda of, held: _where_needed("logprobs", of.unknown > 0, held),
         lambda of, held, at: {"tokens": int(of.unknown[at])},
@@ -178,11 +180,11 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "no_logprobs": _Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
 }
-"""Rule -> what it does, in the order in which they are asked: the first one counts."""
+"""The rules by name, in the order in which they are applied: the first that matches counts."""
 
 
 def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
-    """Whether the recipe speaks of this sample at all."""
+    """Whether the sample is a candidate: of the recipe's splits, with a trainable token."""
     return sample.split in recipe.splits and (sample.erased or sample.trained > 0)
 
 
@@ -193,7 +195,7 @@ def sort_out(
     version: int,
     limits: ModelLimits | None = None,
 ) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """Places of the candidates to train on, in order, and of the others place, rule and detail.
+    """Indexes of the candidates to train on, in order, and (index, rule, detail) of the others.
 
     Args:
         version: the trainer's input policy version.

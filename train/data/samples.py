@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def learnable(self) -> int:
-        """Tokens with loss that something precedes: the first one is predicted from nothing."""
+        """Tokens with loss, without the first token of the path, which nothing predicts."""
         return int(self.loss_mask[1:].sum())
 
     @property
@@ -78,7 +78,7 @@ class Sample:
 
     @property
     def unknown(self) -> int:
-        """Trained tokens whose policy version nobody knows."""
+        """Trained tokens of unknown policy version."""
         return int((self.versions[self.loss_mask] < 0).sum())
 
     @property
@@ -140,11 +140,11 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
     for turn, place in path.sampled:
         assert turn.completed is not None
         if turn.completed.logprob_semantics.get("altered"):
-            # Of logits that were masked or penalized: no trainer can compute the same quantity.
+            # Logprobs of masked or penalized logits cannot be reproduced by the trainer.
             loss_mask[place], logprobs[place] = False, 0.0
         temperature = float(turn.completed.logprob_semantics.get("temperature", 1.0))
         temperatures[place] = temperature or 1.0  # greedy turns report the T=1 distribution
-    # Where nothing could be trained before either, the erasure took nothing from training.
+    # A path without trainable tokens before the erasure lost nothing by it.
     erased = any(turn.tokens_erased for turn in path.turns) and bool(loss_mask.any())
     if erased:
         loss_mask, logprobs = np.zeros_like(loss_mask), np.zeros_like(logprobs)

@@ -1,4 +1,4 @@
-"""Where a step's samples come from: the log at a cut, or its tail. One loop, two sources.
+"""Sources of a step's samples: the log at a cut, or its tail. Both serve the same loop.
 
 A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut goes over the
 samples in epochs, each a permutation decided by the seed. Everything else uses each prompt
@@ -31,8 +31,8 @@ from rollbook.train.data.selection import Evicted, Selection, Source
 class EpochSource:
     """Supervised samples at a cut, in epochs; any step's batch can be computed at once.
 
-    What is kept of each sample is where its tokens are. They are read when its turn comes, those of the next
-    step while this one is taken.
+    Only the log positions of tokens are kept in memory. The tokens of the next step are read while the
+    current step runs.
 
     Args:
         done: steps that were taken before.
@@ -50,13 +50,13 @@ class EpochSource:
         limits: ModelLimits | None = None,
     ) -> None:
         recipe = config.recipe
-        # By name, not in the order of arrival: traffic recorded twice gives the same row of batches.
+        # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
         self._found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
         numbers, candidates = self._found.candidates()
         kept, drops = sort_out(candidates, recipe, config.algorithm, version, limits)
         self._kept = numbers[kept]
         named = [Drop(self._found.ref(int(numbers[at])), rule, detail) for at, rule, detail in drops]
-        self._drops = [] if done else named  # recorded once, with the first step
+        self._drops = [] if done else named  # drops are recorded once, with the first step
         self._samples = Materializer(log, cut, self._found, config.run)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
@@ -75,7 +75,8 @@ class EpochSource:
         return Selection(picked, drops, self._cut)
 
     def go_on_after(self, consumed: Sequence[Json], skipped: int) -> None:
-        """Go on behind the slice that the last step consumed, where up to so many were skipped before it."""
+        """Continue after the slice that the last step consumed; up to `skipped` slices before it were
+        skipped."""
         names = [ref["turn_id"] for ref in consumed]
         for number in range(self._next - 1, self._next + skipped):
             leaves = self._found.leaf[self._slice(number)]
@@ -84,7 +85,7 @@ class EpochSource:
                 return
 
     def unfilled(self, version: int) -> list[Drop]:
-        """What the recipe drops where it leaves nothing; else epochs have no end."""
+        """What the recipe drops if it leaves no sample; otherwise epochs never end."""
         return self._drops
 
     def _slice(self, step: int) -> npt.NDArray[np.int64]:
@@ -120,7 +121,7 @@ def make_source(
 
     Args:
         version: the trainer's; a configuration that goes on keeps the one that it started from.
-        waiting: called again and again while the tail is waited for.
+        waiting: called repeatedly while the source waits for the tail.
         limits: of the model.
     """
     if source == "tail":

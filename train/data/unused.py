@@ -1,4 +1,4 @@
-"""Why trajectories of a log are not trained on: said where a training ends early, or never begins."""
+"""Explains why trajectories of a log are not trained on, for a training that ends early or cannot start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def explain(
     once: bool,
     limits: ModelLimits | None = None,
 ) -> str:
-    """Lines that count all trajectories of a cut, each by the one reason why no further step has it.
+    """Lines that count all trajectories of a cut by the reason why no further step uses them.
 
     Args:
         once: a sample is used once, not in every epoch.
@@ -65,7 +65,7 @@ def explain(
 
 
 def _apart(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | None:
-    """Why a configuration does not speak of a trajectory, or not yet."""
+    """Why a trajectory is outside the configuration, or not finished yet; None if it is neither."""
     if run != config.run:
         return f"are of run {run!r}"
     if split not in config.recipe.splits:
@@ -98,13 +98,15 @@ def _dropped(
     fresh: Sequence[SampleRef], config: TrainConfig, version: int, limits: ModelLimits | None
 ) -> str | None:
     """The rule by which the recipe drops all that is left of a trajectory, or None."""
-    recipe = config.recipe.model_copy(update={"drop_zero_variance": False})  # that is a matter of groups
+    recipe = config.recipe.model_copy(
+        update={"drop_zero_variance": False}
+    )  # zero variance is counted by groups below
     kept, drops = select(fresh, recipe, config.algorithm, version, limits)
     return None if kept else f"are dropped by the rule {drops[0].rule}"
 
 
 def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
-    """Why what could be used does not fill a step."""
+    """Why the usable samples do not fill a step."""
     algorithm, reasons = config.algorithm, Counter[str]()
     if "groups" not in algorithm.needs:
         if left:

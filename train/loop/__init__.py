@@ -1,1 +1,1 @@
-"""The training loop: plan, run, commit, publish; and running a step again."""
+"""The training loop: plan, run, commit and publish steps, and rerun recorded ones."""

@@ -1,7 +1,7 @@
-"""Takes a policy back to a checkpoint: the steps after it are abandoned, and training goes on from there.
+"""Abandons the steps after a checkpoint, so that training resumes from it.
 
-The versions that they made keep their numbers, since engines may hold them and tokens name them. So the
-version that is gone back to is written once more, under a number above all of them.
+The versions of abandoned steps keep their numbers, since engines may hold them and tokens name them. So the
+checkpoint to resume from is written again, under a number above all of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def go_back(
     versions: VersionDigests,
     note: Callable[[str], None],
 ) -> History:
-    """Abandon the steps after a version; the history without them.
+    """Abandon the steps after a version; returns the history without them.
 
-    Said again, also by a batch job that is started again, it abandons nothing more.
+    Repeating the call, for example in a restarted batch job, abandons nothing more.
 
     Args:
         versions: of the whole log.
@@ -100,7 +100,8 @@ def _checkpoint(config: TrainConfig, source: str, history: History, version: int
 
 
 def _fits(config: TrainConfig, source: str, history: History, checkpoint: CheckpointWritten) -> bool:
-    """Whether training goes on from it as from a resume: with its optimizer, or in a phase that begins."""
+    """Whether training can resume from the checkpoint: it has the optimizer's state, or a new phase starts
+    there."""
     steps = {
         n: s for n, s in history.steps.items() if s.committed.policy_version <= checkpoint.policy_version
     }

@@ -1,4 +1,4 @@
-"""The checkpoint that a training goes on from: the nearest one that is whole."""
+"""Finds the checkpoint to resume from: the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollbook.train.megatron.shape import ModelShape, read_shape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeCheckpoint:
-    """A checkpoint that was read and is what the log names."""
+    """A checkpoint that was read and matches the digests in the log."""
 
     record: CheckpointWritten
     path: Path
@@ -27,13 +27,13 @@ class WholeCheckpoint:
 
 
 def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str], None]) -> WholeCheckpoint:
-    """The newest checkpoint to go on from that can be read. Damaged ones are left out of the history.
+    """The newest undamaged checkpoint to resume from. Damaged ones are removed from the history.
 
     Args:
         warn: called for each that is damaged.
 
     Raises:
-        ModelError: none can be; it says why of each.
+        ModelError: all are damaged; the message gives the reason for each.
         TrainError: there is none.
     """
     bases = history.bases_for(history.next_step, phase)

@@ -1,4 +1,4 @@
-"""The fingerprint of where a step ran: a replay promises the same bits only where it is the same."""
+"""The fingerprint of a step's environment. Replays are bit-exact only in the same environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a training takes its steps' samples from, and what it says where they run out.
+"""Gives a training the samples of its steps, and explains why no further step can be filled.
 
-At a cut the first step's samples are looked for before anything is written: a run in which nothing can be
-trained is not begun.
+At a cut, the first step's samples are taken before anything is written, so that a run without trainable
+samples is not started.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Feed:
 
     Attributes:
         source: `cut` or `tail`.
-        first: samples of the first step, where they were looked for before.
-        drops: what the recipe dropped for them.
+        first: samples of the first step, if they were prefetched.
+        drops: what the recipe dropped while they were prefetched.
     """
 
     config: TrainConfig
@@ -68,7 +68,7 @@ class Feed:
         self.samples = make_source(self.config, self.log, history, *which, waiting, self._limits(history))
 
     def _limits(self, history: History) -> ModelLimits:
-        """Of the model in training: the run's own, or, where it is new, CONFIG's.
+        """Limits of the model in training: of the run's checkpoint, or of CONFIG's model for a new run.
 
         Raises:
             ModelError: it cannot be read.
@@ -93,7 +93,7 @@ class Feed:
         return selection
 
     def unfilled(self, done: int) -> str:
-        """Why no further step can be filled, by the log as it is now."""
+        """Why the current log fills no further step."""
         return self._unfilled(
             fold_history(self.log.events_of(KINDS), self.config.run, self.config.policy), done
         )

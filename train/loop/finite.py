@@ -1,4 +1,4 @@
-"""Finds where a step first holds a number that is not finite, so that no version comes of it. Pure."""
+"""Finds the first non-finite number of a step, so that the step is not committed. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollbook.train.data.batch import Batch, Partition
 
 
 def check_batch(batch: Batch) -> None:
-    """See that advantages and the engine's logprobs are finite, where they are trained on.
+    """Check that the advantages and engine logprobs of trained tokens are finite.
 
     Raises:
         NotFiniteError: it names the stage and the first sample.
@@ -22,7 +22,7 @@ def check_batch(batch: Batch) -> None:
             reward = batch.rewards[at]
             where = f"advantage {advantage} of {_sample(batch, at)}, whose reward is {reward}"
             raise _error("advantages", where)
-    for at, sample in enumerate(batch.samples):  # a teacher's are NaN: it gave none
+    for at, sample in enumerate(batch.samples):  # NaN stands for the missing logprobs of a teacher
         bad = np.flatnonzero(np.isinf(sample.logprobs) & sample.loss_mask)
         if len(bad):
             value = sample.logprobs[bad[0]]
@@ -31,7 +31,7 @@ def check_batch(batch: Batch) -> None:
 
 
 def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, parts: Partition) -> None:
-    """See that a stage's values are finite.
+    """Check that a stage's values are finite.
 
     Args:
         tensors: of each micro-batch, [B, T - 1]: column t is of token t + 1.
@@ -49,7 +49,7 @@ def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, part
 
 
 def check_tensors(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """See that every value of named tensors is finite.
+    """Check that every value of named tensors is finite.
 
     Raises:
         NotFiniteError: it names the stage and the first tensor.

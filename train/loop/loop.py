@@ -39,9 +39,9 @@ def train(
     watcher: Watcher,
     abandon_after: int | None = None,
 ) -> None:
-    """Train a phase to its end. A phase that was interrupted goes on where it stopped.
+    """Train a phase to its end. An interrupted phase resumes where it stopped.
 
-    SIGINT and SIGTERM end it after the step in hand, with a checkpoint, and then the process.
+    SIGINT and SIGTERM finish the current step, write a checkpoint, and then end the process.
 
     Args:
         path: folder of the store.
@@ -89,7 +89,7 @@ def _open_run(
     done: int,
     before: RunOpened | None,
 ) -> None:
-    """Say that the training begins, and give the engines its version."""
+    """Record the start of the training, and sync the engines to its version."""
     change = rate_change(config, before, done, trainer.policy.learning_rate)
     if change is not None and done < config.steps:
         watcher.note(change)
@@ -102,10 +102,10 @@ def _open_run(
 
 
 def _tell_unfilled(watcher: Watcher, feed: Feed, done: int, *, taken: int) -> None:
-    """Say why no further step can be filled.
+    """Report why no further step can be filled.
 
     Raises:
-        TrainError: not one was taken.
+        TrainError: no step was taken at all.
     """
     if not taken:
         raise TrainError(feed.unfilled(done))
@@ -120,7 +120,7 @@ def _past(
     abandon_after: int | None,
     watcher: Watcher,
 ) -> tuple[History, RunOpened | None]:
-    """What was done so far, without the steps that are to be abandoned; and how the run was trained last."""
+    """The training history, without the steps to abandon, and the run's last `run.opened` of a training."""
     remove_left_over(place_inside(log.path, str(checkpoint_name(config.run, config.policy, 0).parent)))
     versions, opened = VersionDigests(), list[RunOpened]()
     events = log.events_of(KINDS | BINDING | {RunOpened.KIND})
@@ -134,7 +134,7 @@ def _past(
 def _noted(
     events: Iterable[Event], versions: VersionDigests, opened: list[RunOpened], config: TrainConfig
 ) -> Iterator[Event]:
-    """The events, of which digests of versions, and how the policy was trained, are noted on the way."""
+    """Pass the events on, and collect the digests of versions and the policy's last training from them."""
     for event in events:
         versions.add(event)
         record = event.record
@@ -149,7 +149,7 @@ def _last_family(history: History) -> str | None:
 
 
 def _phase_cut(log: Store, history: History, family: str, as_of: str, run: str) -> Cut:
-    """The cut a configuration trains at: decided when it starts, and kept when it goes on.
+    """The cut that a configuration trains at. It is fixed when the configuration starts, and kept on resume.
 
     Raises:
         ConfigError: `--as-of` names another cut than it started at.
@@ -179,7 +179,7 @@ def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> Trai
 
 
 def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, stopping: Stopping) -> bool:
-    """Take the steps that are left; whether too few samples were there for them."""
+    """Take the remaining steps; returns whether there were too few samples for them."""
     unfilled = False
     if trainer.done >= config.steps:
         watcher.note("nothing to do: every step of this configuration is committed")
@@ -198,7 +198,7 @@ def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, 
                     watcher.warn(alarm)
                 trainer.publish()
                 watcher.committed(trainer.done, outcome.step, outcome.metrics)
-        # Also where a crash came between the last step and its checkpoint: what follows starts from it.
+        # Also after a crash between the last step and its checkpoint, because a later phase starts from it.
         trainer.ensure_checkpoint()
     if stopping.number is not None and trainer.done < config.steps:
         watcher.note(f"stopped after {trainer.done} of {config.steps} steps: the same command goes on")
@@ -206,9 +206,9 @@ def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, 
 
 
 def gap_alarm(config: TrainConfig, outcome: StepOutcome) -> str | None:
-    """What to warn of where engines made tokens of other weights than their version's, or None.
+    """A warning if an engine seems to have sampled with other weights than its version's, or None.
 
-    Not with `pause = "in_place"`: there tokens are sampled over what older weights left in the cache.
+    Not with `pause = "in_place"`, where tokens are sampled with KV cache entries of older weights.
     """
     gap = outcome.metrics.get("engine_logprob_gap")
     kept_cache = config.sync is not None and config.sync.partial_rollout and config.sync.pause == "in_place"

@@ -1,4 +1,4 @@
-"""A policy's versions go out: as checkpoints in the store, and to the engines that serve it."""
+"""Publishes a policy's versions: as checkpoints in the store, and to the engines that serve the policy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
 
 
 def check_model(config: TrainConfig, versions: VersionDigests) -> None:
-    """See that CONFIG's model is the one that the run began with, where its weights are there to compare.
+    """Check that CONFIG's model is the one that the run started with, if its weights can be compared.
 
     Raises:
         VersionError: the run's version 0 is other weights; with the remedy.
@@ -67,14 +67,14 @@ def check_model(config: TrainConfig, versions: VersionDigests) -> None:
 
 
 def _own_weights(model: Path) -> Tensors:
-    """A model's weights as they are trained: in float32, by the names of files: a model's may be fused."""
+    """A model's weights in float32, under the names used in files; fused tensors are split."""
     shape = read_shape(model)
     given = checked(widened(read_weights(model)), shape)
     return {name: given[name] for name in weight_shapes(shape)}
 
 
 class Publisher:
-    """Writes versions of one policy of one run into the store, and keeps engines at them."""
+    """Writes the versions of one policy of a run to the store, and syncs engines to them."""
 
     def __init__(self, config: TrainConfig, log: Store, writer: LaneWriter, history: History) -> None:
         self._config, self._log, self._writer, self._history = config, log, writer, history
@@ -83,7 +83,7 @@ class Publisher:
         self._syncer: Syncer | None = None
         self._transport: Transport | None = None
         self._checkpointed: int | None = None
-        """The version of which there is a checkpoint that training can go on from."""
+        """The newest version with a checkpoint that training can resume from."""
         self.on_written: Callable[..., None] = lambda *records: None
         """Called with records once they are durable."""
 
@@ -95,10 +95,11 @@ class Publisher:
         self.on_written(*(event.record for event in events))
 
     def adopt_model(self) -> None:
-        """A new run: its version 0 becomes a checkpoint in the store, so that nothing outside is needed.
+        """Write version 0 of a new run as a checkpoint in the store, so that the run depends on no outside
+        files.
 
         Raises:
-            VersionError: the run's version 0 is other weights, which a proxy has recorded with.
+            VersionError: the run's version 0 has other weights, with which a proxy has recorded.
         """
         model, config = self._config.model, self._config
         record = write_checkpoint(
@@ -115,18 +116,18 @@ class Publisher:
             self._note(record)
 
     def restored(self, version: int) -> None:
-        """Training goes on from this version's checkpoint."""
+        """Note that training resumes from this version's checkpoint."""
         self._checkpointed = version
 
     def publish(
         self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, checkpoint: bool, sync: bool
     ) -> None:
-        """Write a version where it is wanted, and give it to the engines.
+        """Write a version's checkpoint if requested, and sync the engines to it.
 
         Args:
-            like: a model directory whose other files go along with a checkpoint.
-            checkpoint: with the optimizer's state, so that training can go on from it.
-            sync: give it to the engines, if there are any.
+            like: a model directory whose other files are copied into a checkpoint.
+            checkpoint: write one with the optimizer's state, so that training can resume from it.
+            sync: send it to the engines, if there are any.
         """
         wanted = checkpoint and self._checkpointed != version
         sync = sync and self._config.sync is not None
@@ -139,16 +140,16 @@ class Publisher:
             self._sync(policy, version, record)
 
     def keep_served(self, policy: TrainablePolicy, version: int, like: Path, phase: str) -> None:
-        """Give the version to engines that were started anew since they were given theirs."""
+        """Sync the current version to engines that were restarted since their last sync."""
         lost = [] if self._syncer is None else self._syncer.lost()
         if lost:
-            with contextlib.suppress(EngineError):  # it went away again; the log says so
+            with contextlib.suppress(EngineError):  # it became unreachable again, which the log records
                 self.sync_current(policy, version, like, phase, lost)
 
     def sync_current(
         self, policy: TrainablePolicy, version: int, like: Path, phase: str, only: Sequence[str] = ()
     ) -> None:
-        """Give the engines, or only some, the version that training goes on from."""
+        """Sync the engines, or some of them, to the version that training resumes from."""
         if self._config.sync is None:
             return
         held = [c for c in self._history.checkpoints if c.policy_version == version]
@@ -210,7 +211,9 @@ class Publisher:
                 left = begun + sync.wait_s - time.monotonic()
                 if only or left <= 0:
                     raise
-                await_one(self._engines, left)  # who is started anew needs all of it, or is not there yet
+                await_one(
+                    self._engines, left
+                )  # a restarted engine needs a whole sync, or is not reachable yet
 
     def _syncs_from_disk(self) -> bool:
         self._connected()
@@ -231,13 +234,13 @@ class Publisher:
         return self._syncer
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
         if self._syncer is not None:
             self._syncer.close()
 
 
 def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
-    """The configured transport, or the one that fits where the engines are.
+    """The configured transport; for `auto`, the one that fits the location of the engines.
 
     Raises:
         EngineLostError: none of them can be reached for `wait_s`.

@@ -1,4 +1,4 @@
-"""What becomes of the learning rate where `steps`, at which its schedule ends, was changed. Pure."""
+"""Reports how the learning rate changes if `steps`, at which its schedule ends, was changed. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollbook.train.config.phase import FREE
 def rate_change(
     config: TrainConfig, before: RunOpened | None, done: int, rate: Callable[[int, int], float]
 ) -> str | None:
-    """What to say of it before the next step, or None where the rate goes on as it was.
+    """A message about the next step's learning rate, or None if the rate continues as planned.
 
     Args:
-        before: how the run was trained last.
+        before: the `run.opened` of the run's previous training.
         done: steps of the configuration that are committed.
         rate: gives the learning rate of a step under a schedule of so many steps.
     """

@@ -1,6 +1,6 @@
-"""Runs committed steps again, from the log alone, and holds every stage against what was recorded.
+"""Reruns committed steps from the log alone, and compares every stage with what was recorded.
 
-Resuming a run and replaying a step are both this: the state of a policy is a fold of its steps.
+Both resuming a run and replaying a step use it, since the state of a policy is a fold of its steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollbook.train.megatron.backend import TrainablePolicy
 
 @dataclass(frozen=True, slots=True)
 class RerunStep:
-    """A step run again: the recorded and the new digest of every stage, and the new metrics."""
+    """A rerun step: the recorded and the new digest of every stage, and the new metrics."""
 
     step: int
     recorded: Json
@@ -67,9 +67,9 @@ def _why_erased(log: Store, trajectory_id: str) -> str:
 
 
 def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedStep]) -> Iterator[RerunStep]:
-    """Run committed steps again on a policy that is in the state before the first of them.
+    """Rerun committed steps on a policy that is in the state before the first of them.
 
-    Each runs with the number of threads it was recorded with, and leaves it set.
+    Each step sets the number of threads that was recorded for it.
 
     Raises:
         ReplayError: the log does not hold a sample that a manifest names.

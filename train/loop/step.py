@@ -37,7 +37,7 @@ STAGES = (
     "optimizer",
     "weights",
 )
-"""Every stage of a step, each after what it depends on: the first that differs is where it began."""
+"""Every stage of a step, each after those it depends on, so that the first one that differs is the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float) -> 
 
 
 def logprob_gaps(batch: Batch, log_ratios: list[torch.Tensor], version: int) -> Json:
-    """How far the engines' logprobs are from the trainer's, split into staleness and what is left.
+    """Gaps between the engines' logprobs and the trainer's, separated into staleness and mismatch.
 
     The log-ratio of a token that version v sampled is log p(now) - log p(engine at v), which is
 
@@ -169,7 +169,7 @@ def logprob_gaps(batch: Batch, log_ratios: list[torch.Tensor], version: int) -> 
 
     Args:
         log_ratios: of each micro-batch, [B, T - 1].
-        version: that the step starts from.
+        version: the policy version that the step starts from.
 
     Returns:
         `engine_logprob_gap`, `engine_logprob_gap_mean`: greatest and mean absolute log-ratio of the trained

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a training in order: after the step in hand, and with a checkpoint to go on from."""
+"""SIGINT and SIGTERM end a training after the current step, with a checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """A signal came while nothing was in hand."""
+    """A signal came while the training was waiting."""
 
 
 class Stopping:
-    """Hears the first signal; a second one ends the process as it would without this.
+    """Handles the first signal; a second one ends the process as it would by default.
 
-    Only a process's main thread can hear signals: in others this does nothing.
+    Only the main thread can handle signals; in other threads this does nothing.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal that came."""
+        """The signal that was received, or None."""
         self._waits = False
         self._before: dict[int, Any] = {}
 
@@ -45,7 +45,7 @@ class Stopping:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Nothing is in hand meanwhile: a signal, also one that came before, ends it.
+        """Context for waiting, which a signal interrupts, also one that came before.
 
         Raises:
             Stopped: one came.
@@ -87,6 +87,6 @@ class Stopping:
         self.number = number
         if self._waits:
             raise Stopped
-        # Not by print: the signal may have come in the middle of one.
+        # Not by print, because the signal may have interrupted a print.
         name = signal.Signals(number).name
-        os.write(2, f"{name}: the step in hand is finished first; once more ends it now\n".encode())
+        os.write(2, f"{name}: finishing the current step; repeat the signal to end now\n".encode())

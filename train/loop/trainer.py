@@ -1,4 +1,4 @@
-"""One policy in training on one log: restores its state, takes steps, writes what happened."""
+"""Trains one policy on one log: restores its state, takes steps, and records them as events."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device, set_deterministic
 
 SKIPS_IN_A_ROW = 8
-"""So many batches in a row that are not finite may be skipped: more are no matter of samples."""
+"""Most batches in a row that may be skipped as not finite: more are not caused by samples."""
 LOOK_S = 2.0
-"""How often engines are looked at while samples are waited for."""
+"""Seconds between checks of engines while the trainer waits for samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class Trainer:
         self.step = history.next_step
         self.done = len(history.of_family(family))
         self.served = self.version
-        """The version that the engines have; without engines here, whatever was published last."""
+        """The version that the engines serve; without configured engines, the last published one."""
         self._held_back: list[Drop] = []
         """Drops of steps that were skipped, until a plan follows."""
         self._recorded_drops: list[Drop] = []
         """Drops that were written with the attempt that is the next one to plan."""
         self._skipped = 0
-        """How many steps in a row were."""
+        """How many steps in a row were skipped."""
         self._looked = time.monotonic()
         self._environment = fingerprint(device)
         if base.policy_version == self.version:
@@ -135,12 +135,12 @@ class Trainer:
         """Plan, run and commit a step on the selected samples.
 
         Returns:
-            None where its numbers are not finite and the configuration wants such samples to be skipped: the
-            drops of the next plan name them.
+            None if its numbers are not finite and the configuration skips such samples: they become drops of
+            the next plan.
 
         Raises:
-            NotFiniteError: they are not, and it is to stop; or the weights themselves are not; or the last
-                few batches were not either.
+            NotFiniteError: its numbers are not finite and the configuration says to stop; or the weights are
+                not finite; or too many batches in a row were skipped.
         """
         plan = self._plan(selection.samples, selection.cut)
         self._recorded_drops += (fresh := [*self._held_back, *selection.drops])
@@ -164,12 +164,13 @@ class Trainer:
         return outcome
 
     def _skips(self, error: NotFiniteError) -> bool:
-        """Whether the step's samples are to be dropped. Weights that were updated already are lost."""
+        """Whether the step's samples are to be dropped. Not possible if the weights were updated already."""
         may = self._config.on_not_finite == "skip" and error.stage != "weights"
         return may and self._skipped < SKIPS_IN_A_ROW
 
     def _hold_back(self, samples: list[Sample], error: NotFiniteError) -> None:
-        """Keep the step's drops, and its samples, for the next plan: they count with what commits."""
+        """Keep the step's drops, and its samples as drops, for the next plan; they count once a step
+        commits."""
         self._history.attempts[self.step] = self._attempt
         self._skipped += 1
         detail: Json = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
@@ -197,7 +198,7 @@ class Trainer:
         return self._history.attempts.get(self.step, 0) + 1
 
     def note_drops(self, drops: list[Drop]) -> None:
-        """Record drops that no step followed: the samples left would not fill one."""
+        """Record drops without a following step, if the remaining samples do not fill one."""
         drops, self._held_back = [*self._held_back, *drops], []
         self._recorded_drops += drops
         if drops:
@@ -229,7 +230,7 @@ class Trainer:
     # Checkpoints and engines ------------------------------------------------------------------
 
     def publish(self) -> None:
-        """After a step: write a checkpoint and give the version to the engines, where either is due."""
+        """After a step: write a checkpoint and sync the engines, if either is due."""
         config, last = self._config, self.done == self._config.steps
         sync = config.sync is not None and (last or self.done % config.sync.sync_every == 0)
         self.served = self.version if sync or config.sync is None else self.served
@@ -243,25 +244,25 @@ class Trainer:
         )
 
     def ensure_checkpoint(self) -> None:
-        """Write a checkpoint of this version, unless one is there."""
+        """Write a checkpoint of this version, unless there is one."""
         self._publisher.publish(
             self.policy, self.version, self._like, self._phase, checkpoint=True, sync=False
         )
 
     def sync_current(self) -> None:
-        """Give the engines the version that training starts from."""
+        """Sync the engines to the version that training starts from."""
         self.served = self.version
         self._publisher.sync_current(self.policy, self.version, self._like, self._phase)
 
     def keep_served(self) -> None:
-        """While samples are waited for: an engine that was started anew gets the version again.
+        """Sync the current version again to restarted engines, while the trainer waits for samples.
 
-        Else nobody might sample any more, and no step would come after which it gets one.
+        Without it, a restarted engine might never sample, and no step would follow to sync it.
         """
         if time.monotonic() - self._looked > LOOK_S:
             self._publisher.keep_served(self.policy, self.version, self._like, self._phase)
             self._looked = time.monotonic()
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
         self._publisher.close()

@@ -10,7 +10,7 @@ from rollbook.store.events import Json, Record
 
 @dataclass(frozen=True, slots=True)
 class TrainingStart:
-    """Where a training begins, or goes on.
+    """The start, or resumption, of a training.
 
     Attributes:
         cut: of the log that it takes samples from; None for the tail.
@@ -39,7 +39,7 @@ class Watcher(Protocol):
         """Step `step` is committed, the `done`-th of this configuration."""
 
     def note(self, text: str) -> None:
-        """Something that a person would want to know."""
+        """A message of interest."""
 
     def warn(self, text: str) -> None:
-        """Something that a person should look at."""
+        """A warning that a person should act on."""

@@ -1,1 +1,1 @@
-"""The model: Megatron-core under Hugging Face names."""
+"""The model in training: Megatron-core, with weights under Hugging Face names."""

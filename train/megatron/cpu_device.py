@@ -1,4 +1,4 @@
-"""Runs unmodified megatron-core on the CPU: whatever names "the CUDA device" gets the CPU.
+"""Runs unmodified megatron-core on the CPU: every reference to a CUDA device is redirected to the CPU.
 
 Every patch redirects a device name or makes a stream inert; no arithmetic is replaced. It is installed
 only in a process that trains on the CPU. Written against megatron-core 0.16.1, whose internals two
@@ -52,7 +52,7 @@ class _Inert:
 
 
 def install() -> bool:
-    """Patch torch and megatron, once; true if it was not done before. Not to be undone."""
+    """Patch torch and megatron once; returns whether this call did it. The patch cannot be undone."""
     global _installed
     if _installed:
         return False

@@ -22,7 +22,7 @@ os.environ.setdefault("NCCL_ALGO", "Ring")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-# Megatron says over and over that Apex and TransformerEngine, whose kernels are not used, are missing.
+# Silences Megatron's repeated warnings that Apex and TransformerEngine, which are not used, are missing.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 

@@ -55,7 +55,7 @@ def one_rank(shape: ModelShape) -> RankLayout:
 
 
 def check_layout(shape: ModelShape, layout: RankLayout) -> None:
-    """See that every split comes out even.
+    """Check that every split is even.
 
     Raises:
         ModelError: one does not; it names the number and the ranks.
@@ -89,7 +89,7 @@ def _stage_of(weight: Weight, layout: RankLayout) -> int:
 
 
 def _local_name(weight: Weight, layout: RankLayout, stage: int) -> str:
-    """Its name in the stage that holds it, where layers are counted from 0."""
+    """Its name within its pipeline stage, whose layers are numbered from 0."""
     if not weight.megatron.startswith("decoder.layers."):
         return weight.megatron
     inner = weight.megatron.split(".", 3)[3]

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a model, for the families that are trained.
+"""Reads the shape of a model from its Hugging Face config.json, for the families that can be trained.
 
 Read in the keys of transformers 4 (`rope_theta`, `rope_scaling`, `num_experts`) and of 5
 (`rope_parameters`, `num_local_experts`). What the trainer would compute otherwise than transformers
@@ -37,7 +37,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a config decides the model.
+    """The values of a config.json that determine the model.
 
     `ffn` is the inner width of a dense layer, which a model of experts does not use.
     """
@@ -101,7 +101,7 @@ def read_shape(model: Path) -> ModelShape:
 
 def _shape(config: dict[str, Any]) -> ModelShape:
     family, heads = config["model_type"], config["num_attention_heads"]
-    if family == "llama":  # the first Llamas' files leave out what was not yet a choice
+    if family == "llama":  # files of the first Llama models lack keys that were added later
         config = {"rope_theta": 10000.0} | config
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
     rope = config.get("rope_parameters") or {}
@@ -177,4 +177,4 @@ _REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
     "mlp_only_layers": lambda c: bool(c.get("mlp_only_layers")),
     "one renormalized expert per token": _single_expert,
 }
-"""What is not trained, and how a config asks for it."""
+"""Features that cannot be trained, with the test that finds them in a config."""

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face's names and Megatron-core's (local layer spec): one plan, both ways.
+"""Maps weights between Hugging Face's names and Megatron-core's (local layer spec), in both directions.
 
 The plan lists every Megatron tensor with the Hugging Face tensors it is made of. The mapping is a
 bijection on the real rows, so weights survive the round trip bit for bit, split over tensor-parallel

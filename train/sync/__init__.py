@@ -1,1 +1,1 @@
-"""Gives engines new weights, and believes that they have them only once their own checksums say so."""
+"""Weight syncs: sends engines new weights, and verifies them by the engines' own checksums."""

@@ -1,4 +1,4 @@
-"""A process group of this process and an engine's ranks, in which it broadcasts; nothing here waits forever.
+"""A process group of this process and an engine's ranks for broadcasts, with time-outs on every wait.
 
 Every engine has a group of its own. In one of them all, an engine that dies in the middle would take the
 others along: gloo does not report a connection that ends to a receiver halfway through a tensor, so it
@@ -25,7 +25,7 @@ from rollbook.train.sync.buckets import Bucket
 
 POLL_S = 0.002
 OUTLIVING = "broadcast-end"
-"""Name of threads that wait for collectives which nobody needs any more."""
+"""Name of the threads that wait for abandoned collectives."""
 
 
 class BroadcastGroup:
@@ -48,17 +48,17 @@ class BroadcastGroup:
         self._pending: list[Any] = []
 
     def join(self, joining: Future[None]) -> None:
-        """Meet the engine, which was asked to come.
+        """Form the group with the engine, which was asked to join.
 
         Raises:
-            Exception: it refused, which ends the wait for it, or did not come in time.
+            Exception: the engine refused, which ends the wait, or did not join in time.
         """
         self._server = self._store(serve=True)
         with ThreadPoolExecutor(1) as pool:
             meeting = pool.submit(self._meet, self._store(serve=False))
             while not meeting.done():
                 if joining.done() and joining.exception():
-                    self._server = None  # where the two would meet
+                    self._server = None  # closes the rendezvous, which ends the wait
                     break
                 time.sleep(POLL_S)
             joining.result()
@@ -69,7 +69,7 @@ class BroadcastGroup:
         self._group = _make_group(self.backend, store, self.size, self.name, timeout)
 
     def _store(self, *, serve: bool) -> Any:
-        # That everybody is there shows in the group's making, which can be ended; this wait could not.
+        # Not waiting for workers here: this wait could not be ended, while creating the group can.
         timeout = timedelta(seconds=self._timeout_s)
         made = torch._C._distributed_c10d.TCPStore
         return made(
@@ -77,10 +77,10 @@ class BroadcastGroup:
         )
 
     def broadcast(self, bucket: Bucket, receiving: Future[None]) -> None:
-        """Send a bucket while the engine receives it. After a failure, leave.
+        """Broadcast a bucket while the engine receives it. After a failure, call `close`.
 
         Args:
-            receiving: of the engine, which was asked to.
+            receiving: the running request that makes the engine receive.
 
         Raises:
             Exception: the engine's own, or why the broadcast failed.
@@ -92,7 +92,9 @@ class BroadcastGroup:
             late = time.monotonic() > deadline or (receiving.done() and receiving.exception() is not None)
             time.sleep(POLL_S)
         if late:
-            self._pending.append((work, bucket.flat))  # the memory must outlive what may still read it
+            self._pending.append(
+                (work, bucket.flat)
+            )  # the memory must outlive a collective that may still read it
             receiving.result()
             raise EngineError(f"the broadcast of {bucket.names[0]} took more than {self._timeout_s:g} s")
         try:
@@ -104,9 +106,9 @@ class BroadcastGroup:
         receiving.result()
 
     def close(self) -> None:
-        """Leave. What waits in a collective on the other side fails there.
+        """Leave the group. Collectives that the other side waits for fail there.
 
-        What waits in one on this side does so until its own time-out, which nobody here waits for.
+        Collectives on this side end by their own time-out, in a thread of their own.
         """
         group, self._group, self._server = self._group, None, None
         pending, self._pending = self._pending, []
@@ -120,7 +122,7 @@ class BroadcastGroup:
 
 
 def _outlive(group: Any, pending: list[Any]) -> None:
-    """Hold a group, whose end waits for its collectives, and their memory until they end."""
+    """Keep a group and the memory of its collectives alive in a thread until they end."""
     for work, _ in pending:
         with contextlib.suppress(RuntimeError):
             work.wait()

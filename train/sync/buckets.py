@@ -1,4 +1,4 @@
-"""Weights as a row of buckets: many tensors in one buffer, so that each costs no call of its own.
+"""Packs weights into buckets: many tensors in one buffer, so that one call sends them.
 
 Two buffers are enough: one is filled while an engine takes what is in the other.
 """
@@ -43,12 +43,12 @@ class Bucket:
 
 
 class Buffers:
-    """Two buffers, used by turns.
+    """Two buffers, used alternately.
 
     Args:
         size: bytes of each; a tensor that is larger gets a buffer of its own.
         device: where they are.
-        shared: whether other processes of this host are to map them.
+        shared: whether other processes of this host map them.
     """
 
     def __init__(self, size: int, device: torch.device, *, shared: bool = False) -> None:
@@ -57,7 +57,7 @@ class Buffers:
         self._turn = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """A buffer of at least so many bytes. What was in the one before the last is overwritten."""
+        """A buffer of at least `size` bytes. It overwrites the contents of the buffer before the last."""
         self._turn = 1 - self._turn
         held = self._buffers[self._turn]
         if held is None or held.numel() < size:

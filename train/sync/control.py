@@ -14,22 +14,22 @@ from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import Json
 
 SESSIONS_SINCE = "0.5.21"
-"""The first SGLang that takes tensors and broadcasts inside a session, between begin and end."""
+"""The first SGLang version with update sessions (begin, update from tensors or broadcast, end)."""
 EMBEDDED = "rollbook-embedded"
 UNVERIFIED = "unverified"
-"""What weights are called that may be anything: no policy version is read from it."""
+"""The name of weights of unknown content; no policy version is read from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself.
+    """An engine's description of itself.
 
     Attributes:
-        version: of its software.
+        version: version of its software.
         kind: `sglang`, or `EMBEDDED`.
         device: where its weights are: cpu, cuda, ...
-        overlap: it begins a step before it has taken note of the one before.
-        dtype: in which it holds its weights, where it says so.
+        overlap: whether it schedules a step before it has processed the results of the previous one.
+        dtype: the type of its weights, if it reports one.
         model_path: the directory that it was started with, as it knows it.
     """
 
@@ -42,7 +42,7 @@ class EngineInfo:
 
 
 class _RefusedError(EngineError):
-    """The engine answered, and said no."""
+    """The engine answered with a refusal."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,13 +74,13 @@ class EngineControl:
         self._client = httpx.Client(timeout=waits, limits=httpx.Limits(max_keepalive_connections=0))
 
     def close(self) -> None:
-        """Let go of its connections."""
+        """Close its connections."""
         self._client.close()
 
     # What it is -------------------------------------------------------------------------------
 
     def info(self) -> EngineInfo:
-        """What it says of itself.
+        """The engine's description of itself.
 
         Raises:
             EngineLostError: it cannot be reached.
@@ -100,7 +100,7 @@ class EngineControl:
             raise EngineError(f"engine {self.url}: /server_info is not an engine's: {error!r}") from error
 
     def weight_version(self) -> str:
-        """What it calls the weights that it serves."""
+        """The name of the weights that it serves."""
         return str(self._ask("GET", "/model_info").get("weight_version"))
 
     def requests(self) -> int:
@@ -126,7 +126,8 @@ class EngineControl:
     # SGLang's route also collects garbage, which takes milliseconds: it freezes what its start has made.
 
     def flush(self) -> EngineError | None:
-        """Have it forget every cached prefix; what it says if it refuses, as with requests in the way."""
+        """Flush its prefix cache; returns the reason if it refuses, for example because requests are
+        running."""
         try:
             self._ask("POST", "/flush_cache")
         except _RefusedError as refused:
@@ -135,12 +136,12 @@ class EngineControl:
 
     # Weights ----------------------------------------------------------------------------------
 
-    # `flush` has the engine forget every cached prefix with an update: other weights made them.
+    # `flush` makes an update also flush the prefix cache, which was computed with the old weights.
 
     def begin_update(self) -> None:
         """Open a session, which updates from tensors or from a broadcast need.
 
-        A sync that broke off left one open, and a second is refused: that one is closed first.
+        A sync that was interrupted left a session open, which is closed first, since a second one is refused.
         """
         try:
             self._ask("POST", "/begin_weight_update", {"selector": "target"})
@@ -148,11 +149,11 @@ class EngineControl:
             try:
                 self.end_update()
             except _RefusedError:
-                raise refused from None  # for a reason of its own
+                raise refused from None  # refused for another reason
             self._ask("POST", "/begin_weight_update", {"selector": "target"})
 
     def end_update(self) -> None:
-        """Close the session: the engine derives what it keeps beside the weights."""
+        """Close the session: the engine then updates everything that it derives from the weights."""
         self._ask("POST", "/end_weight_update", {})
 
     def update_from_disk(self, path: str, *, flush: bool) -> None:
@@ -180,9 +181,9 @@ class EngineControl:
         self._ask("POST", "/update_weights_from_distributed", body | {"load_format": "flattened_bucket"})
 
     def activate(self, name: str) -> None:
-        """Name the weights that it holds: tokens from here on are this version's.
+        """Name the weights that it holds: tokens from now on belong to this version.
 
-        No update names a version by itself, so that weights which were not verified never get a new name.
+        Updates do not name a version, so that unverified weights never get a version's name.
         """
         body = {"new_version": name, "abort_all_requests": False}
         self._ask("POST", "/update_weight_version", body)

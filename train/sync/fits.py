@@ -1,4 +1,4 @@
-"""Whether an engine can take a policy's tensors, found out before any is sent.
+"""Checks, before any tensor is sent, whether an engine can load a policy's tensors.
 
 SGLang's scheduler dies of a tensor of another shape, in the middle of a version.
 """
@@ -15,9 +15,9 @@ from rollbook.train.megatron.shape import ModelShape, read_shape
 from rollbook.train.sync.control import EMBEDDED, EngineInfo
 
 TRAINED = "float32"
-"""The type of what is trained and sent; an engine's checksums are of the type that it holds."""
+"""The type of trained and sent tensors; an engine's checksums are of the type that it holds."""
 BUILDS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tied", "experts")
-"""What of a model's shape decides its tensors."""
+"""Fields of a model's shape that determine the shapes of its tensors."""
 
 
 def check_fits(
@@ -29,8 +29,8 @@ def check_fits(
 ) -> None:
     """Compare an engine with what it is to be sent: names, types and shapes.
 
-    An engine tells the names and the type of its tensors, and not their shapes. Those follow from its model's
-    configuration, where that can be read from here; one that cannot be read is not compared.
+    An engine reports the names and the type of its tensors, but not their shapes. Those follow from its
+    model's configuration; if that cannot be read from here, shapes are not compared.
 
     Raises:
         EngineError: it is of another model, or of another type; the first difference is named.
@@ -38,7 +38,7 @@ def check_fits(
     if names:
         check_layout(url, ranks, names)
     if info.kind == EMBEDDED:
-        return  # it refuses a tensor that does not fit, and stays whole
+        return  # it refuses a tensor that does not fit without damage
     if info.dtype not in ("", "auto", TRAINED):
         raise EngineError(
             f"engine {url} holds its weights in {info.dtype}, and those that are trained are {TRAINED}: they "

@@ -1,4 +1,4 @@
-"""Which engines can be reached; an engine that is being started takes minutes to be."""
+"""Finds out which engines can be reached; a starting engine takes minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollbook.store.errors import EngineLostError
 from rollbook.train.sync.control import EngineControl, EngineInfo
 
 LOOK_S = 2.0
-"""How long an engine may take to answer when it is only looked at."""
+"""Seconds that an engine may take to answer a probe."""
 AGAIN_S = 0.5
 
 
@@ -21,11 +21,11 @@ def looking_at(engines: Sequence[EngineControl]) -> list[EngineControl]:
 
 
 def await_one(engines: Sequence[EngineControl], seconds: float) -> list[EngineInfo]:
-    """Wait until at least one can be reached; what those say of themselves that can.
+    """Wait until at least one engine can be reached; returns the descriptions of all that can.
 
     Raises:
-        EngineLostError: none can for so long; it says why of each.
-        EngineError: what answers is no engine.
+        EngineLostError: none could be reached in time; the message gives each engine's reason.
+        EngineError: a server that is no engine answered.
     """
     deadline = time.monotonic() + seconds
     announced = False

@@ -3,14 +3,14 @@
     drain or pause -> flush -> disown -> begin, update in buckets and flush, end -> verify -> activate
     -> continue
 
-SGLang refuses to flush, even paused, while a constrained request waits for its grammar, which it takes up
-only when it goes on. So it is flushed before any weight moves too, and goes on for moments until it can be.
+SGLang refuses to flush, even paused, while a constrained request waits for its grammar, which is compiled
+only while SGLang runs. So it is also flushed before any weight is sent, and resumed briefly until the flush
+succeeds.
 
-An engine stands still from its pause to the end, so no token is made of weights that are not verified; while
-they move it has no version's name, and it gets one only after its own checksums equal those of the tensors
-sent. One that fails anywhere
-in between stays paused, since what it holds is unknown, and the log says so: only a whole sync that succeeds
-makes it usable again.
+An engine is paused from start to end, so no token is sampled with unverified weights. During the update its
+weights have no version's name; it gets one only after its own checksums equal those of the tensors sent. An
+engine that fails in between stays paused, since its weights are unknown, and the failure is recorded: only a
+complete sync makes it usable again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weight
 DRAIN = "drain"
 POLL_S = 0.01
 MOMENT_S, LONGEST_MOMENT_S = 0.05, 1.0
-"""How long an engine goes on that refused to flush; twice as long each time."""
+"""Seconds for which an engine that refused to flush is resumed; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A version of a policy's weights that is to be served.
+    """A version of a policy's weights to be served.
 
     Attributes:
         weights_digest: over all tensors, by Hugging Face names.
@@ -74,9 +74,9 @@ class SyncOptions:
     """How a sync treats the requests that run.
 
     Attributes:
-        pause: `drain` lets them end before, while the proxies hold new ones; of the others see
+        pause: `drain` lets them finish first, while proxies hold new ones; for other modes see
             `EngineControl.pause`.
-        drain_s: longest wait for them to end; then they are retracted.
+        drain_s: longest wait for them to finish; after it they are retracted.
     """
 
     pause: str = "retract"
@@ -85,14 +85,14 @@ class SyncOptions:
 
 @dataclass(slots=True, eq=False)
 class SyncAttempt:
-    """A sync of one engine, under way.
+    """A sync of one engine in progress.
 
     Attributes:
         name: what the engine is to call the weights.
-        own: it is a proxy's, and keeps by itself what its weights are.
-        flush_first: it may refuse to, so before any weight moves.
+        own: whether the engine is embedded in a proxy, which tracks its weights itself.
+        flush_first: whether to flush before any weight is sent, because the engine may refuse.
         checksums: digest of what it holds, once that is verified.
-        recorded: the log says how it ended.
+        recorded: whether the end of the sync is recorded.
     """
 
     receiver: Receiver
@@ -106,7 +106,7 @@ class SyncAttempt:
 
 
 class Syncer:
-    """Keeps engines at a policy's version.
+    """Syncs engines to a policy's versions.
 
     Args:
         engines: all that serve the policy.
@@ -127,19 +127,19 @@ class Syncer:
         """What engines said that they hold when last verified: they need not hash it again to be asked."""
         self._looked_at = {look.url: look for look in looking_at(engines)}
         self._standing: set[str] = set()
-        """Engines that failed in the middle, and have stood still since."""
+        """Engines that failed during a sync and have been paused since."""
         self._given: dict[str, str] = {}
         """Engine -> the name of its weights given by the last sync of it that went well."""
 
     def sync(self, release: Release, weights: Weights, only: Sequence[str] = ()) -> list[str]:
-        """Give the release to every engine; the addresses of those that serve it now.
+        """Sync the release to every engine; returns the addresses of those that serve it now.
 
         Args:
-            only: to these, if it names any.
+            only: addresses of the engines to sync, if not all.
 
         Raises:
             EngineLostError: none of them can be reached.
-            EngineError: none of them does serve it; it names each with its reason.
+            EngineError: no engine serves it; the message gives each engine's reason.
         """
         engines = [engine for engine in self._engines if engine.url in only or not only]
         with ThreadPoolExecutor(len(engines)) as pool:
@@ -161,7 +161,8 @@ class Syncer:
         return list(serving)
 
     def lost(self) -> list[str]:
-        """Engines that can be reached and name other weights than they were given: they were started anew."""
+        """Engines that can be reached but serve other weights than their last sync gave: they were
+        restarted."""
         found = []
         for url, given in self._given.items():
             with contextlib.suppress(EngineError):
@@ -171,7 +172,7 @@ class Syncer:
         return found
 
     def close(self) -> None:
-        """Let go of engines and transport."""
+        """Close the connections to engines, and the transport."""
         self._transport.close()
         for engine in [*self._engines, *self._looked_at.values()]:
             engine.close()
@@ -181,17 +182,20 @@ class Syncer:
     def _opened(
         self, pool: ThreadPoolExecutor, release: Release, engines: Sequence[EngineControl]
     ) -> list[SyncAttempt]:
-        """Say in the log that it begins; whoever cannot be asked what it holds is out at once."""
+        """Record the start of each engine's sync; an engine that does not report its weights fails at
+        once."""
         shared: dict[Any, Expected] = {}
         attempts = []
         for engine, asked in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
             error = asked.exception()
             info, ranks = (None, []) if error is not None else asked.result()
-            own = info is not None and info.kind == EMBEDDED  # it hashes as on a CPU wherever it computes
+            own = (
+                info is not None and info.kind == EMBEDDED
+            )  # the embedded engine hashes as on a CPU, whatever its device
             make = checksum_of("cpu" if info is None or own else info.device)
             layout = (make, own, *((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks))
             expected = shared.setdefault(layout, Expected(ranks, make, release.head_dim, padded=not own))
-            # In place, prefixes stay by intent, and a flush would be refused.
+            # With in_place, the cache is kept on purpose, and a flush would be refused.
             receiver = Receiver(engine, len(ranks), expected, flush=self._options.pause != "in_place")
             if isinstance(error, Exception):
                 receiver.failed(error)
@@ -205,10 +209,12 @@ class Syncer:
         return attempts
 
     def _ask(self, engine: EngineControl, release: Release) -> tuple[EngineInfo, list[RankChecksums]]:
-        """What it is and holds, if it can take the release: nothing has been sent to it yet."""
+        """Check, before anything is sent, that the engine can take the release, and read its description and
+        ranks."""
         info, held = engine.info(), self._held.pop(engine.url, None)
         if self._options.pause == "in_place" and info.overlap:
-            # The step under way at the pause is of the old weights; SGLang counts its token to the new ones.
+            # The step running at the pause uses the old weights, but SGLang attributes its token to the new
+            # ones.
             text = (
                 f"engine {engine.url}: in_place would give one token of each running request a wrong version"
             )
@@ -228,14 +234,14 @@ class Syncer:
             )
 
     def _halt(self, attempt: SyncAttempt) -> None:
-        """Have the engine stand still."""
+        """Pause the engine, after its requests are drained if the options say so."""
         control, pause = attempt.receiver.control, self._options.pause
         if pause == DRAIN:
             deadline = time.monotonic() + self._options.drain_s
-            # Requests of an engine that stands still already do not end.
+            # Requests of an engine that is paused already do not finish.
             while control.url not in self._standing and control.requests() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-            pause = "retract"  # whatever came in since
+            pause = "retract"  # also requests that arrived since
         known = control.url in self._given and control.url not in self._standing
         self._standing.add(control.url)
         control.pause(pause)
@@ -245,10 +251,10 @@ class Syncer:
             control.disown()  # should this process die now, and somebody have the engine go on
 
     def _flush(self, control: EngineControl, pause: str, known: bool) -> None:
-        """Have an engine that stands still forget its prefixes.
+        """Flush the prefix cache of a paused engine.
 
         Args:
-            known: its weights are verified. Others may be half an earlier trainer's.
+            known: whether its weights are verified; unverified ones may be a partial update.
         """
         deadline, moment = time.monotonic() + control.timeout_s, MOMENT_S
         while (refused := control.flush()) is not None and time.monotonic() < deadline:
@@ -260,7 +266,7 @@ class Syncer:
             control.pause(pause)
         if refused is None:
             return
-        if known:  # no weight has moved
+        if known:  # no weight was sent yet
             control.resume()
             self._standing.discard(control.url)
         text = f"{refused} (for {control.timeout_s:g} s). Constrained requests (response_format) that are"
@@ -271,7 +277,9 @@ class Syncer:
         present = _present(attempts)
         try:
             return self._transport.send(weights, [c.receiver for c in present]) if present else 0
-        except Exception as error:  # the policy's own: what the engines hold is unknown all the same
+        except (
+            Exception
+        ) as error:  # an error of the policy itself: the engines' weights are unknown all the same
             for attempt in present:
                 attempt.receiver.failed(error)
             self._note_ends(release, attempts, 0)
@@ -298,7 +306,7 @@ class Syncer:
             self._write(*records)
 
     def _note_ends(self, release: Release, attempts: list[SyncAttempt], sent: int) -> None:
-        """Say in the log how it went with each engine of which that was not said before."""
+        """Record the end of each engine's sync, unless it is recorded already."""
         records: list[Record] = []
         for attempt in attempts:
             error, url = attempt.receiver.error, attempt.receiver.control.url
@@ -314,7 +322,7 @@ class Syncer:
     def _each(
         self, pool: ThreadPoolExecutor, attempts: Sequence[SyncAttempt], step: Callable[[SyncAttempt], None]
     ) -> None:
-        """Take a step with every engine that has not failed, side by side."""
+        """Run a step of the sync on all engines that have not failed, in parallel."""
         running = [(attempt, pool.submit(step, attempt)) for attempt in _present(attempts)]
         for attempt, task in running:
             error = task.exception()

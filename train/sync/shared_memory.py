@@ -1,4 +1,4 @@
-"""Tensors in shared memory, in the form that an engine's process of this host can map.
+"""Shared-memory tensors that an engine's process on this host can map.
 
 PyTorch's strategy `file_system` names the memory by a file, where the default passes file descriptors, which
 a process that is no child of this one cannot take: SGLang 0.5.23 dies of it on a CPU.
@@ -22,7 +22,7 @@ _started = False
 def shared_bytes(size: int) -> torch.Tensor:
     """Memory with a name, uint8 [size].
 
-    It has the name from the start: giving it one later would move it, under the feet of whoever reads it.
+    It is named when it is created, because naming it later would move it while others read it.
     """
     torch.multiprocessing.set_sharing_strategy("file_system")
     with _quiet_start():
@@ -38,9 +38,10 @@ def payload(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
 
 @contextlib.contextmanager
 def _quiet_start() -> Iterator[None]:
-    """PyTorch starts a process that keeps track of the files, and lives on while an engine maps them.
+    """Start PyTorch's tracker process, which lives as long as an engine maps the files, without this
+    process's stderr.
 
-    It would hold this process' error output open, and whoever reads that to its end would wait for it.
+    With it, a reader of this process's stderr would wait until the tracker ends.
     """
     global _started
     if _started:

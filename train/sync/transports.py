@@ -1,7 +1,7 @@
-"""How weights get to engines: from a directory, from this host's memory, or by broadcast.
+"""The transports of weights to engines: from a directory, from this host's memory, or by broadcast.
 
-A transport is given engines that are paused and sends all of a policy's tensors to each; whether an engine
-then holds them is for its `Expected` to say. Whoever fails is out, and the others go on.
+A transport sends all of a policy's tensors to each of several paused engines; `Expected` then verifies what
+an engine holds. An engine that fails is left out, and the others continue.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Weights = Callable[[], Iterator[NamedTensor]]
 
 @dataclass(slots=True, eq=False)
 class Receiver:
-    """An engine that gets weights, and what has come of it.
+    """An engine that receives weights, and its state.
 
     Attributes:
         ranks: its tensor-parallel ranks.
-        expected: what it must hold in the end; engines of one layout share it.
-        flush: have it forget prefixes that the old weights made.
-        error: why it is out, or None.
+        expected: the checksums that it must have in the end; engines of one layout share them.
+        flush: whether its prefix cache is flushed with the update.
+        error: why it failed, or None.
     """
 
     control: EngineControl
@@ -44,12 +44,12 @@ class Receiver:
     error: Exception | None = None
 
     def failed(self, error: Exception) -> None:
-        """It takes no part any more."""
+        """Note its failure; it is left out from now on."""
         self.error = self.error or error
 
 
 class Transport(Protocol):
-    """A way for weights."""
+    """A transport of weights."""
 
     name: str
 
@@ -57,7 +57,7 @@ class Transport(Protocol):
         """Give every receiver all tensors, and add them to its expectation; the bytes sent to each."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""
 
 
 class FromDisk:
@@ -69,7 +69,7 @@ class FromDisk:
         self.path = path
 
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
-        """Have all load at once; what they must hold is computed here from the policy itself meanwhile."""
+        """Make all engines load at once; meanwhile the expected checksums are computed from the policy."""
         with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
             loading = [
                 pool.submit(r.control.update_from_disk, str(self.path), flush=r.flush) for r in receivers
@@ -79,7 +79,7 @@ class FromDisk:
         return sent
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class FromTensors:
@@ -91,7 +91,7 @@ class FromTensors:
         self._buffers = Buffers(bucket_bytes, torch.device("cpu"), shared=True)
 
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
-        """A bucket at a time to all; the next is packed while they load it."""
+        """Send one bucket at a time to all engines; the next is packed while they load it."""
 
         def give(receiver: Receiver, bucket: Bucket) -> None:
             named = bucket.tensors()
@@ -101,7 +101,7 @@ class FromTensors:
         return _in_buckets(weights, receivers, self._buffers, give)
 
     def close(self) -> None:
-        """The memory goes with the buffers."""
+        """Do nothing: the memory is freed with the buffers."""
         self._buffers = Buffers(0, torch.device("cpu"))
 
 
@@ -124,7 +124,7 @@ class ByBroadcast:
         self._groups: dict[EngineControl, BroadcastGroup] = {}
 
     def send(self, weights: Weights, receivers: Sequence[Receiver]) -> int:
-        """Broadcast bucket after bucket, to all side by side."""
+        """Broadcast one bucket after another, to all engines in parallel."""
         with ThreadPoolExecutor(max(len(receivers), 1)) as asking:
 
             def give(receiver: Receiver, bucket: Bucket) -> None:
@@ -145,7 +145,7 @@ class ByBroadcast:
                         self._leave(receiver.control)
 
     def _join(self, receiver: Receiver, asking: ThreadPoolExecutor) -> None:
-        """Have a group with it: the last sync's, if that ended well."""
+        """Form a group with the engine, or reuse that of the last successful sync."""
         control = receiver.control
         if control in self._groups:
             return
@@ -159,10 +159,10 @@ class ByBroadcast:
         self._groups[control] = group
 
     def _leave(self, engine: EngineControl) -> None:
-        """End the group here and in the engine, which would keep its remains."""
+        """End the group here and in the engine, which would otherwise keep it."""
         group = self._groups.pop(engine, None)
         if group is not None:
-            with contextlib.suppress(EngineError):  # gone, or not in it
+            with contextlib.suppress(EngineError):  # unreachable, or not in the group
                 engine.leave_group(group.name)
             group.close()
 
@@ -181,7 +181,7 @@ def _in_buckets(
     """Send buckets through sessions; the bytes of all.
 
     Args:
-        give: has an engine take a bucket; it returns once the engine has it.
+        give: sends a bucket to an engine, and returns once the engine has it.
     """
     sent = 0
     with ThreadPoolExecutor(len(receivers) + 1) as pool:

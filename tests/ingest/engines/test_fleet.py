@@ -205,7 +205,7 @@ def test_the_memory_of_trajectories_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     async def scenario(it: Any) -> None:
         for name in ("a", "b", "a", "c"):
             await it.ask(f"{name}{len(it.asks)}", name)
-        assert list(it.fleet._of) == ["a", "c"]
+        assert list(it.fleet._assigned) == ["a", "c"]
 
     run(scenario)
 

@@ -97,12 +97,12 @@ def test_an_unknown_algorithm_is_an_error_everywhere(taught: Store, monkeypatch:
     """In a CONFIG, in a manifest, and in the replay of a step that another release recorded."""
     with pytest.raises(ConfigError, match=r"'ppo'.*does not match any of the expected tags: 'sft', 'grpo'"):
         parse_config({"model": "m", "steps": 1, "algorithm": {"name": "ppo"}}, "test")
-    with pytest.raises(TrainError, match=r"algorithm 'ppo' is none of this release's \(sft, grpo"):
+    with pytest.raises(TrainError, match=r"algorithm 'ppo' is unknown to this release \(sft, grpo"):
         recorded_algorithm({"name": "ppo"})
     with pytest.raises(TrainError, match=r"algorithm 'grpo', key 'dual_clip': .* \(got 3\)"):
         recorded_algorithm({"name": "grpo", "dual_clip": 3})
     monkeypatch.delitem(ALGORITHMS, "doubled")  # type: ignore[arg-type]
-    with pytest.raises(TrainError, match="algorithm 'doubled' is none of this release's"):
+    with pytest.raises(TrainError, match="algorithm 'doubled' is unknown to this release"):
         replay_step(taught, 0)
 
 

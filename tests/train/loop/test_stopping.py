@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the step in hand is finished, a checkpoint is written, and training goes on from it."""
+"""SIGINT and SIGTERM: the current step is finished, a checkpoint is written, and training goes on from it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_signal_in_the_middle_of_a_step(fabric: Any, recorded: Stores, trained
     _train_until_interrupted(fabric, log)
     assert [plan.step for plan in _of(log, StepPlanned)] == list(range(6))
     assert _of(log, CheckpointWritten)[-1].policy_version == 6
-    assert "SIGINT: the step in hand is finished first; once more ends it now" in capfd.readouterr().err
+    assert "SIGINT: finishing the current step; repeat the signal to end now" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     fabric.train(log, fabric.config(fabric.SFT))
     assert [(plan.step, plan.attempt) for plan in _of(log, StepPlanned)] == [(n, 1) for n in range(9)]
@@ -120,7 +120,7 @@ def test_a_signal_while_samples_are_waited_for(
 
 
 def test_a_second_signal_ends_it_now(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in hand fails, and no checkpoint is waited for."""
+    """The current step fails on the signal, and the training does not wait for a checkpoint."""
     log = recorded()
     _interrupt(monkeypatch, signal.SIGINT, 5)
     run = Trainer.write
