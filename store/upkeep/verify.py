@@ -247,9 +247,8 @@ def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], 
     seqs = [_verify_file(store, unit, file) for file in unit.files]
     on_bytes(unit.bytes)
     held = np.sort(np.concatenate([np.empty(0, np.int64), *seqs]))
-    count = (
-        unit.next_seq - unit.first_seq
-    )  # compared first, because a damaged manifest may give an impossible array size
+    # Compared first, because a damaged manifest may give an impossible array size.
+    count = unit.next_seq - unit.first_seq
     if len(held) != count or not np.array_equal(held, np.arange(unit.first_seq, unit.next_seq)):
         raise _FaultError(
             Fault(manifest, f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each")

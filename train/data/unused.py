@@ -98,9 +98,8 @@ def _dropped(
     fresh: Sequence[SampleRef], config: TrainConfig, version: int, limits: ModelLimits | None
 ) -> str | None:
     """The rule by which the recipe drops all that is left of a trajectory, or None."""
-    recipe = config.recipe.model_copy(
-        update={"drop_zero_variance": False}
-    )  # zero variance is counted by groups below
+    # Zero variance is counted by groups below.
+    recipe = config.recipe.model_copy(update={"drop_zero_variance": False})
     kept, drops = select(fresh, recipe, config.algorithm, version, limits)
     return None if kept else f"are dropped by the rule {drops[0].rule}"
 

@@ -211,9 +211,8 @@ class Publisher:
                 left = begun + sync.wait_s - time.monotonic()
                 if only or left <= 0:
                     raise
-                await_one(
-                    self._engines, left
-                )  # a restarted engine needs a whole sync, or is not reachable yet
+                # A restarted engine needs a whole sync, or is not reachable yet.
+                await_one(self._engines, left)
 
     def _syncs_from_disk(self) -> bool:
         self._connected()

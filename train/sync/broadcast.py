@@ -92,9 +92,8 @@ class BroadcastGroup:
             late = time.monotonic() > deadline or (receiving.done() and receiving.exception() is not None)
             time.sleep(POLL_S)
         if late:
-            self._pending.append(
-                (work, bucket.flat)
-            )  # the memory must outlive a collective that may still read it
+            # The memory must outlive a collective that may still read it.
+            self._pending.append((work, bucket.flat))
             receiving.result()
             raise EngineError(f"the broadcast of {bucket.names[0]} took more than {self._timeout_s:g} s")
         try:

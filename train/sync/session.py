@@ -189,9 +189,8 @@ class Syncer:
         for engine, asked in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
             error = asked.exception()
             info, ranks = (None, []) if error is not None else asked.result()
-            own = (
-                info is not None and info.kind == EMBEDDED
-            )  # the embedded engine hashes as on a CPU, whatever its device
+            # The embedded engine hashes as on a CPU, whatever its device.
+            own = info is not None and info.kind == EMBEDDED
             make = checksum_of("cpu" if info is None or own else info.device)
             layout = (make, own, *((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks))
             expected = shared.setdefault(layout, Expected(ranks, make, release.head_dim, padded=not own))
@@ -277,9 +276,8 @@ class Syncer:
         present = _present(attempts)
         try:
             return self._transport.send(weights, [c.receiver for c in present]) if present else 0
-        except (
-            Exception
-        ) as error:  # an error of the policy itself: the engines' weights are unknown all the same
+        # An error of the policy itself: the engines' weights are unknown all the same.
+        except Exception as error:
             for attempt in present:
                 attempt.receiver.failed(error)
             self._note_ends(release, attempts, 0)
