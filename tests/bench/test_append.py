@@ -32,13 +32,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, append.Mea
     return folder, append.measure(folder, TINY, lambda: told.append(None)), len(told)
 
 
-def test_the_log_and_the_bare_file_are_equally_long(measured: Any) -> None:
+def test_the_log_and_the_bare_file_have_equal_sizes(measured: Any) -> None:
     """The log's frames and the raw file have the same number of bytes, warm-up included."""
     folder, result, _ = measured
     assert result.log_bytes == result.raw_bytes == (folder / "raw").stat().st_size
 
 
-def test_every_side_wrote_the_same_turns(measured: Any) -> None:
+def test_every_store_under_test_wrote_the_same_turns(measured: Any) -> None:
     """Log, JSON lines, DuckDB and SQLite hold the same ids and logprobs, in the same order."""
     folder, _, _ = measured
     events = [e for e in rb.open(folder / "store").events() if e.lane == append.GROUPED]
@@ -109,7 +109,7 @@ def test_every_event_of_the_open_loop_is_acknowledged(measured: Any) -> None:
     assert all(s.overshoot_ms and s.cores > 0 for both in result.served for s in both)
 
 
-def test_arrivals_are_poisson() -> None:
+def test_open_loop_arrivals_are_a_poisson_process() -> None:
     """Gaps of a Poisson process: mean 1/rate, and as wide as their mean; the same for the same seed."""
     due = arrivals(Traffic(1000.0, 20.0), 3)
     gaps = np.diff(due)

@@ -128,7 +128,7 @@ def test_open_ends_are_found() -> None:
     assert "turn ua: its version spans do not cover its tokens once each" in found
 
 
-def test_a_lap_from_its_log(store: Store) -> None:
+def test_a_lap_is_measured_from_its_log(store: Store) -> None:
     """Rate, parts, staleness and what was dropped, of a log whose numbers are known."""
     serve = [record for name in "abcd" for record in _trajectory(name)]
     drop = replace(DROP, trajectory_id="td", turn_id="ud", step=2)
@@ -174,7 +174,7 @@ def test_figures_are_ratios_of_a_round_and_shares_of_tokens() -> None:
     assert (lost.value, lost.runs, lost.against) == (1, 3, "7 samples, 3 kills")
 
 
-def test_settings_are_configurations(tmp_path: Path) -> None:
+def test_each_setting_becomes_its_training_config(tmp_path: Path) -> None:
     """Each is a CONFIG that says what the setting says; those of kills treat running requests differently."""
 
     def read(setting: Any) -> TrainConfig:
@@ -214,8 +214,8 @@ def test_the_scale_multiplies_the_kills() -> None:
 
 @pytest.mark.torch
 @pytest.mark.timeout(300)
-def test_a_short_run(tmp_path: Path, capsys: Any) -> None:
-    """One setting for a few steps and three kills, of real processes: nothing is wrong, as figures say."""
+def test_a_short_run_with_kills_finds_no_fault(tmp_path: Path, capsys: Any) -> None:
+    """A few steps of one setting and three kills, with real processes, report no fault."""
     told: list[None] = []
     killing = KillPlan(gap_s=0.5, wait_s=1.0, agents=8)
     plan = loop.Plan(

@@ -96,7 +96,7 @@ def test_images_have_a_place_in_the_prompt(stage: Path) -> None:
     assert len(tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")) == 3
 
 
-def test_material_is_the_same_for_everyone(material: Material, tmp_path: Path) -> None:
+def test_every_side_gets_the_same_conversations(material: Material, tmp_path: Path) -> None:
     """The same seed makes the same; conversations differ, end with an answer, and call tools before."""
     make_material().write(tmp_path / "again.json")
     assert material == Material.read(tmp_path / "again.json")
@@ -106,7 +106,7 @@ def test_material_is_the_same_for_everyone(material: Material, tmp_path: Path) -
     assert 800 < sum(map(len, material.results)) / len(material.results) < 1500
 
 
-def test_turns_are_talked_and_checked(material: Material, upstream: str) -> None:
+def test_turns_are_sent_and_their_replies_checked(material: Material, upstream: str) -> None:
     """Whole conversations at once, against an upstream that answers as it should: all right, all counted."""
     given = {"url": upstream, "path": "/v1/chat/completions", "kind": "litellm", "name": "x", "seed": 3}
     found = asyncio.run(turns(material, given | {"turns": 4, "trajectories": 5, "concurrency": 2}))
@@ -252,7 +252,7 @@ def test_no_child_is_left(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
-def test_who_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its children, before the folder they write to is removed."""
     monkeypatch.setattr("rollbook.bench.processes.STOP_S", 0.2)
     deaf = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -289,8 +289,10 @@ def test_children_end_with_their_parent(tmp_path: Path) -> None:
     raise AssertionError(f"process {pid} outlived its parent")
 
 
-def test_litellm_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the variable says; its version is the extra's; its configuration names the upstream."""
+def test_litellm_is_found_by_its_environment_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LiteLLM is found where the variable says, at the extra's version, configured for the upstream."""
     monkeypatch.setenv("ROLLBOOK_LITELLM", str(tmp_path))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "litellm").touch()

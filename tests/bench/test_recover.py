@@ -21,8 +21,8 @@ from rollbook.store.errors import CorruptionError
 TINY = recover.Plan(kills=3, of_a_store=2, life_s=0.4, limit=Limit(2, 30.0), commits=3)
 
 
-def test_kills_lose_nothing(tmp_path: Path) -> None:
-    """Three processes in two stores: what they acknowledged is there, unchanged; each kill is counted."""
+def test_killed_writers_lose_no_acknowledged_event(tmp_path: Path) -> None:
+    """Events that three killed processes acknowledged in two stores are unchanged; kills are counted."""
     told: list[None] = []
     measured = recover.measure(tmp_path, TINY, lambda: told.append(None))
     killed = measured.killed
@@ -76,7 +76,7 @@ def test_fingerprints_tell_events_apart(story: dict[str, list[Event]]) -> None:
     assert len({fingerprint(e) for e in [turn, *changed]}) == len(changed) + 1
 
 
-def test_what_the_killed_process_told() -> None:
+def test_acknowledgements_of_a_killed_process_are_parsed() -> None:
     """Messages are ids and fingerprints, 52 bytes an event; one with a mark says what is damaged."""
     ids = ["a" * 36, "b" * 36, "c" * 36]
     first = ids[0].encode() + b"0" * 16 + ids[1].encode() + b"1" * 16

@@ -11,7 +11,7 @@ from rollbook.bench.rounds import Limit, Work, interleave, order, times_faster
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
-def test_everyone_goes_first_equally_often(names: str) -> None:
+def test_each_side_goes_first_equally_often(names: str) -> None:
     """Over a full turn of rounds, of any two sides each comes before the other equally often."""
     rounds = [order(list(names), number) for number in range(2 * len(names))]
     assert all(sorted(one) == list(names) for one in rounds)
@@ -43,7 +43,7 @@ def test_each_side_runs_once_a_round_after_a_warm_up() -> None:
     assert all(lap.wall_s >= 0 and lap.cpu_s >= 0 for found in laps.values() for lap in found)
 
 
-def test_time_ends_it_after_one_round() -> None:
+def test_the_time_limit_ends_it_after_one_round() -> None:
     """A limit that has passed leaves one round."""
     laps = interleave({"a": lambda _: lambda: None}, Limit(10**9, 0.0), lambda: None)
     assert len(laps["a"]) == 1
@@ -54,7 +54,7 @@ def test_ratios_are_medians_of_rounds() -> None:
     assert times_faster([1.0, 1.0, 9.0], [2.0, 2.0, 0.9]) == 2.0
 
 
-def test_quantiles_and_spreads() -> None:
+def test_percentiles_are_the_smallest_value_at_rank() -> None:
     """The p-th percentile is the smallest value that `percent` % of the values do not exceed."""
     values = [float(i) for i in range(200, 0, -1)]
     assert [quantile(values, q) for q in (50, 99, 100)] == [100.0, 198.0, 200.0]

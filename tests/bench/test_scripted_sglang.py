@@ -219,7 +219,7 @@ def test_a_script_changes_the_weights(peer: Make) -> None:
     assert one.generate().json()["meta_info"]["weight_version"] == "c"
 
 
-def test_the_ways_to_pause(peer: Make) -> None:
+def test_each_pause_mode_treats_running_requests_as_sglang_does(peer: Make) -> None:
     """`abort` ends what runs; `retract` keeps it and lets the cache be flushed; new requests wait in both."""
     one = peer(SLOW, SLOW, Answer([1]))
     wait = one.start()

@@ -130,8 +130,8 @@ def _items(model: Path) -> list[tuple[str, Any]]:
 # Weights ------------------------------------------------------------------------------------------
 
 
-def test_where_tensors_lie() -> None:
-    """Merged, in order; a mixture's experts in two tensors."""
+def test_tensors_are_merged_as_sglang_merges_them() -> None:
+    """Projections are merged in order; the experts of a mixture are in two tensors."""
     names = ["self_attn.q_proj.weight", "self_attn.v_proj.bias", "mlp.up_proj.weight", "mlp.down_proj.weight"]
     assert [place_in_sglang(name, 0) for name in names] == [
         ("self_attn.qkv_proj.weight", 0, 3),

@@ -82,7 +82,7 @@ def test_logprobs_are_of_bfloat16_logits() -> None:
     assert len(np.unique(found)) > 4000
 
 
-def test_bytes_per_value() -> None:
+def test_bytes_per_value_depend_on_the_encoding() -> None:
     """Noise takes its four bytes, a constant next to none; a dictionary helps where there are few values."""
     rng = np.random.default_rng(0)
     noise = _lists(rng.integers(-(2**31), 2**31, 50_000, dtype=np.int64).astype(np.int32))

@@ -96,8 +96,8 @@ def test_a_variable_names_another_python(tmp_path: Path, monkeypatch: pytest.Mon
     assert sglang_python() == tmp_path / "python"
 
 
-def test_routes_are_timed() -> None:
-    """Also those that fail."""
+def test_requests_are_timed_by_route() -> None:
+    """Requests are timed by their route, failed ones too."""
     control = TimedControl("http://127.0.0.1:9", 1.0)
     with pytest.raises(EngineError):
         control.info()

@@ -93,7 +93,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:3])[:40])
-def test_no_command_prints_it(evil: Store, words: list[str], monkeypatch: Any, capsys: Any) -> None:
+def test_no_command_prints_control_characters(
+    evil: Store, words: list[str], monkeypatch: Any, capsys: Any
+) -> None:
     """Neither what it finds nor what it complains of; and none ends with a traceback."""
     monkeypatch.setattr(sys, "argv", ["rollbook", *words, "--store", str(evil.path)])
     with pytest.raises(SystemExit) as stop:
@@ -135,7 +137,7 @@ def test_csv_is_exact_in_a_file_and_harmless_on_a_terminal(
 
 
 @given(st.text())
-def test_any_text_on_any_way_out(text: str) -> None:
+def test_any_text_is_harmless_in_every_output_format(text: str) -> None:
     """A line, a table's cell and head, a styled part, a log record and JSON: none lets through what acts."""
     text = text.encode(errors="replace").decode()
     out = io.StringIO()
@@ -153,7 +155,7 @@ def test_any_text_on_any_way_out(text: str) -> None:
     assert json.loads(json_for_terminal(orjson.dumps([text]))) == [text]
 
 
-def test_markup_is_text(capsys: Any) -> None:
+def test_rich_markup_in_values_is_printed_as_text(capsys: Any) -> None:
     """No text is taken for Rich's markup, a link or an emoji, wherever it stands."""
     text = "[red]x[/red] [link=http://evil]y[/link] :smile: [/]"
     table = Table(text)
@@ -163,8 +165,8 @@ def test_markup_is_text(capsys: Any) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_styles_are_kept(capsys: Any, monkeypatch: Any) -> None:
-    """What we style has its style on a terminal; an escape of the text is none."""
+def test_only_our_own_styles_reach_a_terminal(capsys: Any, monkeypatch: Any) -> None:
+    """Our own styles reach a terminal; an escape sequence within a value does not."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     Console().tell(("a\x1b[1mb", "red"))
@@ -177,7 +179,7 @@ def test_values_without_json_are_their_text(capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out) == {"at": "/a"}
 
 
-def test_nobody_goes_past_it(root: Path) -> None:
+def test_every_module_prints_through_the_terminal_module(root: Path) -> None:
     """No module of the product makes a console of Rich's own, writes markup, or prints JSON by itself."""
     wrong = []
     for folder in ("store", "ingest", "train", "replay", "demo"):

@@ -66,8 +66,8 @@ def test_a_tail_from_the_middle_shows_what_is_known(story: dict[str, list[Event]
     ]
 
 
-def test_lanes_in_another_order(story: dict[str, list[Event]]) -> None:
-    """Turns that were read before their trajectory's opening are not counted wrong: they have no number."""
+def test_turns_read_before_their_opening_have_no_number(story: dict[str, list[Event]]) -> None:
+    """A turn that is read before its trajectory's opening is shown without a number."""
     opened, *rest = [e for e in story["serve"] if getattr(e.record, "trajectory_id", "") == "t1"]
     lines = _lines(Traffic(), [*rest[:3], opened, *rest[3:]])
     assert lines[1].startswith("22:13:23 ..t1                 first ")
@@ -129,8 +129,10 @@ def test_failures_are_red_and_cut_turns_yellow(story: dict[str, list[Event]]) ->
     assert len({styles(line)["alpha"] for line in lines.values() if "alpha" in _plain(line)}) == 1
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, story: dict[str, list[Event]]) -> None:
-    """However many turns never end and trajectories never finish, so much is remembered and no more."""
+def test_open_turns_and_trajectories_take_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, story: dict[str, list[Event]]
+) -> None:
+    """Memory for turns and trajectories that never end is bounded."""
     for name in ("TRAJECTORIES", "RUNNING", "NUMBERS"):
         monkeypatch.setattr(print_turns, name, 10)
     traffic = Traffic()
@@ -169,7 +171,7 @@ def test_the_default_is_a_line_per_turn(tail: Any) -> None:
     assert tail("--run", "none")[1] == ""
 
 
-def test_a_line_per_event(tail: Any, story: dict[str, list[Event]]) -> None:
+def test_events_can_be_printed_one_per_line(tail: Any, story: dict[str, list[Event]]) -> None:
     """With `--events` each event has one; with `--kinds` each of those; escapes of names are shown."""
     lines = tail("--events")[1].splitlines()
     assert [line.split()[2] for line in lines] == [

@@ -49,15 +49,15 @@ def _failure(*words: object) -> BaseException | None:
     ],
     ids=" ".join,
 )
-def test_a_run_that_is_not_there(path: Path, words: list[str]) -> None:
-    """The runs that there are are named, what is nearest first."""
+def test_an_unknown_run_is_an_error(path: Path, words: list[str]) -> None:
+    """The error for an unknown run names the existing runs, the nearest first."""
     error = _failure(*words, "--store", path, "--run", "frist")
     assert isinstance(error, CutError)
     assert str(error) == "no run 'frist'; there are: first, another"
 
 
-def test_a_run_that_is_there(path: Path) -> None:
-    """Nothing is wrong with it, or what is wrong is said as it is."""
+def test_a_known_run_is_accepted(path: Path) -> None:
+    """With a run that exists, commands work or report the missing trajectory."""
     for words in (["samples"], ["show", "t"], ["tail", "--no-follow"]):
         assert CliRunner().invoke(app, [*words, "--store", str(path), "--run", "first"]).exit_code == 0
     error = _failure("show", "nobody", "--store", path, "--run", "first")
@@ -66,7 +66,7 @@ def test_a_run_that_is_there(path: Path) -> None:
     assert str(error) == "no trajectory 't' in run 'another'; there is one in first"
 
 
-def test_who_follows_may_wait_for_a_run(path: Path, run_python: Any) -> None:
+def test_following_may_wait_for_a_run_that_does_not_exist_yet(path: Path, run_python: Any) -> None:
     """It is said that the run is not there yet, and its events are printed once they are."""
     code = f"""
 import signal, sys, threading, time

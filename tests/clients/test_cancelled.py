@@ -10,7 +10,7 @@ from rollbook.train.data.samples import samples_of
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_a_stream_that_is_broken_off(api: str, proxy: Proxy, run: Run) -> None:
+def test_a_cancelled_stream_aborts_the_turn(api: str, proxy: Proxy, run: Run) -> None:
     """The turn ends as aborted, holds the beginning of the reply, and counts as undelivered."""
     name = proxy.new_name()
     told = run("cancelled.py", api, at=proxy.base(name), ROLLBOOK_QUESTION="Answer slowly, please.")

@@ -17,7 +17,7 @@ def _one_path(trajectory: Trajectory) -> bool:
     return _path(trajectory) == [None, *list(trajectory.turns)[:-1]] and len(trajectory.turns) == 3
 
 
-def test_a_session_id_alone(proxy: Proxy, run: Run) -> None:
+def test_a_session_id_names_the_trajectory(proxy: Proxy, run: Run) -> None:
     """A header that agents send by themselves names the trajectory."""
     name = proxy.new_name()
     told = run("openai_chat.py", at=proxy.url, OPENAI_CUSTOM_HEADERS=f"X-Session-ID: {name}")
@@ -25,8 +25,8 @@ def test_a_session_id_alone(proxy: Proxy, run: Run) -> None:
     assert _one_path(proxy.trajectory(name))
 
 
-def test_an_explicit_header(proxy: Proxy, run: Run) -> None:
-    """Anthropic's client takes headers out of its environment as well."""
+def test_a_header_names_the_trajectory(proxy: Proxy, run: Run) -> None:
+    """Anthropic's client also takes headers from its environment."""
     name = proxy.new_name()
     headers = f"X-Rollbook-Trajectory: {name}\nX-Rollbook-Group: g"
     told = run("anthropic_messages.py", at=proxy.url, ANTHROPIC_CUSTOM_HEADERS=headers)
@@ -36,16 +36,16 @@ def test_an_explicit_header(proxy: Proxy, run: Run) -> None:
     assert _one_path(trajectory)
 
 
-def test_an_api_key(proxy: Proxy, run: Run) -> None:
-    """A key that names the trajectory goes wherever the library sends its key."""
+def test_an_api_key_names_the_trajectory(proxy: Proxy, run: Run) -> None:
+    """A key that names the trajectory is sent wherever the library sends its key."""
     name = proxy.new_name()
     told = run("openai_responses.py", at=proxy.url, OPENAI_API_KEY=f"trajectory:{name}")
     assert told.answer == ANSWER
     assert _one_path(proxy.trajectory(name))
 
 
-def test_nothing_at_all(proxy: Proxy, run: Run) -> None:
-    """A rollout that names none is quarantined, in one trajectory all the same."""
+def test_unnamed_requests_are_quarantined_as_one_trajectory(proxy: Proxy, run: Run) -> None:
+    """Requests of a rollout without a name are quarantined, all in one trajectory."""
     before = set(proxy.trajectories())
     told = run("openai_chat.py", at=proxy.url)
     assert told.answer == ANSWER

@@ -156,7 +156,7 @@ def _links(trajectory: Trajectory) -> list[int | None]:
 
 
 @pytest.mark.parametrize("words", [(), ("stream",)], ids=["whole", "stream"])
-def test_a_request_that_everybody_gave_up(
+def test_a_request_without_waiting_clients_is_aborted(
     words: tuple[str, ...], proxy: Proxy, run: Run, between: Callable[[str], tuple[Between, str]]
 ) -> None:
     """What was sampled by then is recorded and never trained; the retry is a generation of its own."""

@@ -89,6 +89,6 @@ def test_the_agents_calculator_is_the_tasks(op: str, result: int) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "[]", '{"a": 1}', '{"a": 1, "b": 2, "op": "/"}', '{"a": "x"}'])
-def test_a_wrong_call_is_told_to_the_model(arguments: str) -> None:
-    """The agent never dies of what a model wrote."""
+def test_a_wrong_call_is_reported_to_the_model(arguments: str) -> None:
+    """An invalid tool call of the model is an error message, and the agent goes on."""
     assert calculator(arguments).startswith("error: ")

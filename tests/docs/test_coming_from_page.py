@@ -83,8 +83,8 @@ def test_the_questions_have_right_answers(page: str, one_of_everything: Store) -
     }
 
 
-def test_what_is_named_is_there(page: str) -> None:
-    """Keys of a configuration and columns of views in the tables' columns of ours."""
+def test_named_configuration_keys_and_columns_exist(page: str) -> None:
+    """Configuration keys and view columns that the tables name are there."""
     ours = "\n".join(line for line in page.splitlines() if line.startswith("|"))
     grpo = ("groups", "clip_low", "clip_high")
     for key in (*grpo, "max_staleness", "drop_zero_variance"):

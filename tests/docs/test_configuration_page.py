@@ -49,8 +49,8 @@ def test_every_table_is_known() -> None:
 
 
 @pytest.mark.parametrize("file", ["sft.toml", "grpo.toml"])
-def test_what_holds_is_a_configuration(root: Path, tmp_path: Path, file: str) -> None:
-    """What `--show-config` prints is a CONFIG that means the same. Nothing is trained."""
+def test_show_config_prints_an_equal_configuration(root: Path, tmp_path: Path, file: str) -> None:
+    """`--show-config` prints a configuration equal to the one it was given, and trains nothing."""
     path, nowhere = root / "configs" / file, tmp_path / "none"
     words = ["train", str(path), "--set", "optimizer.lr=0.5", "--show-config"]
     said = CliRunner().invoke(app, words, env={"ROLLBOOK_STORE": str(nowhere)})

@@ -101,7 +101,7 @@ def test_every_upcaster_is_described(page: str) -> None:
     assert told == [f"`{kind}`, {version} to {version + 1}" for kind, version in UPCASTERS]
 
 
-def test_the_frame_header(page: str, one_of_everything: Store) -> None:
+def test_a_frame_header_has_the_documented_layout(page: str, one_of_everything: Store) -> None:
     """Read at the documented offsets and sizes, a header's fields are those that the code reads."""
     segment = one_of_everything.path / "lanes" / "serve" / "00000001.wal"
     data = segment.read_bytes()
@@ -119,7 +119,7 @@ def test_the_frame_header(page: str, one_of_everything: Store) -> None:
     assert next_chain(frames[0].chain, frame.payload) == frame.chain
 
 
-def test_the_header_frame(one_of_everything: Store) -> None:
+def test_a_segments_first_frame_is_the_documented_header(one_of_everything: Store) -> None:
     """A segment's first payload is the schema, with the lane, segment and store as metadata."""
     data = (one_of_everything.path / "lanes" / "train" / "00000001.wal").read_bytes()
     schema = pa.ipc.read_schema(pa.py_buffer(read_frame(memoryview(data), 0).payload))
@@ -197,7 +197,7 @@ def test_every_key_of_the_manifest_is_described(page: str, one_of_everything: St
     assert pq.ParquetFile(unit_folder(store.path, unit) / "turns.parquet").metadata.row_group(0).num_rows == 2
 
 
-def test_the_derived_files(page: str) -> None:
+def test_every_derived_file_is_documented(page: str) -> None:
     """Every derived file is named, in order."""
     rows = _cells(_table(page, "| file | rows |", "## derived/"))
     assert [name.strip("`") for name, _ in rows] == list(DERIVED)

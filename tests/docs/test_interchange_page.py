@@ -16,8 +16,8 @@ import pytest
 from rollbook.store import Store
 
 
-def test_the_commands_run(one_of_everything: Store, tmp_path: Path, root: Path) -> None:
-    """What the page exports is there, what it imports is there once, and the library reads the dataset."""
+def test_the_commands_export_and_import(one_of_everything: Store, tmp_path: Path, root: Path) -> None:
+    """The page's exports exist, its imports add each line once, and `datasets` reads the dataset."""
     recorded = one_of_everything.trajectories().values()
     train = [t for t in recorded if t.opened.split == "train"]
     paths = [path for t in train for path in t.paths()]

@@ -31,7 +31,7 @@ def test_the_commands_balance_and_print_the_block(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each runs and balances; the first prints the page's block (but for durations, which differ by run)."""
+    """Each command runs and balances; the first prints the page's block, durations aside."""
     shutil.copytree(one_of_everything.path, tmp_path / "demo-store")
     monkeypatch.chdir(tmp_path)
     [block] = re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
@@ -60,8 +60,8 @@ def test_the_table_has_every_term_and_reason(page: str) -> None:
     assert f"`{ledger.NO_VERSION}`" in page
 
 
-def test_the_text_of_a_difference(page: str) -> Any:
-    """The level the page names is the code's."""
+def test_the_significance_level_matches_the_code(page: str) -> Any:
+    """The significance level that the page names is the code's."""
     from rollbook.cli.ledger import SIGNIFICANT
 
     assert f"below {SIGNIFICANT} the sentence says" in page

@@ -103,7 +103,7 @@ def test_the_layers_have_their_documents() -> None:
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
-def test_commands_parse(
+def test_every_command_parses(
     block: Block, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every `rollbook` command has a sub-command, options and values that exist; its SQL runs."""
@@ -116,7 +116,7 @@ def test_commands_parse(
 
 
 @pytest.mark.parametrize("block", blocks("sql"), ids=str)
-def test_queries_run(block: Block, one_of_everything: Store) -> None:
+def test_every_query_returns_rows(block: Block, one_of_everything: Store) -> None:
     """Every SQL block gives rows on a store with one of everything."""
     assert rb.connect(one_of_everything.path).execute(block.code).fetchall()
 
@@ -134,7 +134,7 @@ def test_python_compiles_and_runs(
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_configurations_load(block: Block) -> None:
+def test_every_toml_block_loads(block: Block) -> None:
     """Every TOML block is a `store.toml`, or settings of `rollbook serve` or `train`, each key known."""
     values = tomllib.loads(block.code)
     if set(values) <= set(StoreSettings.model_fields):
@@ -146,7 +146,7 @@ def test_configurations_load(block: Block) -> None:
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+def test_every_relative_link_exists(path: Path) -> None:
     """Every relative link names a file that is there."""
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
     broken = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
@@ -166,7 +166,7 @@ def test_the_reader_of_commands() -> None:
 @pytest.mark.parametrize(
     "line", ["nope", "store", "sql 'select 1'", "replay step x --store d", "demo --nope"]
 )
-def test_what_does_not_parse(line: str) -> None:
+def test_invalid_commands_are_found(line: str) -> None:
     """An unknown command or option, a missing one, and an ill-typed value are all found."""
     with pytest.raises(Exception, match=r".") as caught:
         parse(shlex.split(line))

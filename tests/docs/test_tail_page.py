@@ -109,8 +109,8 @@ def _outputs(page: str, url: str, root: Path) -> list[list[str]]:
     return outputs
 
 
-def test_the_rollbook_commands(page: str, url: str, here: Store, root: Path) -> None:
-    """Each prints what the page says of it; the one that follows is stopped after its first lines."""
+def test_rollbook_commands_print_what_the_page_says(page: str, url: str, here: Store, root: Path) -> None:
+    """Each command prints what the page says; the following one is stopped after its first lines."""
     whole, each, some, rest, remote = _outputs(page, url, root)
     events = list(here.events())
     assert [line.split()[2] for line in each] == [f"{e.lane}={e.seq}" for e in events]
@@ -120,7 +120,7 @@ def test_the_rollbook_commands(page: str, url: str, here: Store, root: Path) -> 
     assert [orjson.loads(line)["event_id"] for line in rest] == left
 
 
-def test_a_line_per_turn(page: str, url: str, here: Store, root: Path) -> None:
+def test_the_example_lines_are_what_tail_prints(page: str, url: str, here: Store, root: Path) -> None:
     """Of the events those that tell of turns and outcomes have a line; it has what the page says it has."""
     whole, *_ = _outputs(page, url, root)
     kinds = [e.kind for e in here.events()]
@@ -140,8 +140,8 @@ def test_a_line_per_turn(page: str, url: str, here: Store, root: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_curl_commands(page: str, url: str, here: Store) -> None:
-    """Events as messages and as Arrow, and a cursor that is kept."""
+def test_curl_commands_read_events_and_move_a_cursor(page: str, url: str, here: Store) -> None:
+    """The curl commands read events as SSE and as Arrow, and commit a cursor."""
     commands = _lines(page, "curl")
     assert len(commands) == 4
     head = format_cut(here.head())
@@ -163,15 +163,15 @@ def test_the_curl_commands(page: str, url: str, here: Store) -> None:
     assert [e.lane for e in here.events() if e.kind == "cursor.moved"] == ["proxy", "upkeep"]
 
 
-def test_the_remote_tail(page: str, url: str, capsys: Any) -> None:
-    """The block that needs a server, run against one."""
+def test_the_remote_tail_example_runs(page: str, url: str, capsys: Any) -> None:
+    """The block that needs a server runs against one."""
     [block] = [b for b in _blocks(page, "python") if "HttpTail" in b]
     exec(compile(block.replace(ADDRESS, url), "docs/tail.md", "exec"), {})
     assert re.fullmatch(r"[1-9]\d* \{.*'serve': \d+.*\}\n", capsys.readouterr().out)
 
 
-def test_what_the_page_states(page: str) -> None:
-    """Its list of query parameters is complete, and the time between comments is the code's."""
+def test_query_parameters_and_keep_alive_match_the_code(page: str) -> None:
+    """The page lists every query parameter, and the interval of keep-alive comments is the code's."""
     table = page.split("| query | meaning | default |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == PARAMETERS
     assert f"every {KEEP_ALIVE_S:.0f} s" in page

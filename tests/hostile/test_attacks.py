@@ -57,8 +57,10 @@ CASES = [(kind, one.name) for kind in (TOKENS, RECORD) for one in attacks_on(kin
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_attack(field_of: Callable[[str], Field], kind: str, name: str) -> None:
-    """What the attack's own sentence says, and that honest requests are answered meanwhile."""
+def test_honest_clients_are_served_during_an_attack(
+    field_of: Callable[[str], Field], kind: str, name: str
+) -> None:
+    """The attack has its documented outcome, and honest requests are answered meanwhile."""
     field, one = field_of(kind), named(name)
     found = fight(one, field.proxy, field.agents, ATTACK_S, random.Random(name))
     assert found.tally.wrong_200 == [], one.says

@@ -175,8 +175,8 @@ def _check_untouched(proxy: Any, told: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.test", "127.0.0.1", "localhost"])
-def test_a_page_of_another_origin(chromium: str, proxy: Any, tmp_path: Path, host: str) -> None:
-    """Of another host, and of another port of this one: the browser sends, and nothing comes of it."""
+def test_a_page_of_another_origin_is_refused(chromium: str, proxy: Any, tmp_path: Path, host: str) -> None:
+    """Pages of another host, and of another port of this host, change nothing and read nothing."""
     attacker = Attacker("127.0.0.1", 0, proxy.url)
     try:
         page = f"http://{host}:{attacker.port}/page"
@@ -188,8 +188,8 @@ def test_a_page_of_another_origin(chromium: str, proxy: Any, tmp_path: Path, hos
         attacker.close()
 
 
-def test_a_name_that_leads_here_later(chromium: str, proxy: Any, tmp_path: Path) -> None:
-    """DNS rebinding: to the browser the proxy is the page's own server, and whatever it says can be read."""
+def test_a_rebound_dns_name_is_refused(chromium: str, proxy: Any, tmp_path: Path) -> None:
+    """After DNS rebinding the browser takes the proxy for the page's own server: each request is a 421."""
     port = httpx.URL(proxy.url).port
     assert port is not None
     attacker = Attacker(REBOUND, port, f"http://evil.test:{port}", proxy.url)
@@ -206,8 +206,10 @@ def test_a_name_that_leads_here_later(chromium: str, proxy: Any, tmp_path: Path)
         attacker.close()
 
 
-def test_a_page_of_ones_own(chromium: str, proxy: Any, tmp_path: Path, own_port: int) -> None:
-    """The same page from an origin that the proxy was told of: so the others were refused, not broken."""
+def test_a_page_of_an_allowed_origin_is_served(
+    chromium: str, proxy: Any, tmp_path: Path, own_port: int
+) -> None:
+    """The same page from an allowed origin is served, so the refusals elsewhere are deliberate."""
     attacker = Attacker("127.0.0.1", own_port, proxy.url)
     try:
         _browse(

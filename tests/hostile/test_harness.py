@@ -42,8 +42,8 @@ def _held(**other: Any) -> Held:
     return compare([TURN, FINISH, REWARD], **given | other)
 
 
-def test_what_is_there_is_there() -> None:
-    """Nothing is lost or changed in a log that has everything."""
+def test_a_complete_log_has_no_lost_turn() -> None:
+    """In a log that holds every acknowledged turn none is lost or changed."""
     held = _held()
     assert (held.acks, held.lost, held.changed) == (3, [], [])
 
@@ -51,7 +51,7 @@ def test_what_is_there_is_there() -> None:
 @pytest.mark.parametrize(
     ("key", "what"), [("turns", "turn"), ("trajectories", "finish"), ("rewards", "reward")]
 )
-def test_what_is_missing_is_lost(key: str, what: str) -> None:
+def test_a_missing_turn_counts_as_lost(key: str, what: str) -> None:
     """Each kind of acknowledgement."""
     held = _held(**{key: []})
     assert [text.split()[0] for text in held.lost] == [what]
@@ -74,14 +74,14 @@ def test_what_is_missing_is_lost(key: str, what: str) -> None:
         {"rewards": [("e", "t", 0.2, "agent")]},
     ],
 )
-def test_what_is_otherwise_is_changed(other: dict[str, Any]) -> None:
+def test_a_different_turn_counts_as_changed(other: dict[str, Any]) -> None:
     """Each thing that was told."""
     held = _held(**other)
     assert (held.lost, len(held.changed)) == ([], 1)
 
 
-def test_answers_are_judged() -> None:
-    """A 200 on what must not be one, a 500 always, and anything that may not come."""
+def test_wrong_answers_are_counted() -> None:
+    """Counted are a 200 that must not be one, every 500, and any unexpected status."""
     tally = Tally()
     for status, allowed in ((200, REFUSED), (201, REFUSED), (200, OK), (400, REFUSED), (CUT, REFUSED)):
         tally.add("x", Answer(status), allowed)
@@ -120,8 +120,8 @@ def test_requests_are_sent_as_they_are() -> None:
     assert b"Content-Length: 2" not in request("POST", "/a", "h", {"Content-Length": "9"}, b"{}")
 
 
-def test_replies_are_read() -> None:
-    """Of each API, whole and in pieces."""
+def test_replies_of_each_api_are_read() -> None:
+    """Replies of each API are read, whole and in pieces."""
     assert said(
         CHAT, b'{"choices": [{"message": {"content": "a"}}, {"message": {"content": "b"}}]}', False
     ) == ["a", "b"]
@@ -134,8 +134,8 @@ def test_replies_are_read() -> None:
     assert said(CHAT, b'{"error": 1}', False) == []
 
 
-def test_tracebacks_are_seen() -> None:
-    """Wherever they begin."""
+def test_tracebacks_in_a_log_are_counted() -> None:
+    """Tracebacks are found at any position in a log."""
     assert tracebacks("all is well") == []
     assert len(tracebacks("x\nTraceback (most recent call last):\n  File y\nValueError: z\n")) == 1
 

@@ -114,10 +114,10 @@ def _send(proxy: Proxy, data: bytes) -> Answer:
 
 @given(method=METHODS, target=TARGETS, lines=LINES, key=st.booleans(), framed=st.booleans())
 @settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-def test_any_headers(
+def test_arbitrary_headers_get_a_documented_status(
     proxy: Proxy, method: bytes, target: bytes, lines: list[tuple[bytes, ...]], key: bool, framed: bool
 ) -> None:
-    """Sound ones, odd values in those that mean something, and bytes that are none."""
+    """Valid headers, odd values of meaningful ones, and invalid bytes are all answered."""
     host = proxy.url.partition("//")[2].encode()
     head = [method + b" " + target + b" HTTP/1.1", b"Host: " + host]
     head += [b"Authorization: Bearer " + OPERATOR.encode()] if key else []

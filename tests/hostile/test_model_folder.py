@@ -43,8 +43,8 @@ def test_a_spoiled_tokenizer_or_template(text_folder: Path, tmp_path: Path, firs
 
 
 @pytest.mark.torch
-def test_spoiled_weights(whole_folder: Path, tmp_path: Path) -> None:
-    """Headers, offsets, types, indexes and configurations of what the embedded engine loads, likewise."""
+def test_spoiled_weights_load_or_raise_model_errors(whole_folder: Path, tmp_path: Path) -> None:
+    """Spoiled headers, offsets, types, indexes and configurations raise only Rollbook's errors."""
     assert 20 < _open_spoiled(whole_folder, tmp_path, 0, 60, "weights") < 60
 
 
@@ -136,8 +136,8 @@ def test_weights_are_named_beside_their_index(tmp_path: Path) -> None:
         weight_files(tmp_path / "model")
 
 
-def test_a_file_that_never_ends_is_none(tmp_path: Path) -> None:
-    """A pipe, a device or a folder in a file's place is an error at once."""
+def test_special_and_oversized_model_files_are_refused(tmp_path: Path) -> None:
+    """A pipe, a device, a folder or an oversized file in a file's place is an error at once."""
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelError, match="no plain file"):
         read_json(tmp_path, "config.json")

@@ -99,8 +99,8 @@ def _open(log: Store, lane: str, *openings: tuple[str, str, str]) -> None:
         writer.append([Event(TrajectoryOpened(i, name), run) for i, name, run in openings]).result(30)
 
 
-def test_an_unknown_name(show: Any) -> None:
-    """The error names what is near, and how to list all."""
+def test_an_unknown_name_suggests_near_names(show: Any) -> None:
+    """The error for an unknown name suggests similar names and says how to list all."""
     status, out, err = show("fix-raedme")
     assert (status, out) == (2, "")
     assert err == (
@@ -137,7 +137,7 @@ def test_a_cut_hides_what_came_later(store: Store, sealed: bool) -> None:
         find_trajectory(store, {"a": 1}, "two")
 
 
-def test_which_one_is_meant(store: Store) -> None:
+def test_an_ambiguous_name_needs_a_run(store: Store) -> None:
     """A name may be in several runs, an id's end may be that of several; whole ones go before ends."""
     _open(store, "a", ("01-abcdef", "one", "r1"), ("02-abcdef", "two", "r1"), ("03-xyzxyz", "one", "r2"))
     _open(store, "b", ("04-000000", "abcdef", "r3"))
@@ -196,8 +196,8 @@ def test_a_trajectory_among_many_is_shown_in_a_second_without_torch(
     assert "128  00000127  extends 127  stop" in out
 
 
-def test_nothing_is_written(told_tale: Store, show: Any) -> None:
-    """Looking at a store changes no file of it."""
+def test_show_changes_no_file_of_the_store(told_tale: Store, show: Any) -> None:
+    """`rollbook show` changes no file of the store."""
     before = sorted((p, p.stat().st_mtime_ns) for p in told_tale.path.rglob("*"))
     show("fix-readme")
     assert sorted((p, p.stat().st_mtime_ns) for p in told_tale.path.rglob("*")) == before

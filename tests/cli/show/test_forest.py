@@ -91,8 +91,8 @@ def test_every_turn_is_there_once(wanted: list[int], failed: set[int]) -> None:
     assert sorted(seen) == [turn.number for turn in turns]
 
 
-def test_endless_forks_stay_readable() -> None:
-    """A conversation that forks at every turn is set in so often and no further."""
+def test_deeply_nested_forks_have_bounded_indentation() -> None:
+    """A conversation that forks at every turn is indented to `MAX_DEPTH` levels at most."""
     parents: list[int | None] = [None]
     for i in range(1, 80, 2):
         parents += [i, i]

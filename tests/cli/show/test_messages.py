@@ -114,8 +114,8 @@ def test_calls_and_images_are_written_for_people(part: Part, words: str) -> None
     assert part_words(part) == words
 
 
-def test_how_a_reply_begins() -> None:
-    """Its text and calls on one line; its reasoning only if there is nothing else."""
+def test_a_reply_is_shortened_to_its_beginning() -> None:
+    """A reply's line has its text and calls, or its reasoning where it has neither."""
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     assert (
         beginning({"role": "assistant", "content": "so\n\x1b", "tool_calls": [call]}, 40) == "so \\x1b f(a=1)"

@@ -25,13 +25,13 @@ from rollbook.cli.show.terminal_text import clock, duration, one_line, shortened
         ("a\nb", "a\\nb"),
     ],
 )
-def test_what_a_terminal_would_act_on_is_an_escape(text: str, shown: str) -> None:
+def test_control_characters_are_shown_as_escapes(text: str, shown: str) -> None:
     """Control characters, overrides of direction and halves of characters; other text stays."""
     assert visible(text) == shown
 
 
 @given(st.text(alphabet=st.characters(), max_size=80))
-def test_nothing_that_acts_gets_through(text: str) -> None:
+def test_no_control_character_reaches_the_terminal(text: str) -> None:
     """Whatever the text, no control, format or surrogate character is left, but line feeds if asked."""
     for lines in (False, True):
         kinds = {unicodedata.category(c) for c in visible(text, lines=lines) if not (lines and c == "\n")}

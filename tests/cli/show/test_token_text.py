@@ -13,7 +13,7 @@ from rollbook.cli.show.token_text import TokenText
 from rollbook.store.errors import ModelError
 
 
-def test_byte_level_tokens(byte_level: Tokenizer) -> None:
+def test_byte_level_tokens_show_spaces_bytes_and_escapes(byte_level: Tokenizer) -> None:
     """Spaces stay where they are, parts of characters are bytes, control characters are escapes."""
     text = TokenText(byte_level)
     ids = byte_level.encode("hello there é\n\x1b[").ids

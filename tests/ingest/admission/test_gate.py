@@ -111,8 +111,8 @@ def test_a_group_is_let_in_whole() -> None:
     run(scenario)
 
 
-def test_who_is_never_held() -> None:
-    """Splits that are not trained, what is in no group where groups are, and all while nothing trains."""
+def test_what_no_training_uses_is_never_held() -> None:
+    """Untrained splits, ungrouped trajectories of a grouped training, and all while nothing trains."""
 
     async def scenario() -> None:
         door = Door(begins(2, 1, 0), opened("a", "g"), opened("b", "g"))
@@ -130,8 +130,8 @@ def test_who_is_never_held() -> None:
     run(scenario)
 
 
-def test_what_is_served_decides() -> None:
-    """Engines that lag behind the trainer take as many batches; a sync makes room at once."""
+def test_the_served_version_decides_capacity() -> None:
+    """Engines behind the trainer reduce the room by their lag; a sync makes the room at once."""
 
     async def scenario() -> None:
         door = Door(begins(1, 2, 1), *step(0), *step(1))
@@ -150,8 +150,8 @@ def test_what_is_served_decides() -> None:
     run(scenario)
 
 
-def test_nobody_overtakes_when_what_is_served_changes_unheard() -> None:
-    """Whoever comes next lets in those who wait already, and waits."""
+def test_an_unannounced_version_change_keeps_the_queue_order() -> None:
+    """After an unannounced version change, the next arrival admits those that wait, then waits."""
 
     async def scenario() -> None:
         door = Door(begins(1, 1, 1), *step(0), *step(1))
@@ -165,8 +165,8 @@ def test_nobody_overtakes_when_what_is_served_changes_unheard() -> None:
     run(scenario)
 
 
-def test_who_waits_too_long_is_told() -> None:
-    """503, with what is in the way and what to do; its turn is gone, the next one's is not."""
+def test_waiting_too_long_is_a_503() -> None:
+    """The 503 says why there is no room and what to do; the queue goes on with the next."""
 
     async def scenario() -> None:
         door = Door(begins(1, 1, 0), opened("a"), hold_s=0.05)
@@ -186,7 +186,7 @@ def test_who_waits_too_long_is_told() -> None:
 
 @pytest.mark.parametrize("how", ["leave", "cancel"])
 @pytest.mark.parametrize("when", ["before", "with"])
-def test_who_leaves_takes_no_place(how: str, when: str) -> None:
+def test_a_client_that_leaves_frees_its_reservation(how: str, when: str) -> None:
     """Before it is let in, or in the same moment: the next one gets its place."""
 
     async def scenario() -> None:
@@ -223,8 +223,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_what_is_never_whole_keeps_nobody_out_for_ever() -> None:
-    """A member too many fills all the room: after a while one more group is let in, and no other."""
+def test_an_incomplete_group_does_not_block_admission_for_ever() -> None:
+    """A group that cannot fill its room delays admission: after a stall one more group is admitted."""
 
     async def scenario() -> None:
         door = Door(begins(2, 1, 0), *ended("surplus", "g"))
@@ -270,8 +270,8 @@ def test_members_that_run_one_after_the_other_let_no_other_group_in(monkeypatch:
 
 
 @pytest.mark.usefixtures("soon")
-def test_who_comes_again_and_again_is_let_in_too() -> None:
-    """Each time for less than it takes: what lasts is the state, not the wait."""
+def test_a_retrying_client_is_admitted_in_its_turn() -> None:
+    """Tries shorter than the stall time add up: the stall is timed from the last progress."""
 
     async def scenario() -> None:
         door = Door(begins(2, 1, 0), *ended("surplus", "g"), hold_s=STALLED_S / 3)
@@ -312,8 +312,8 @@ def test_requests_of_one_new_trajectory_share_its_place() -> None:
     run(scenario)
 
 
-def test_a_place_that_is_not_used_is_the_next_ones() -> None:
-    """Its request was refused: nothing of it is in the log."""
+def test_an_unused_reservation_admits_the_next() -> None:
+    """A refused request has nothing in the log, so its reservation goes to the next trajectory."""
 
     async def scenario() -> None:
         door = Door(begins(2, 1, 0))

@@ -87,8 +87,8 @@ def test_siblings_have_seeds_of_their_own(proxy: Any) -> None:
         ),
     ],
 )
-def test_response_formats(proxy: Any, shape: Any, constraint: Any) -> None:
-    """What masks the logits, and what does not."""
+def test_json_response_formats_constrain_sampling(proxy: Any, shape: Any, constraint: Any) -> None:
+    """JSON response formats become a constraint on sampling; others do not."""
     _ask(proxy, response_format=shape)
     assert proxy.engine.samplings[-1].constraint == constraint
 
@@ -116,7 +116,7 @@ NOT_HONOURED = [
 
 @pytest.mark.parametrize(("fields", "told"), NOT_HONOURED)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_honoured_is_told(proxy: Any, fields: Any, told: str, stream: bool) -> None:
+def test_ignored_fields_are_listed_in_a_header(proxy: Any, fields: Any, told: str, stream: bool) -> None:
     """In a header of the reply, whole or streamed, and in the log."""
     reply, turn = _ask(proxy, stream=stream, **fields)
     assert reply.headers["x-rollbook-not-honoured"] == told
@@ -132,7 +132,7 @@ def test_what_is_not_honoured_is_told(proxy: Any, fields: Any, told: str, stream
         *({"stream_options": {"include_usage": True}}, {"store": True}, {"metadata": {"a": "b"}}),
     ],
 )
-def test_what_is_honoured_is_not_told(proxy: Any, fields: Any) -> None:
+def test_honoured_fields_are_not_listed_in_a_header(proxy: Any, fields: Any) -> None:
     """No header where all was done that was asked."""
     reply, turn = _ask(proxy, **fields)
     assert "x-rollbook-not-honoured" not in reply.headers
@@ -170,8 +170,8 @@ def test_logprobs_are_of_the_sampled_ids(proxy: Any) -> None:
     assert entries[1]["bytes"] is None
 
 
-def test_an_engine_without_logprobs_shows_none(proxy: Any) -> None:
-    """Null, not zeros."""
+def test_an_engine_without_logprobs_gives_null(proxy: Any) -> None:
+    """Where the engine gives no logprobs, `logprobs` is null, not zeros."""
     reply, _ = _ask(proxy, logprobs=False)
     assert reply.json["choices"][0]["logprobs"] is None
 
@@ -254,8 +254,8 @@ def _bodies(proxy: Any) -> list[BodyStored]:
 
 
 @pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
-def test_an_engine_without_eyes_takes_no_image(proxy: Any, kind: str) -> None:
-    """400 with a code of its own, and nothing is recorded."""
+def test_an_engine_without_vision_refuses_images(proxy: Any, kind: str) -> None:
+    """An image is a 400 with a code of its own, and nothing is recorded."""
     reply = proxy.ask(f"/t/blind-{kind}{PATHS[kind]}", _with_image(kind))
     assert (reply.status, reply.json["error"]["code"]) == (400, "images_not_served")
     assert f"blind-{kind}" not in proxy.trajectories()

@@ -146,8 +146,8 @@ def test_an_engine_without_stop_strings_is_stopped(proxy: Any) -> None:
     assert turn.delivered == "sent"
 
 
-def test_what_is_not_served_is_told(proxy: Any) -> None:
-    """An infix, and the prompt back."""
+def test_unsupported_fields_are_reported(proxy: Any) -> None:
+    """`suffix`, `echo` and `best_of` are reported as not honoured."""
     reply, turn = _ask(proxy, "go", suffix="end", echo=True, best_of=3)
     assert reply.headers["x-rollbook-not-honoured"] == "best_of,echo,suffix"
     assert turn.requested.honoured == {"best_of": False, "echo": False, "suffix": False}

@@ -91,7 +91,7 @@ def test_a_message_holds_thinking_text_and_tool_uses(proxy: Any, name: str, stre
 def test_the_stop_reason_is_in_anthropics_words(
     proxy: Any, name: str, play: Any, fields: Any, reason: str, sequence: Any, stream: bool
 ) -> None:
-    """In Anthropic's words; which of several sequences it was, the log does not say."""
+    """Stop reasons have Anthropic's names; which stop sequence matched is not recorded."""
     made = _ask(proxy, name, [_user("go")], play, stream=stream, **fields)
     assert (made["stop_reason"], made["stop_sequence"]) == (reason, sequence)
     if "STOP" in str(play):
@@ -192,7 +192,7 @@ def test_a_tool_choice_that_cannot_be_forced_is_reported(
     assert (reply.json["stop_reason"] == "tool_use") == calls
 
 
-def test_what_is_not_honoured_is_told(proxy: Any, name: str) -> None:
+def test_ignored_fields_are_listed_in_a_header(proxy: Any, name: str) -> None:
     """Server tools, thinking budgets, containers."""
     body = {
         "messages": [_user("go")],
@@ -237,7 +237,7 @@ def test_what_is_not_honoured_is_told(proxy: Any, name: str) -> None:
         ({"tools": {}}, None),
     ],
 )
-def test_what_means_nothing_is_a_400_in_anthropics_form(
+def test_an_invalid_request_is_a_400_in_anthropics_form(
     proxy: Any, name: str, fields: Any, code: Any
 ) -> None:
     """type error, a kind of Anthropic's, and our code; nothing is recorded."""

@@ -206,7 +206,7 @@ def test_a_conversation_is_one_path(proxy: Any, name: str, goes_on: Any) -> None
 
 
 @pytest.mark.parametrize("goes_on", [_resent, _mixed, _previous])
-def test_so_it_is_without_a_name(proxy: Any, goes_on: Any) -> None:
+def test_an_unnamed_conversation_is_one_path(proxy: Any, goes_on: Any) -> None:
     """An unnamed conversation is one quarantined trajectory, also where it only refers to what was said."""
     before = set(proxy.trajectories())
     first: Any = {"input": [_user(goes_on.__name__)], "tools": [TOOL]}
@@ -241,8 +241,8 @@ def test_instructions_do_not_carry_over(proxy: Any, name: str) -> None:
         {"input": [{"type": "item_reference"}, _user("x")]},
     ],
 )
-def test_what_is_not_there_is_a_404(proxy: Any, name: str, fields: Any) -> None:
-    """Never an answer to half a conversation."""
+def test_an_unknown_reference_is_a_404(proxy: Any, name: str, fields: Any) -> None:
+    """An unknown response or item is a 404, never an answer to half a conversation."""
     for path in (f"/t/{name}{PATH}", PATH):
         reply = proxy.ask(path, asked("responses") | fields)
         assert reply.status == 404
@@ -266,8 +266,8 @@ def test_another_trajectorys_response_is_not_there(proxy: Any, name: str) -> Non
     assert proxy.ask(f"/t/{name}/v1/responses/{theirs}", method="GET").status == 404
 
 
-def test_an_earlier_response_can_be_had(proxy: Any, name: str) -> None:
-    """GET gives what POST gave, with a trajectory in the path or without; while it is open."""
+def test_an_earlier_response_can_be_fetched(proxy: Any, name: str) -> None:
+    """GET returns what POST returned, with or without a trajectory in the path, while it is open."""
     proxy.engine.answer = lambda *_: "<think>hm</think>\n\nHello"
     body = {"input": [_user("go")], "model": "m", "metadata": {"a": "b"}, "tools": [TOOL]}
     first = proxy.ask(f"/t/{name}{PATH}", body)
@@ -299,14 +299,14 @@ def test_an_earlier_response_can_be_had(proxy: Any, name: str) -> None:
         ({"text": {"format": {"type": "odd"}}}, "bad_response_format"),
     ],
 )
-def test_what_means_nothing_is_a_400(proxy: Any, name: str, fields: Any, code: str) -> None:
+def test_an_invalid_request_is_a_400(proxy: Any, name: str, fields: Any, code: str) -> None:
     """Each with its code, and nothing is recorded."""
     reply = proxy.ask(f"/t/{name}{PATH}", asked("responses") | fields)
     assert (reply.status, reply.json["error"]["code"]) == (400, code)
     assert name not in proxy.trajectories()
 
 
-def test_what_is_not_honoured_is_told(proxy: Any, name: str) -> None:
+def test_ignored_fields_are_listed_in_a_header(proxy: Any, name: str) -> None:
     """Tools that run at a provider, and fields that no engine acts on."""
     tools = [TOOL, {"type": "web_search"}, {"type": "mcp"}]
     body = asked("responses", tools=tools, max_tool_calls=3, truncation="auto") | {
@@ -317,8 +317,8 @@ def test_what_is_not_honoured_is_told(proxy: Any, name: str) -> None:
     assert reply.headers["x-rollbook-not-honoured"] == "max_tool_calls,tools.mcp,tools.web_search,truncation"
 
 
-def test_a_json_schema_masks(proxy: Any, name: str) -> None:
-    """text.format is what response_format is elsewhere."""
+def test_a_json_schema_constrains_sampling(proxy: Any, name: str) -> None:
+    """`text.format` constrains sampling as `response_format` does in chat completions."""
     shape = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     _ask(proxy, name, "{}", input="go", text={"format": shape})
     assert proxy.engine.samplings[-1].constraint == {"json_schema": {"type": "object"}}
