@@ -35,7 +35,8 @@ class Grpo(Algorithm):
     """Lower clip: the probability ratio of the policy in training to the sampling policy is clipped at 1 -
     clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """The ratio of new to sampled probabilities is clipped from above at 1 + clip_high."""
+    """Upper clip: the probability ratio of the policy in training to the sampling policy is clipped at
+    1 + clip_high."""
     std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Added to the group's standard deviation before advantages are divided by it."""
 
