@@ -130,6 +130,8 @@ def upload_lane(
             report.units.append(name)
             report.bytes += unit.bytes if unit.dropped_us is None else 0
             on_unit(name, unit.bytes)
+        # Also after a kill between the manifest and this.
+        (unit_folder(log.path, unit) / UPLOADING).unlink(missing_ok=True)
         freed = _remove_local_files(log.path, unit)
         report.freed += freed or 0
         report.kept += [name] if freed is None else []
@@ -158,7 +160,6 @@ def _upload(log: Store, unit: Unit, settings: RemoteSettings, base: str) -> Unit
     with explained(address, settings):
         put(system, f"{path}/{MANIFEST}", manifest_bytes(moved))
     write_manifest(folder, moved)
-    (folder / UPLOADING).unlink()
     return moved
 
 
