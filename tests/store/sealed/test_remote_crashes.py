@@ -155,7 +155,7 @@ def test_killed_before_any_operation_here(start: _Start, uploaders: Any) -> None
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        if count % 4 == 0:
+        if count % 2 == 0:
             start.finishes(store)
     start.finishes(store)
     assert count > 30
