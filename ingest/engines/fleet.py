@@ -43,10 +43,10 @@ class Fleet:
         self.honoured = frozenset.intersection(*(m.engine.honoured for m in self.members))
         self.takes_images = all(m.engine.takes_images for m in self.members)
         self._changed = asyncio.Condition()
-        self._of: LRUCache[str, Member] = LRUCache(STICKY_KEPT)
+        self._assigned: LRUCache[str, Member] = LRUCache(STICKY_KEPT)
         self._probing: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
-        self._looking: set[asyncio.Task[None]] = set()
+        self._verifying: set[asyncio.Task[None]] = set()
 
     async def start(self, activated: Activated) -> None:
         """Start all. One that cannot be reached is out until it can; that none can is an error.
@@ -58,7 +58,7 @@ class Fleet:
         problems: list[EngineLostError] = []
         try:
             for member in self.members:
-                member.out, member.looking = None, False
+                member.out, member.verifying = None, False
                 try:
                     await member.engine.start(activated)
                     member.connected = True
@@ -93,7 +93,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop all."""
-        for task in [*self._probing, *self._telling, *self._looking]:
+        for task in [*self._probing, *self._telling, *self._verifying]:
             task.cancel()
         for member in self.members:
             await member.engine.close()
@@ -143,7 +143,7 @@ class Fleet:
 
     def _chosen(self, trajectory_id: str) -> Member:
         """The trajectory's engine, or the one that answers the fewest requests."""
-        held = self._of.get(trajectory_id)
+        held = self._assigned.get(trajectory_id)
         if held is not None and held.usable:
             return held
         usable = [m for m in self.members if m.usable]
@@ -151,12 +151,12 @@ class Fleet:
             raise EngineHeldError("no engine takes requests now")
         member = min(usable, key=lambda m: m.running)
         if trajectory_id:
-            self._of[trajectory_id] = member
+            self._assigned[trajectory_id] = member
         return member
 
     def forget(self, trajectory_id: str) -> None:
         """Forget the engine of a trajectory that is finished."""
-        self._of.pop(trajectory_id, None)
+        self._assigned.pop(trajectory_id, None)
 
     async def abort(self, request_id: str) -> None:
         """End a request where it runs."""
@@ -224,31 +224,31 @@ class Fleet:
                 self._look(member)  # it may be a router in front of that one
 
     def _synced(self, member: Member, record: SyncStarted | SyncFinished | SyncFailed, earlier: bool) -> None:
-        member.kept = True
+        member.trainer_keeps_weights = True
         if isinstance(record, SyncStarted):
             member.syncing.add(record.sync_id)
         elif isinstance(record, SyncFinished):
             member.syncing.clear()  # earlier ones too: their trainer is gone
-            member.failed = False
+            member.sync_failed = False
             member.version = None if member.url == OWN else record.policy_version
             if not earlier:
                 member.engine.synced(record.policy_version)
             if member.connected:
                 member.comes_back()
         else:
-            member.failed = True
+            member.sync_failed = True
             member.syncing.discard(record.sync_id)
             text = f"the sync of version {record.policy_version} failed: {record.error}"
             member.goes_out(f"waits for a whole sync, which makes it usable again: {text}")
 
     def _look(self, member: Member) -> None:
         """Find out whether an engine answers and which weights it has; until then it gets no new requests."""
-        if member.looking or member.out is not None:
+        if member.verifying or member.out is not None:
             return
-        member.looking = True
+        member.verifying = True
         task = asyncio.create_task(self._looked(member))
-        self._looking.add(task)
-        task.add_done_callback(self._looking.discard)
+        self._verifying.add(task)
+        task.add_done_callback(self._verifying.discard)
 
     async def _looked(self, member: Member) -> None:
         try:
@@ -259,7 +259,7 @@ class Fleet:
             if not member.has_its_weights and not member.syncing and member.out is None:
                 self._waits_for_sync(member)
         finally:
-            member.looking = False
+            member.verifying = False
             self._notify()
 
     def _away(self, member: Member, why: str) -> None:
@@ -293,14 +293,14 @@ class Fleet:
             if not await self._reached(member):
                 since = None
                 continue
-            if member.failed:
+            if member.sync_failed:
                 return  # only a sync can
             since = loop.time() if since is None else since
             waited = loop.time() - since >= self._patience_s
             if member.has_its_weights or waited:
                 if waited:
                     # Its trainer is gone: tokens are recorded with the version that the engine really has.
-                    member.kept, member.version = False, None
+                    member.trainer_keeps_weights, member.version = False, None
                 member.comes_back()
                 self._notify()
                 return
@@ -317,7 +317,7 @@ class Fleet:
                 await member.engine.start(self._activated)
         except RollbookError as error:
             member.connected = False
-            if not member.failed and member.out is not None:
+            if not member.sync_failed and member.out is not None:
                 member.out = f"waits for it to answer: {error}"
             return False
         member.connected = True

@@ -65,9 +65,9 @@ class Member:
     running: int = 0
     syncing: set[str] = field(default_factory=set)
     out: str | None = None
-    looking: bool = False
-    kept: bool = False
-    failed: bool = False
+    verifying: bool = False
+    trainer_keeps_weights: bool = False
+    sync_failed: bool = False
     connected: bool = False
     requests: set[str] = field(default_factory=set)
     lost: asyncio.Future[str] | None = None
@@ -75,12 +75,12 @@ class Member:
     @property
     def has_its_weights(self) -> bool:
         """Whether it has the weights that a trainer gave it, if one did; after a restart it has others."""
-        return not self.kept or self.version in (None, self.engine.policy_version())
+        return not self.trainer_keeps_weights or self.version in (None, self.engine.policy_version())
 
     @property
     def usable(self) -> bool:
         """Whether it takes new requests."""
-        return self.out is None and not self.syncing and not self.looking
+        return self.out is None and not self.syncing and not self.verifying
 
     @property
     def serves(self) -> int | None:
@@ -96,7 +96,7 @@ class Member:
             return self.out
         if self.syncing:
             return "syncing"
-        return "finding out which weights it has" if self.looking else "usable"
+        return "finding out which weights it has" if self.verifying else "usable"
 
     def goes_out(self, why: str) -> None:
         """Take it out of use; requests that wait for it fail."""
