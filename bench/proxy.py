@@ -172,9 +172,8 @@ def _sides(
     if program is None:
         print(f"proxy.vs_litellm is left out: {litellm_peer.REMEDY}", file=sys.stderr)
         return sides
-    upstream = stack.enter_context(
-        stage.python("upstream", "scripted_openai", stage.folder / "material.json")
-    )
+    scripted = module("rollbook.testing.scripted_openai", stage.folder / "material.json")
+    upstream = stack.enter_context(Process("upstream", scripted, stage.folder, stage.cores))
     peer, peer_url = stage.litellm(program, upstream.url())
     stack.enter_context(peer)
     command = size | {"url": peer_url, "path": "/v1/chat/completions", "kind": LITELLM}
