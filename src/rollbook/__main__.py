@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def _leave_pandas_out() -> None:
-    """pyarrow imports pandas, where there is one, with its first value: a third of a second for nothing."""
+    """Keep pyarrow from importing pandas with its first value, which takes a third of a second."""
     import pyarrow as pa
 
     finder = _NoPandas()
@@ -33,7 +33,7 @@ def _leave_pandas_out() -> None:
 
 
 class _NoPandas(MetaPathFinder):
-    """Finds no pandas."""
+    """A finder that refuses to import pandas."""
 
     def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
         """As the import system asks.

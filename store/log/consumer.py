@@ -104,7 +104,7 @@ class Consumer:
         return events
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there may be something to poll, at most so many seconds; whether there is."""
+        """Wait until `poll` may have events, at most so many seconds; returns whether it may."""
         return self._tail.wait(timeout_s)
 
     def cut(self) -> dict[str, int]:

@@ -133,7 +133,7 @@ class Tail:
             self._cut[lane] = end  # retention may have dropped the last of them
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there may be something to poll, at most so many seconds; whether there is.
+        """Wait until `poll` may have events, at most so many seconds; returns whether it may.
 
         Raises:
             CorruptionError: a lane's watermark is missing or unreadable.
@@ -154,7 +154,7 @@ class Tail:
         return 0 if self._round is None else sum(reader.held for reader in self._readers.values())
 
     def cut(self) -> dict[str, int]:
-        """What has been handed out or passed over so far; closed where `at_head`."""
+        """The cut of all events handed out or skipped so far; a closed cut if `at_head`."""
         return dict(self._cut)
 
     @property

@@ -1,4 +1,4 @@
-"""What is said of an error, and the exit code: one line for what was foreseen and for what was not.
+"""Error messages and exit codes of the command line: one line per error, whether it was foreseen or not.
 
 No traceback is printed. Of what was not foreseen it is kept in a file, which the line names; with
 ROLLBOOK_TRACEBACK=1 in the environment it is printed for every error.
@@ -84,7 +84,7 @@ def interrupted_with(interrupt: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
-    """SIGTERM ends the process orderly, threads and logs speak in lines, any text can be printed."""
+    """Context: SIGTERM ends the process orderly, errors of threads are one line, any text can be printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # a test's stand-in
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def _prepared() -> Iterator[None]:
 
 
 def _stopped(number: int, _: object) -> None:
-    """End orderly; and at all events, where a library does not come back from what it was doing."""
+    """Handle a signal: end orderly, or after `PATIENCE_S` even if a library does not return."""
     _signals.append(number)
     patience = threading.Timer(PATIENCE_S, os._exit, (128 + number,))
     patience.daemon = True
@@ -132,7 +132,7 @@ class _LazyFormatter(logging.Formatter):
 
 
 def _exit_code(error: BaseException) -> int:
-    """Say what went wrong; the exit code."""
+    """Print the error; returns the exit code."""
     if _signals:
         return 128 + _signals[0]
     if isinstance(error, KeyboardInterrupt) or _is_interrupt(error):
@@ -152,7 +152,7 @@ def _is_interrupt(error: BaseException) -> bool:
 
 
 def foreseen(error: BaseException) -> str | None:
-    """What to say of an error that is no fault of the program's; None where it may be one."""
+    """The message for an error that is no bug; None for one that may be a bug."""
     from rollbook.store.errors import RollbookError
 
     if isinstance(error, RollbookError):
@@ -175,7 +175,7 @@ def foreseen(error: BaseException) -> str | None:
 
 
 def _of_system(error: OSError) -> str:
-    """An error of the operating system: what failed, where, and what to do."""
+    """The message for an error of the operating system: the path, the failure, and a remedy."""
     what = error.strerror or _first_line(error)
     where = "".join(f"{os.fsdecode(name)}: " for name in (error.filename,) if isinstance(name, str | bytes))
     remedy = _REMEDIES.get(error.errno or 0)
@@ -183,7 +183,7 @@ def _of_system(error: OSError) -> str:
 
 
 def _is(error: BaseException, module: str, name: str) -> bool:
-    """Whether it is an instance of a library's class; of one that was never imported nothing is."""
+    """Whether it is an instance of a library's class, without importing the library."""
     found = getattr(sys.modules.get(module), name, None)
     return isinstance(found, type) and isinstance(error, found)
 
@@ -203,7 +203,7 @@ _file: list[str] = []
 
 
 def _kept(error: BaseException) -> str:
-    """Keep the traceback; says where it is."""
+    """Write the traceback to a file; returns a text that names the file."""
     if os.environ.get(TRACEBACK):
         return f"its traceback:\n{_text_of(error)}"
     try:
@@ -219,7 +219,7 @@ def _kept(error: BaseException) -> str:
 
 
 def _told_of_thread(args: Any) -> None:
-    """Say that a thread ended with an error."""
+    """Report that a thread ended with an error."""
     if args.exc_type is SystemExit or args.exc_value is None:
         return
     name = args.thread.name if args.thread else "a thread"
@@ -229,7 +229,7 @@ def _told_of_thread(args: Any) -> None:
 
 
 def _told_of_callback(args: Any) -> None:
-    """Say what was raised where nobody can catch it; a signal that came to such a place comes again."""
+    """Report an exception raised where no code can catch it; a signal raised there is raised again."""
     number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(args.exc_type)
     if number is not None:
         again = threading.Timer(0.05, _thread.interrupt_main, (number,))
@@ -252,7 +252,7 @@ def _say(text: str) -> None:
 
 
 def _output_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
+    """Whether standard output is a pipe whose reader has gone."""
     try:
         poll = select.poll()
         poll.register(sys.__stdout__.fileno() if sys.__stdout__ else 1, select.POLLOUT)
@@ -262,7 +262,7 @@ def _output_is_gone() -> bool:
 
 
 def _flushed(code: int | str | None) -> int | str | None:
-    """Write what is still to be written; the exit code, another one where that fails."""
+    """Flush the output; returns the exit code, which is another one if flushing fails."""
     try:
         sys.stdout.flush()
         return code

@@ -14,7 +14,7 @@ from rollbook.store.open import open_store
 def run_export(
     store: Path, out: Path, format_: str, as_of: str, run: str | None, split: str | None, as_json: bool
 ) -> None:
-    """Export, and say what was written."""
+    """Export, and print a summary."""
     with of_run(open_store(store), run):
         done = export_store(store, out, format_, as_of=as_of, run=run, split=split, progress=progress)
     if as_json:

@@ -10,7 +10,7 @@ from rollbook.store.interchange.importing import import_chats
 
 
 def run_import(file: Path, store: Path, run: str, lane: str, split: str, as_json: bool) -> None:
-    """Import, and say what was added."""
+    """Import, and print a summary."""
     done = import_chats(file, store, run, lane=lane, split=split, progress=progress)
     if as_json:
         print_json(done)

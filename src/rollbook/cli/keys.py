@@ -48,7 +48,7 @@ def list_(file: KeysFile, json: AsJson = False) -> None:
 
 
 def print_keys(file: Path, as_json: bool) -> None:
-    """Print names, roles and expiry of the keys of a file.
+    """Print names, roles and expiry of a file's keys.
 
     Raises:
         ConfigError: it cannot be used.

@@ -1,4 +1,4 @@
-"""A bar on standard error for work that may be long; nothing where that is no terminal."""
+"""A progress bar on standard error for long work; nothing if it is no terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollbook.cli.terminal import Console
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that moves the bar on by so many of `total` units; the bar goes when the block ends."""
+    """Context with a function that advances the bar; the bar is removed at its end."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -39,7 +39,7 @@ def run_upload(path: Path, as_json: bool) -> None:
 
 
 def run_attach(path: Path, uri: str, endpoint: str | None, as_json: bool) -> None:
-    """Make a store that reads what is in object storage, and print what was found.
+    """Create a store that reads units from object storage, and print a summary.
 
     Raises:
         NotAStoreError, ConfigError, RemoteError, CorruptionError, FormatError: as `attach`.

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def run_retain(path: Path, keep: str, dry_run: bool, as_json: bool) -> None:
-    """Drop what `keep` does not keep, and print what becomes of each sealed unit."""
+    """Apply a retention policy, and print what happens to each sealed unit."""
     report = retain(open_store(path), keep, dry_run=dry_run)
     if as_json:
         _print_json(asdict(report) | {"dropped_bytes": report.dropped_bytes})
@@ -95,7 +95,7 @@ def run_erase(
 
 
 def _ends(training: EndedTraining) -> str:
-    """What of a training an erasure would end."""
+    """Lines that name the steps and resumes that an erasure would make impossible."""
     steps, resume = training.ended.steps, training.ended.resume
     said = [f"the replay of {_ranges(steps)}"] if steps else []
     if resume is not None:

@@ -1,4 +1,4 @@
-"""Whether the run that `--run` names is in the store; which there are, where it is not."""
+"""Checks that the run named by `--run` is in the store; the error lists the runs that are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LISTED = 20
 
 
 def check_run(log: Store, run: str, cut: Cut | None = None) -> None:
-    """See that there is such a run at a cut (default: head), by what opened it or a trajectory of it.
+    """Check that the cut (default: head) holds the run, or a trajectory of it.
 
     Raises:
         CutError: there is none; the message lists those there are, the nearest names first.
@@ -37,7 +37,7 @@ def _like(name: str, wanted: str) -> float:
 
 @contextlib.contextmanager
 def of_run(log: Store, run: str | None) -> Iterator[None]:
-    """Where what is asked for within is not found, say so of the run, if that is what is not there.
+    """Context: turns an error within it into an error about the run, if the run is not in the store.
 
     Raises:
         CutError: it is not.

@@ -1,4 +1,4 @@
-"""`rollbook store secrets`: what `upkeep.find_secrets` finds, with a bar, and what to do about it."""
+"""`rollbook store secrets`: prints the secrets that were found, and the remedies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 200
 
 
 def run_secrets(path: Path, as_of: str, run: str | None, as_json: bool) -> int:
-    """Print the secrets at a cut, never a value; the exit code: 0, or 1 where there are some.
+    """Print where secrets are at a cut, without their values; the exit code: 0 if there are none, else 1.
 
     Raises:
         NotAStoreError: there is no store.
@@ -42,7 +42,7 @@ def run_secrets(path: Path, as_of: str, run: str | None, as_json: bool) -> int:
 
 
 def _key(store: Path) -> bytes:
-    """The store's; where it has none and none can be made, one for this time."""
+    """The store's secret, or a temporary one if the store has none and cannot be written."""
     try:
         return store_secret(store, SECRETS)
     except OSError:

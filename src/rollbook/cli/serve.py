@@ -36,7 +36,7 @@ SECRET_OPTIONS: Mapping[str, tuple[type, str, str]] = {
 
 
 class ServeCommand(TyperCommand):
-    """`rollbook serve`, whose options are made once they are asked for."""
+    """`rollbook serve`; its options are made on first use, so that --help of other commands stays quick."""
 
     _made: Any = None
 
@@ -94,7 +94,7 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 
 
 def _as_setting(name: str, value: Any) -> Any:
-    """An option's value as the file would have it."""
+    """An option's value in the form of the settings file."""
     if name == "engine_ask":
         from rollbook.ingest.requests.fields import json_object
 
@@ -130,7 +130,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(settings: type[ServeSettings], name: str) -> inspect.Parameter:
-    """The option of a key. Its default is shown, and not used: a file may say otherwise."""
+    """The option of a key. Its default is only shown, because a settings file may set another value."""
     field = settings.model_fields[name]
     variable = STORE_VARIABLE if name == "store" else None
     kind, default = _kind(field.annotation), field.get_default()
@@ -141,7 +141,7 @@ def _option(settings: type[ServeSettings], name: str) -> inspect.Parameter:
 
 
 def _kind(annotation: Any) -> Any:
-    """How an option is written whose setting has this type."""
+    """The option's type, given the setting's type."""
     if get_origin(annotation) is tuple:
         return list[str]
     plain = [arg for arg in get_args(annotation) if arg is not type(None)]

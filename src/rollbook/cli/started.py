@@ -1,4 +1,4 @@
-"""What `rollbook serve` says when it has begun to listen."""
+"""The lines that `rollbook serve` prints once it listens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollbook.ingest.serve.serve import Started
 
 
 def announce(started: Started) -> None:
-    """Say on standard error where agents are to go, and what was found."""
+    """Print the address for agents, and the detected settings, on standard error."""
     if logging.lastResort is not None:  # a line is one line, without the secrets that a message may repeat
         logging.lastResort.setFormatter(LogFormatter())
     console = Console(stderr=True)

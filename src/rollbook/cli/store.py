@@ -1,4 +1,4 @@
-"""`rollbook store ...`: what one does with a store's files. A command imports what it needs when it runs."""
+"""`rollbook store ...`: commands on a store's files. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rollbook.store.open import open_store
 
 
 def print_info(store: Path, as_json: bool) -> None:
-    """Print what the lanes' own files say, and what the catalog does."""
+    """Print the state of the lanes, from their files and from the catalog."""
     log = open_store(store)
     info: dict[str, Any] = {"path": str(log.path), "id": log.store_id, "head": format_cut(log.head())}
     tables: dict[str, list[dict[str, Any]]] = {}

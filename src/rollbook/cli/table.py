@@ -1,4 +1,4 @@
-"""Rows as a table for people: numbers to the right, long values cut, a line per value if too wide."""
+"""Prints rows as a table: numbers right-aligned, long values cut, one value per line if too wide."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def print_table(names: list[str], rows: list[tuple[Any, ...]]) -> None:
 
 
 def _print_expanded(console: Console, names: list[str], rows: list[tuple[Any, ...]]) -> None:
-    """A line per value: for rows that are wider than the terminal."""
+    """Print one value per line, for rows wider than the terminal."""
     width = max(len(name) for name in names)
     for number, row in enumerate(rows, 1):
         console.tell((f"-- row {number} --", "dim"))

@@ -38,17 +38,17 @@ class AnyTail(Protocol):
     """What a local tail and one over HTTP have in common."""
 
     def poll(self, limit: int | None = None) -> list[Event]:
-        """What is new."""
+        """New events."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is something new, after waiting so many seconds at most."""
+        """Wait for new events, at most so many seconds; returns whether there are any."""
 
     def cut(self) -> dict[str, int]:
-        """What was handed out."""
+        """The cut of all events that were handed out."""
 
     @property
     def at_head(self) -> bool:
-        """Whether the last poll came to the head."""
+        """Whether the last poll reached the head."""
 
 
 def run_tail(
@@ -97,7 +97,7 @@ def run_tail(
 
 
 def _look_for(log: Store, run: str, follow: bool) -> None:
-    """Say that there is no such run; who follows the log may wait for it."""
+    """Report that the run does not exist; with `follow` the command waits for it."""
     try:
         check_run(log, run)
     except CutError as error:
@@ -122,7 +122,7 @@ def _print_json(event: Event) -> None:
 
 
 class _Lines:
-    """Prints events for people; colours only where they are seen."""
+    """Prints events for people, with colours if the output is a terminal."""
 
     def __init__(self) -> None:
         self._console = Console(soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Where text goes out to a terminal: whatever the log holds, nothing in it drives the terminal.
+"""Prints text to a terminal. Control characters in recorded text are escaped, so they have no effect.
 
 Every command prints through here. `Console` writes an escape for each character that a terminal would act on,
 at the last moment, when all that is to be styled has its style; and takes no text for markup. JSON keeps its
@@ -33,13 +33,13 @@ _NOT_ASCII_CONTROLS = re.compile(
 
 
 class Console(_RichConsole):
-    """Rich's console, whose text cannot drive the terminal: not by escapes, and not by Rich's markup."""
+    """Rich's console, which prints escapes and Rich's markup in a text as plain characters."""
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of text, styled; what is not printable in them is escaped."""
+        """Segments of styled text, with control characters escaped."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment
@@ -47,7 +47,7 @@ class Console(_RichConsole):
                 yield Segment(visible(segment.text, lines=True), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads the output: the command ends as it does when it prints without this."""
+        """Let BrokenPipeError end the command, as if it printed without Rich."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
 
     def tell(self, *parts: str | tuple[str, str]) -> None:

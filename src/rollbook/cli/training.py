@@ -61,7 +61,7 @@ class TrainingProgress:
         self._bar.stop()
 
     def begun(self, start: TrainingStart) -> None:
-        """Say where it starts from, and show the bar."""
+        """Print where training starts from, and show the bar."""
         if start.done:
             self.note(f"going on after {start.done} of {start.steps} steps")
         log = "tail of the log" if start.cut is None else f"log at {start.cut}"
@@ -75,25 +75,25 @@ class TrainingProgress:
         self._console.tell(text)
 
     def warn(self, text: str) -> None:
-        """Print a line that is to be seen."""
+        """Print a warning."""
         self._console.tell((text, "yellow"))
 
     def tell(self, *records: Record) -> None:
-        """Show what was just written."""
+        """Show an event that was just written."""
         for record in records:
             line = line_of(record)
             if line is not None and (isinstance(record, StepFailed | SyncFailed) or not self._watched):
                 self._console.tell(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {line}")
 
     def committed(self, done: int, step: int, metrics: Json) -> None:
-        """Let the bar say how far the training is."""
+        """Advance the bar."""
         described = "  ".join([f"step {step}", *_said(metrics, IN_BAR)])
         if self._task is not None:
             self._bar.update(self._task, completed=done, description=described)
 
 
 def line_of(record: Record) -> str | None:
-    """A line of text for an event of a training, or None for those that are not shown."""
+    """The line for an event of a training; None for events that are not shown."""
     match record:
         case StepCommitted():
             return "  ".join(

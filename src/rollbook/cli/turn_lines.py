@@ -1,4 +1,4 @@
-"""Traffic for people: a line per turn once it is answered or failed, and per outcome, reward and version.
+"""Prints traffic: a line per answered or failed turn, and per outcome, reward and policy version.
 
 A turn's line joins two events, and names a trajectory that a third one opened. What is remembered for that is
 bounded: of what came too long ago, or before the tail began, a line tells less and is printed all the same.
@@ -56,7 +56,7 @@ Words = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A trajectory: its name, and how many turns it has had; None where not all of it was seen, in order."""
+    """A trajectory's name and its number of turns so far; None if some of its events were missed."""
 
     name: str | None
     turns: int | None = 0
@@ -64,7 +64,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A turn that is running: all that its line takes from its request."""
+    """A running turn: the parts of its request that its line shows."""
 
     time_us: int
     number: int | None
@@ -73,7 +73,7 @@ class _Asked:
 
 
 class Traffic:
-    """Folds events into lines; pure, but for what it remembers.
+    """Folds events into lines. Does no I/O.
 
     Args:
         width: of the terminal; None where the lines go elsewhere.
@@ -87,7 +87,7 @@ class Traffic:
         self._day = ""
 
     def lines(self, event: Event) -> list[Words]:
-        """What an event adds: nothing, or a line; before it the date (UTC), where that is another one."""
+        """The lines for an event: none, or one, preceded by the date (UTC) if that changed."""
         words = self._words(event)
         if words is None:
             return []
@@ -195,7 +195,7 @@ def _named(what: str, value: str | None) -> str:
 
 
 def _fitted(name: str) -> str:
-    """A name, of a long one its beginning and its end."""
+    """The name; of a long name its beginning and end."""
     text = visible(name)
     return text if len(text) <= NAME_WIDTH else f"{text[: NAME_WIDTH - 10]}..{text[-8:]}"
 
@@ -205,7 +205,7 @@ def _plain(line: Words) -> str:
 
 
 class TurnLines:
-    """Prints traffic; colours only where they are seen. Elsewhere Rich would take most of the time."""
+    """Prints traffic; with colours on a terminal, else without Rich, which would take most of the time."""
 
     def __init__(self) -> None:
         self._console = Console(soft_wrap=True)

@@ -1,1 +1,1 @@
-"""What programs elsewhere use of a running proxy."""
+"""Clients of a running proxy, for programs on other hosts."""

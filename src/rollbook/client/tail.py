@@ -71,7 +71,7 @@ class HttpTail:
         self._thread.start()
 
     def poll(self, limit: int | None = None) -> list[Event]:
-        """Events that the server had at its head and were not handed out: lane by lane, each in order.
+        """New events up to the server's head, lane by lane, each lane in order.
 
         The first poll waits for the server's head, as a local one reads up to it; later ones wait only for
         the rest of what has begun to come.
@@ -107,7 +107,7 @@ class HttpTail:
         return events
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there may be something to poll, at most so many seconds; whether there is.
+        """Wait until `poll` may have events, at most so many seconds; returns whether it may.
 
         Raises:
             as `poll`
@@ -126,16 +126,16 @@ class HttpTail:
         return False
 
     def cut(self) -> dict[str, int]:
-        """What has been handed out or passed over so far; closed where `at_head`."""
+        """The cut of all events handed out or skipped so far; a closed cut if `at_head`."""
         return dict(self._cut)
 
     @property
     def at_head(self) -> bool:
-        """Whether the last poll came to where the server's head was."""
+        """Whether the last poll reached the server's head."""
         return self._at_head
 
     def close(self) -> None:
-        """Break the connection off and end the thread."""
+        """Close the connection and end the thread."""
         self._closed.set()
         if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class HttpTail:
         self.close()
 
     def _peek(self, timeout_s: float | None) -> bool:
-        """Fetch the next message into `_next`, waiting for it so long (None: for ever)."""
+        """Fetch the next message into `_next`, waiting at most so long (None: without limit)."""
         if self._next is None:
             with contextlib.suppress(queue.Empty):
                 self._next = self._messages.get(timeout_s != 0, timeout_s or None)

@@ -1,4 +1,4 @@
-"""The least an HTTP server needs under uvicorn, and uvicorn in a thread. For scripted servers."""
+"""Minimal ASGI helpers for scripted servers, and uvicorn in a thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -57,7 +57,7 @@ async def send_part(send: Send, data: bytes, *, first: bool) -> None:
 
 
 async def drop(scope: Message) -> None:
-    """End the connection of a request in whatever it is doing."""
+    """Abort the connection of a request."""
     scope["rollbook.transport"].abort()
     await asyncio.sleep(0.01)  # until the server notices that the client has gone
 

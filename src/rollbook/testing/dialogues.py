@@ -71,14 +71,14 @@ TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the engine says: text, and a tool call unless it ends the conversation."""
+    """An engine's reply: text, and a tool call unless it ends the conversation."""
 
     content: str
     name: str | None = None
     arguments: Mapping[str, Any] | None = None
 
     def text(self) -> str:
-        """As the model writes it, up to its end-of-turn token."""
+        """The reply as the model writes it, up to its end-of-turn token."""
         if self.name is None:
             return self.content
         call = orjson.dumps({"name": self.name, "arguments": self.arguments}).decode()
@@ -87,7 +87,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What a load generator talks about; it travels as a file of JSON."""
+    """The conversations of a load generator, stored as a JSON file."""
 
     system: str
     tools: Sequence[dict[str, Any]]
@@ -97,7 +97,7 @@ class Material:
 
     @classmethod
     def read(cls, path: Path) -> Material:
-        """What `write` wrote."""
+        """Read a file written by `write`."""
         values = orjson.loads(path.read_bytes())
         return cls(**(values | {"replies": [Reply(**reply) for reply in values["replies"]]}))
 
@@ -106,7 +106,7 @@ class Material:
         path.write_bytes(orjson.dumps(self))
 
     def reply_number(self, seed: int, turn: int, *, last: bool) -> int:
-        """Which reply comes at a turn of a conversation."""
+        """The index of the reply at a turn of a conversation."""
         return CALLS + (seed + turn) % ANSWERS if last else (seed * 7 + turn * 13) % CALLS
 
     def opening(self, seed: int) -> list[dict[str, Any]]:
@@ -115,12 +115,12 @@ class Material:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": task}]
 
     def result(self, seed: int, turn: int) -> str:
-        """What a tool gave back, without a mark."""
+        """A tool's result, without a mark."""
         return self.results[(seed * 31 + turn) % len(self.results)]
 
 
 def marked(text: str, reply: int) -> str:
-    """The text with the mark of the reply that is to come."""
+    """The text with the mark of the next reply."""
     return f"{text}\n#{reply:02d}"
 
 
@@ -214,7 +214,7 @@ def write_model(folder: Path) -> Tokenizer:
 
 
 def write_replies(path: Path, material: Material, tokenizer: Tokenizer) -> None:
-    """What `by_mark` needs: the replies as ids, and the ids of marks."""
+    """Write the file for `by_mark`: the ids of the replies and of the marks."""
     ids = [tokenizer.encode(reply.text() + END).ids for reply in material.replies]
     sign, digits = tokenizer.token_to_id("#"), [tokenizer.token_to_id(str(digit)) for digit in range(10)]
     path.write_bytes(orjson.dumps({"sign": sign, "digits": digits, "replies": ids}))

@@ -1,4 +1,4 @@
-"""Where every sampled token went, as a fold of events. Pure.
+"""The token ledger as a fold of events: an independent implementation that tests compare with SQL. Pure.
 
 Per run and policy version, at any cut,
 
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Sampled tokens by who made them and where they went.
+    """Sampled tokens by policy version and by term of the ledger.
 
     Attributes:
         entries: no entry has zero tokens but that of turns which are text only.
@@ -78,7 +78,7 @@ class Ledger:
     generated: Mapping[Maker, int]
 
     def unaccounted(self) -> dict[Maker, int]:
-        """Generated tokens less those of all terms, where that is not zero; empty if the ledger balances."""
+        """Generated tokens minus those of all terms, where not zero; empty if the ledger balances."""
         left = dict(self.generated)
         for (maker, _), entry in self.entries.items():
             left[maker] = left.get(maker, 0) - entry.tokens
@@ -95,7 +95,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn's events, as far as they are known. `asked` is the place of its request."""
+    """What is known of a turn. `asked` is the position of its request."""
 
     asked: Position | None = None
     parent: str | None = None
@@ -109,7 +109,7 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Trajectory:
-    """A trajectory's events, as far as they are known."""
+    """What is known of a trajectory."""
 
     opened: Position | None = None
     split: str = ""
@@ -158,7 +158,7 @@ def fold_ledger(events: Iterable[Event]) -> Ledger:
 
 
 def _take(trajectories: dict[str, _Trajectory], event: Event) -> None:
-    """Take in one event of a trajectory; others are passed over."""
+    """Fold one event; events without a trajectory are skipped."""
     record: Any = event.record
     if getattr(record, "trajectory_id", None) is None:
         return
@@ -207,7 +207,7 @@ def _sum(trajectories: Iterable[_Trajectory]) -> Ledger:
 
 
 def _decide(trajectory: _Trajectory) -> Iterator[tuple[_Turn, Where]]:
-    """Where each completed turn went, whoever sampled its tokens."""
+    """The term of each completed turn."""
     owners = _owners(trajectory)
     spoiled = {
         leaf for leaf in set(owners.values()) if any(turn.erased for _, turn in _path(trajectory, leaf))

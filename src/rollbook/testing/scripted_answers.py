@@ -1,4 +1,4 @@
-"""What a scripted SGLang answers: a script's ids, cut where the real one would stop. Pure.
+"""The answers of a scripted SGLang: a script's ids, cut where the real one would stop. Pure.
 
 The server that says it is `testing.scripted_sglang`.
 """
@@ -18,7 +18,7 @@ LENGTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a request goes wrong after `after` tokens.
+    """A failure of a request after `after` tokens.
 
     `error` is an HTTP 500 (in a stream that has begun, an error in its data); `drop` ends the connection;
     `refuse` is an HTTP 400.
@@ -31,7 +31,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is sampled for one prompt, before its limits cut it.
+    """The ids sampled for one prompt, before limits cut them.
 
     Attributes:
         logprobs: one for each id; None: made of the ids.
@@ -101,7 +101,7 @@ def _stopped_by_text(
 
 
 def logprobs_of(ids: Sequence[int]) -> list[float]:
-    """Made-up logprobs, float32 as an engine's are: the same for the same ids in the same places."""
+    """Invented logprobs, float32: equal for equal ids at equal positions."""
     places = np.arange(1, len(ids) + 1, dtype=np.uint32)
     mixed = (np.array(ids, np.uint32) ^ (places * np.uint32(0x9E3779B1))) * np.uint32(0x85EBCA6B)
     made: list[float] = (-3.0 * (mixed.astype(np.float32) / np.float32(2**32))).tolist()

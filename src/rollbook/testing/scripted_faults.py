@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong on one route.
+    """A fault of one route.
 
     `hang` waits `seconds` before it answers as ever; `error` is an HTTP 500, and nothing is done; `drop` ends
     the connection, and nothing is done; `wrong` takes one value of the first tensor wrong, and answers
@@ -39,12 +39,12 @@ class Faults:
         self._wrong: set[str] = set()
 
     def add(self, fault: Fault) -> None:
-        """From now on; calls are counted from now on."""
+        """Add a fault; calls are counted from now on."""
         self.faults.append(fault)
         self._calls[fault.route] = 0
 
     async def befall(self, route: str) -> str | None:
-        """Count a call; `error` or `drop` if that is what befalls it."""
+        """Count a call; returns `error` or `drop` if the call is to fail so."""
         self._calls[route] += 1
         self._wrong.discard(route)
         for fault in self.faults:

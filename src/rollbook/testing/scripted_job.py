@@ -14,7 +14,7 @@ from rollbook.testing.scripted_answers import Draft, Failure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a scripted server was started.
+    """Start options of a scripted server.
 
     Attributes:
         eos_ids: end every request that does not set `ignore_eos`, as the model's own do.
@@ -42,7 +42,7 @@ class Options:
 
 
 class Failed(Exception):
-    """The script says that this request fails here."""
+    """The script lets this request fail here."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)

@@ -1,4 +1,4 @@
-"""How a scripted SGLang sends what it says: chunks, failures, and what it does when its client goes."""
+"""Sends the replies of a scripted SGLang: chunks, failures, and the abort when the client disconnects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def end_with_client(receive: Receive, job: Job) -> None:
-    """A client that goes away ends its request."""
+    """Abort the request if its client disconnects."""
     await until_gone(receive)
     job.abort()
 
@@ -23,7 +23,7 @@ async def show(job: Job, send: Send, content: Message) -> None:
 
 
 async def fail(failed: Failed, job: Job, scope: Message, send: Send) -> None:
-    """Let a request end as its script says."""
+    """Let a request fail as its script says."""
     failure = failed.failure
     if failure.kind == "drop":
         await drop(scope)

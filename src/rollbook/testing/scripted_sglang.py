@@ -126,7 +126,7 @@ class ScriptedSGLang:
         asyncio.get_running_loop().call_later(self.options.late_abort_s, self._abort, {"rid": job.rid})
 
     async def _sampled(self, job: Job) -> AsyncIterator[None]:
-        """Let the tokens come, some at a time; `job.finish` is set with the last ones."""
+        """Emit the tokens, some at a time; `job.finish` is set with the last ones."""
         step = self.options.interval if job.stream or job.slow else max(job.total, 1)
         answer, delay = job.draft.answer, job.draft.answer.first_s
         while True:
@@ -169,7 +169,7 @@ class ScriptedSGLang:
         job.emit(end, self.weight_version)
 
     def _chunk(self, job: Job, start: int) -> Message:
-        """What has come from token `start` on, in the form of /generate."""
+        """The output from token `start` on, as /generate returns it."""
         shown = slice(start, job.made)
         meta: Message = {
             "id": job.rid,
@@ -196,7 +196,7 @@ class ScriptedSGLang:
         return found
 
     def _ended(self, job: Job) -> None:
-        """Remember what it was, before its client can know that it has ended."""
+        """Log the request, before its client can know that it has ended."""
         self.running.pop(job.rid, None)
         if self.options.log:
             answered: Message = {
@@ -221,7 +221,7 @@ class ScriptedSGLang:
         return 200, b""
 
     def abort_all(self) -> None:
-        """End everything that runs."""
+        """Abort all running requests."""
         for job in self.running.values():
             job.abort()
 
@@ -249,7 +249,7 @@ class ScriptedSGLang:
         return 200, {"success": True, "message": message, "new_version": version}
 
     def can_flush(self) -> bool:
-        """Whether nothing that runs needs the cache."""
+        """Whether no running request needs the cache."""
         return self.paused == "retract" or all(job.held for job in self.running.values())
 
     def _flush_cache(self, body: Message) -> tuple[int, Any]:

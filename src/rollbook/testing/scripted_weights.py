@@ -1,4 +1,4 @@
-"""The weight routes of a scripted SGLang (0.5.23), with the real one's quirks, and no weights behind them.
+"""The weight routes of a scripted SGLang (0.5.23), with the real one's quirks but without weights.
 
 With `Options.weights` it starts from the tensors of its model directory and keeps, of every tensor, SGLang's
 checksum: q, k and v merged in `qkv_proj`, gate and up in `gate_up_proj`, experts in `w13_weight` and
@@ -104,7 +104,7 @@ def _read(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Served(Protocol):
-    """What the weight routes need of the server.
+    """The part of the server that the weight routes use.
 
     Attributes:
         weight_version: of the tokens that come now, as in the spans.
@@ -196,14 +196,14 @@ class ScriptedWeights:
         return _reply("Success.", True, {"ranks": [rank], "per_engine_checksum": engine})
 
     async def _alone(self, body: Message) -> None:
-        """Where it is not paused, an update waits until nothing runs."""
+        """Wait until no request runs, unless generation is paused."""
         if body.get("abort_all_requests"):
             self._server.abort_all()
         while self._server.paused is None and self._server.running:
             await asyncio.sleep(0.002)
 
     def _changed(self, body: Message, message: str, rest: Message) -> Reply:
-        """The weights are in; the tokens that follow are theirs even where the answer is a failure."""
+        """Note the new weights: later tokens are sampled with them, even if the reply is an error."""
         server, version = self._server, body.get("weight_version")
         reported = server.stale_version or server.weight_version
         if version is not None:

@@ -1,1 +1,1 @@
-"""`rollbook show`: one trajectory as a person, or a machine, would look at it."""
+"""`rollbook show`: prints one trajectory, for people or as JSON."""

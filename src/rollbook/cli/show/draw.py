@@ -1,4 +1,4 @@
-"""A trajectory's facts as what `rich` prints: a header, and its turns as a tree. Pure."""
+"""Draws a trajectory with Rich: a header, and its turns as a tree. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Words = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How much to draw.
+    """Which parts of a trajectory to draw.
 
     Attributes:
         words: the text of tokens; None leaves them out.
@@ -156,7 +156,7 @@ def _line(turn: TurnFacts, names: Mapping[str, str]) -> Text:
 
 
 def _head(turn: TurnFacts, names: Mapping[str, str], *, brief: bool = False) -> Words:
-    """A turn's first line: which one it is, where it hangs, and how it ended; `brief` leaves some out."""
+    """A turn's first line: its number, its parent, and how it ended; `brief` leaves some out."""
     if turn.parent is not None:
         hangs = (f"extends {names.get(turn.parent) or short_id(turn.parent)}", "")
     else:

@@ -1,4 +1,4 @@
-"""A turn's tokens as coloured text: what was sent dim, what was sampled by its logprob. Pure."""
+"""Draws a turn's tokens: prompt tokens dim, sampled tokens coloured by their logprobs. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT_TOKENS, SAMPLED_TOKENS = 60, 240
 
 
 def legend() -> Text:
-    """What the colours mean."""
+    """The legend of the colours."""
     text = Text("logprob  ")
     for least, style in BANDS:
         text.append(f">= {least:g}", style).append("  ")
@@ -43,7 +43,7 @@ def context_text(answer: Answer, words: TokenText, *, full: bool) -> Text:
 
 
 def sampled_text(answer: Answer, words: TokenText, *, delivered: bool, full: bool) -> Text:
-    """A completion's tokens; dim beside their colour where the turn was not delivered, so is not trained."""
+    """A completion's tokens, coloured; also dim if the turn was not delivered and is not trained."""
     count = len(answer.completion_ids)
     logprobs = [None] * count if answer.logprobs is None else answer.logprobs.tolist()
     masked = "" if delivered else f" {MASKED}"
@@ -88,7 +88,7 @@ def _text(
 
 
 def _joined(runs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbours of one style as one run: a text of few runs is laid out quickly."""
+    """Joins neighbours of one style, because Rich lays out few runs faster than many."""
     joined: list[tuple[list[str], str]] = []
     for piece, style in runs:
         if joined and joined[-1][1] == style:

@@ -1,4 +1,4 @@
-"""What there is to say of one trajectory: its events as frozen values, and as JSON. Pure."""
+"""The facts of one trajectory, as frozen values and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPLETED, FAILED, RUNNING = "completed", "failed", "running"
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward in force."""
+    """A reward that is not superseded."""
 
     source: str
     reward: float

@@ -1,4 +1,4 @@
-"""Which trajectory is meant: by the client's name, by its id, or by the end of that, which `tail` prints."""
+"""Finds a trajectory by the client's name, by its id, or by the end of its id, which `tail` prints."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DERIVED = ["trajectory_id", "trajectory", "run"]
 
 
 class NotFoundError(RollbookError, LookupError):
-    """What is to be shown is not in the store, or it is not clear what is meant."""
+    """The name is not in the store, or several trajectories have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A trajectory that a cut holds."""
+    """The opening of a trajectory in a cut."""
 
     trajectory_id: str
     name: str
@@ -44,7 +44,7 @@ class Opening:
 
 
 def openings_of(log: Store, cut: Cut, wanted: str | None) -> list[Opening]:
-    """The trajectories with this name or id, of every run; all of them, where None is wanted.
+    """The trajectories of every run with this name or id; all of them if `wanted` is None.
 
     Raises:
         CorruptionError: a file that may hold one is damaged.
@@ -60,7 +60,7 @@ def openings_of(log: Store, cut: Cut, wanted: str | None) -> list[Opening]:
 
 
 def find_trajectory(log: Store, cut: Cut, wanted: str, run: str | None = None) -> Opening:
-    """The one trajectory that is meant.
+    """The one trajectory with this name, id, or end of an id.
 
     Raises:
         NotFoundError: there is none, or several; the message names near ones, or the runs.
@@ -112,7 +112,7 @@ def _several(wanted: str, found: Sequence[Opening]) -> str:
 
 
 def _of_lane(log: Store, lane: str, count: int, units: Sequence[Unit]) -> list[pa.Table]:
-    """What the lane's first `count` events opened, in the columns `_COLUMNS`."""
+    """The trajectories opened by the lane's first `count` events, in the columns `_COLUMNS`."""
     tables = []
     for unit in units:
         if unit.dropped_us is None and unit.first_seq < count:
@@ -126,7 +126,7 @@ def _of_lane(log: Store, lane: str, count: int, units: Sequence[Unit]) -> list[p
 
 
 def _derived(log: Store, unit: Unit) -> pa.Table | None:
-    """What a whole unit opened, by its derived scalars; None where they are not there."""
+    """The trajectories opened in a whole unit, from its derived scalars; None if it has none."""
     try:
         table = pq.read_table(derived_folder(log.path, unit) / TRAJECTORIES, columns=_DERIVED)
     except (OSError, pa.ArrowException):

@@ -1,4 +1,4 @@
-"""Which turns are drawn beneath which. Pure.
+"""Arranges turns as a tree for drawing. Pure.
 
 A conversation that never forks is one list, however long: a turn that is its parent's only continuation
 follows it on the same level. Only where a conversation goes on in several ways is each of them set in, and
@@ -48,7 +48,7 @@ def arrange(turns: Sequence[TurnFacts]) -> list[Node]:
 def _follow(
     head: Node, line: list[Node], children: dict[str | None, list[TurnFacts]], depth: int
 ) -> list[_Start]:
-    """Put a line of only children after each other; the turns it forks into."""
+    """Append a chain of only children; returns the turns at its fork."""
     node = head
     while True:
         after = children.get(node.turn.turn_id, [])

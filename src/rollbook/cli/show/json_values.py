@@ -1,4 +1,4 @@
-"""Frozen values as plain JSON values. Pure."""
+"""Converts frozen values to plain JSON values. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat messages as parts to show: text, reasoning, calls, images. Pure.
+"""Splits chat messages into parts to show: text, reasoning, calls, images. Pure.
 
 Clients spell messages in many ways, and anything a client sent was recorded as it is. So nothing here
 refuses a message: what is not understood is shown as the JSON it is.
@@ -77,7 +77,7 @@ def call_names(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def beginning(value: Any, width: int) -> str:
-    """What a reply says first, on one line: its text, then its calls; its reasoning if that is all."""
+    """The beginning of a reply on one line: its text, then its calls; its reasoning if it has neither."""
     if width <= 0:
         return ""
     parts = read_message(value, {}).parts
@@ -149,7 +149,7 @@ def _typed(part: dict[str, Any], kind: str, role: str) -> Iterator[Part]:
 
 
 def _text(text: str, role: str) -> Iterator[Part]:
-    """A text; of a reply's, what lies in its marks of thought is reasoning, the marks with it."""
+    """Parts of a text; in a reply, text within reasoning markers is reasoning, including the markers."""
     if role == "assistant":
         thought, mark, rest = text.partition(_END_OF_THOUGHT)
         if mark or text.lstrip().startswith("<think>"):

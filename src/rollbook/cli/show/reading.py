@@ -1,4 +1,4 @@
-"""From a trajectory's events to its facts. Pure."""
+"""Folds a trajectory's events into its facts. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def facts_of(events: Sequence[Event]) -> TrajectoryFacts:
 
 
 class _Facts:
-    """What the facts of each turn need of all events."""
+    """Collected from all events of a trajectory, for the facts of its turns."""
 
     def __init__(self, trajectory: Trajectory, events: Iterable[Event]) -> None:
         self._of = trajectory
@@ -141,7 +141,7 @@ class _Facts:
 
 
 def _in_force(given: Iterable[tuple[str, RewardAssigned]]) -> dict[str | None, tuple[Reward, ...]]:
-    """Of a trajectory (None) and of its turns, the last reward of each source that is not superseded."""
+    """The last reward of each source that is not superseded, by turn (None: of the trajectory)."""
     superseded = {record.supersedes for _, record in given if record.supersedes}
     last: dict[str | None, dict[str, float]] = {}
     for event_id, record in given:

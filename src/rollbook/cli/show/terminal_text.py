@@ -1,4 +1,4 @@
-"""Recorded text, made safe and short enough to print. Pure.
+"""Makes recorded text safe and short enough to print. Pure.
 
 What agents send and models sample is not to be trusted: an escape sequence in it would drive the terminal it
 is printed on, and a right-to-left override would change what a line seems to say. So every character that is
@@ -46,7 +46,7 @@ def one_line(value: object, width: int) -> str:
 
 
 def shortened(text: str, *, full: bool = False) -> str:
-    """The text, or of a long one its beginning and its end, and how much lies between; safe to print."""
+    """The text, safe to print; of a long text its beginning and end, and how much was left out."""
     lines = text.count("\n") + 1
     if full or (len(text) <= LONG_CHARACTERS and lines <= SHORT_LINES):
         return visible(text, lines=True)
@@ -63,7 +63,7 @@ def json_text(value: Any) -> str:
 
 
 def short_id(identity: str) -> str:
-    """The end of an id, as far as it tells ids apart."""
+    """The end of an id, long enough to distinguish ids."""
     return visible(identity[-ID_CHARACTERS:])
 
 
@@ -77,7 +77,7 @@ def clock(time_us: int, form: str = "%m-%d %H:%M:%S") -> str:
 
 
 def duration(milliseconds: float) -> str:
-    """A time span in the unit that suits it."""
+    """A time span, in a suitable unit."""
     if abs(milliseconds) < 1000:
         return f"{milliseconds:.0f} ms"
     seconds = milliseconds / 1000

@@ -1,4 +1,4 @@
-"""The text of single tokens, as a terminal shows it."""
+"""Decodes single tokens for the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenText:
 
     @classmethod
     def load(cls, model: Path) -> TokenText:
-        """Of the model directory's tokenizer.json.
+        """Read the tokenizer.json of a model directory.
 
         Raises:
             ModelError: there is none, or it cannot be read.
@@ -37,7 +37,7 @@ class TokenText:
         return cls(read_tokenizer(file))
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """What each id says."""
+        """The text of each id."""
         listed = [int(i) for i in ids]
         if self._tokenizer is None:
             return [f"{i} " for i in listed]
