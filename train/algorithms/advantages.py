@@ -29,12 +29,12 @@ def trajectory_advantages(
     A trajectory counts once in its group, however many samples it was split into; all of its samples
     get its advantage.
     """
-    advantages_N = np.zeros_like(rewards_N)
-    for group in dict.fromkeys(groups_N):
-        members = {t: i for i, (g, t) in enumerate(zip(groups_N, trajectories_N, strict=True)) if g == group}
-        of_group = group_advantages(rewards_N[list(members.values())], std_epsilon)
-        by_trajectory = dict(zip(members, of_group, strict=True))
-        for i, (g, t) in enumerate(zip(groups_N, trajectories_N, strict=True)):
-            if g == group:
-                advantages_N[i] = by_trajectory[t]
-    return advantages_N
+    members: dict[str, dict[str, int]] = {}
+    for i, (group, trajectory) in enumerate(zip(groups_N, trajectories_N, strict=True)):
+        members.setdefault(group, {})[trajectory] = i
+    found: dict[tuple[str, str], float] = {}
+    for group, of_group in members.items():
+        advantages_G = group_advantages(rewards_N[list(of_group.values())], std_epsilon)
+        found |= zip(((group, t) for t in of_group), advantages_G, strict=True)
+    pairs = zip(groups_N, trajectories_N, strict=True)
+    return np.fromiter((found[pair] for pair in pairs), np.float64, len(rewards_N))

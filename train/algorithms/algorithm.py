@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rollbook.train.algorithms.advantages import Floats
+from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.table import Table
 
 if TYPE_CHECKING:
@@ -75,5 +76,13 @@ class Algorithm(Table):
         raise NotImplementedError
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
-        """Loss of each token, float32 [B, T - 1]; a step takes the mean over the batch's trained tokens."""
+        """Loss of each token, float32 [B, T - 1]."""
         raise NotImplementedError
+
+    def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The sum of a micro-batch's losses [B, T - 1], which are 0 outside the mask."""
+        return losses.sum()
+
+    def divisor(self, totals: Totals) -> int:
+        """What the sum over all micro-batches is divided by: by default, the batch's trained tokens."""
+        return totals.tokens

@@ -13,9 +13,19 @@ from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.policy_gradient import Cispo, Dapo, DrGrpo, Gspo, PolicyGradient, Rloo
 from rollbook.train.algorithms.sft import Sft
 
-ALGORITHMS: Mapping[str, type[Algorithm]] = {"sft": Sft, "grpo": Grpo}
+ALGORITHMS: Mapping[str, type[Algorithm]] = {
+    "sft": Sft,
+    "grpo": Grpo,
+    "policy_gradient": PolicyGradient,
+    "rloo": Rloo,
+    "dr_grpo": DrGrpo,
+    "dapo": Dapo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+}
 """Name -> algorithm, in the order in which pages show them."""
 
 if TYPE_CHECKING:

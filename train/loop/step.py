@@ -17,6 +17,7 @@ from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.batch import Batch, MicroBatch, build_batch
 from rollbook.train.data.samples import Sample
@@ -94,14 +95,15 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
     algorithm = recorded_algorithm(plan.algorithm)
-    trained = max(batch.trained_tokens, 1)
-    kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "ratios": []}
+    divisor = max(algorithm.divisor(Totals(batch.trained_tokens, len(batch.samples))), 1)
+    kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "ratios": [], "sums": []}
 
     def loss_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         loss, logprobs, ratios = _micro_loss(logits, micro, algorithm)
-        for name, value in zip(kept, (logprobs, loss, ratios), strict=True):
+        total = algorithm.add(loss, torch.from_numpy(micro.loss_mask[:, 1:]).to(loss.device))
+        for name, value in zip(kept, (logprobs, loss, ratios, total), strict=True):
             kept[name].append(value.detach())
-        return loss.sum() / trained  # the mean over the batch's trained tokens
+        return total / divisor
 
     if finite:
         check_batch(batch)
@@ -121,7 +123,7 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
         "optimizer": policy.optimizer_digest(),
         "weights": policy.weights_digest(),
     }
-    metrics = _metrics(batch, kept, norm)
+    metrics = {"loss": float(sum(kept["sums"])) / divisor} | _metrics(batch, norm)
     if "logprobs" in algorithm.needs:
         metrics |= logprob_gaps(batch, kept["ratios"], plan.policy_version)
     return StepResult(digests, metrics)
@@ -143,13 +145,11 @@ def _micro_loss(
     return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0), ratios
 
 
-def _metrics(batch: Batch, kept: dict[str, list[torch.Tensor]], norm: float) -> Json:
-    trained = batch.trained_tokens
+def _metrics(batch: Batch, norm: float) -> Json:
     rewards = [float(r) for r in batch.rewards if np.isfinite(r)]
     return {
-        "loss": float(sum(t.sum() for t in kept["losses"])) / max(trained, 1),
         "gradient_norm": norm,
-        "trained_tokens": trained,
+        "trained_tokens": batch.trained_tokens,
         "samples": len(batch.samples),
         "reward": sum(rewards) / len(rewards) if rewards else None,
     }

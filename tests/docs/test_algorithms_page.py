@@ -1,0 +1,65 @@
+"""docs/algorithms.md: its table is that of the registry, and its command runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.train.algorithms.baselines import BASELINES
+from rollbook.train.algorithms.normalizers import NORMALIZERS
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.registry import ALGORITHMS
+from rollbook.train.algorithms.surrogates import SURROGATES
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    """The page."""
+    return (root / "docs" / "algorithms.md").read_text()
+
+
+def _rows(page: str, head: str) -> list[list[str]]:
+    lines = page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_each_row_has_the_defaults(page: str) -> None:
+    """Every algorithm but `sft`, with its parts and clips; `grpo` has those of `policy_gradient`."""
+    found = {}
+    for names, baseline, deviation, surrogate, clips, normalizer, source in _rows(page, "| name | baseline"):
+        low, high = map(float, clips.split(","))
+        parts = [text.strip("`") for text in (baseline, deviation, surrogate, normalizer)]
+        found |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
+        assert "arXiv:" in source
+    assert set(found) == set(ALGORITHMS) - {"sft"}
+    for name, kind in ALGORITHMS.items():
+        if issubclass(kind, GroupPolicyGradient):
+            a = kind.model_validate({"name": name})
+            expected = a.baseline, a.deviation, a.surrogate, a.normalizer, a.clip_low, a.clip_high
+            assert found[name] == expected
+    assert found["grpo"] == found["policy_gradient"]
+
+
+def test_every_part_is_explained(page: str) -> None:
+    """Each by the name that a CONFIG has for it."""
+    named = {name for row in _rows(page, "| part | is") for name in re.findall(r"`(\w+)`", row[0])}
+    assert named == {*BASELINES, *SURROGATES, *NORMALIZERS, "unbiased", "biased"} - {"none"}
+
+
+def test_the_command_runs(page: str, root: Path, monkeypatch: Any, capsys: Any) -> None:
+    """It prints the configuration with the keys that it sets."""
+    [line] = re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", shlex.split(line))
+    from rollbook.cli.app import main
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+    out = capsys.readouterr().out
+    assert not stop.value.code
+    assert 'name = "dr_grpo"' in out
+    assert "constant_length = 512" in out

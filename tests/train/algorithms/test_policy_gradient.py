@@ -1,0 +1,63 @@
+"""Named combinations: each trains from a log, says so in its manifests, and replays bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.events import StepCommitted, StepPlanned
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.registry import ALGORITHMS
+
+NAMES = [name for name, kind in ALGORITHMS.items() if issubclass(kind, GroupPolicyGradient)]
+
+
+def _of(log: Store, kind: Any) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, kind)]
+
+
+def _trained(fabric: Any, log: Store, algorithm: dict[str, Any]) -> list[Any]:
+    fabric.train(
+        log, fabric.config(fabric.GRPO, steps=2, algorithm={"groups": 2, "group_size": 4} | algorithm)
+    )
+    return _of(log, StepCommitted)
+
+
+def test_there_are_these() -> None:
+    """In the order of the page."""
+    assert NAMES == ["policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_trains_and_replays(fabric: Any, recorded: Callable[..., Store], name: str) -> None:
+    """Two steps of two groups of four; the manifest holds every key; the last step replays."""
+    log = recorded()
+    steps = _trained(fabric, log, {"name": name})
+    plans = _of(log, StepPlanned)
+    expected = ALGORITHMS[name].model_validate({"name": name, "groups": 2, "group_size": 4})
+    assert [plan.algorithm for plan in plans] == [expected.model_dump()] * 2
+    assert all(step.metrics["gradient_norm"] > 0 for step in steps)
+    assert replay_step(log, plans[-1].step).bit_for_bit
+
+
+def test_all_defaults_are_grpo(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """One loss, up to the rounding of advantages; the gradient's norm too."""
+    found = _trained(fabric, recorded("ours"), {"name": "policy_gradient"})
+    expected = _trained(fabric, recorded("grpo"), {"name": "grpo"})
+    for ours, grpo in zip(found, expected, strict=True):
+        for metric in ("loss", "gradient_norm"):
+            assert ours.metrics[metric] == pytest.approx(grpo.metrics[metric], rel=1e-4, abs=1e-6)
+
+
+def test_the_normalizer_scales_the_loss(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """A constant of 1 sums over tokens: the loss of the mean, times tokens a sample."""
+    mean = _trained(fabric, recorded("mean"), {"name": "policy_gradient"})[0].metrics
+    total = _trained(
+        fabric, recorded("total"), {"name": "policy_gradient", "normalizer": "constant", "constant_length": 1}
+    )[0].metrics
+    scale = mean["trained_tokens"] / mean["samples"]
+    assert total["gradient_norm"] == pytest.approx(scale * mean["gradient_norm"], rel=1e-4)

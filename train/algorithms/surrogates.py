@@ -1,0 +1,93 @@
+"""Surrogates: the loss of each token, whose gradient is that of the policy. Pure torch.
+
+In all of them r = exp(logprob - old logprob), the ratio of the policy in training to the one that sampled the
+token, l and h are the clips, and A is the advantage. Log-ratios are clamped to +-20, as verl and OpenRLHF do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollbook.train.algorithms.algorithm import LossInputs
+
+LARGEST_LOG_RATIO = 20.0
+LARGEST_SEQUENCE_LOG_RATIO = 10.0
+"""Of a whole sample, as in verl."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clips:
+    """Bounds of the ratio: 1 - low to 1 + high; `dual`, if any, bounds the loss of a bad token."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
+def ppo_clip(inputs: LossInputs, clips: Clips) -> torch.Tensor:
+    """-min(r A, clip(r, 1 - l, 1 + h) A), and with dual clip c at least c A where A < 0; [B, T - 1].
+
+    Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347), equation 7; asymmetric bounds, DAPO, Yu et al. 2025
+    (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729), equation 5. Dual clip is off by default;
+    verl's default is c = 3.
+    """
+    return _clipped(_ratio(inputs), inputs, clips)
+
+
+def gspo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
+    """`ppo_clip` with one ratio for a sample: the geometric mean of its tokens' ratios; [B, T - 1].
+
+    The gradient flows through each token's own logprob (GSPO-token, whose gradient equals that of GSPO where
+    all tokens have the same advantage). Source: Zheng et al. 2025 (arXiv:2507.18071), equations 7 and 14.
+    """
+    import torch
+
+    log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.old_logprobs, 0.0)
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = (log_ratio.sum(-1, keepdim=True) / lengths).detach()
+    log_sequence = inputs.logprobs - inputs.logprobs.detach() + mean
+    return _clipped(log_sequence.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp(), inputs, clips)
+
+
+def cispo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
+    """-sg(clip(r, 1 - l, 1 + h)) A logprob, [B, T - 1]: weights are clipped, every token keeps its gradient.
+
+    Source: MiniMax-M1, Chen et al. 2025 (arXiv:2506.13585), equation 4. The cap is 1 + h, as in verl and
+    slime; TRL's `epsilon_high` is the cap itself.
+    """
+    weight = _ratio(inputs).detach().clamp(1 - clips.low, 1 + clips.high)
+    return -weight * inputs.advantages * inputs.logprobs
+
+
+def reinforce(inputs: LossInputs, clips: Clips) -> torch.Tensor:
+    """-A logprob; [B, T - 1]. Source: Williams 1992. Staleness is not corrected, and clips do nothing."""
+    return -inputs.advantages * inputs.logprobs
+
+
+SURROGATES: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
+
+
+def _ratio(inputs: LossInputs) -> torch.Tensor:
+    difference = inputs.logprobs - inputs.old_logprobs
+    return difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def _clipped(ratio: torch.Tensor, inputs: LossInputs, clips: Clips) -> torch.Tensor:
+    import torch
+
+    advantages = inputs.advantages
+    kept = ratio.clamp(1 - clips.low, 1 + clips.high)
+    loss = -(ratio * advantages).minimum(kept * advantages)
+    if clips.dual is None:
+        return loss
+    return torch.where(advantages < 0, loss.minimum(-clips.dual * advantages), loss)
