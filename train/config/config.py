@@ -42,7 +42,7 @@ class RecipeConfig(Table):
     max_staleness: Count | None = None
     """Drop samples whose oldest token is more than this many versions old; absent: never."""
     drop_zero_variance: bool = True
-    """GRPO: drop groups whose rewards are all equal, since their advantages are zero."""
+    """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
 
 
 class OptimizerConfig(Table):
