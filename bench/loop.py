@@ -105,7 +105,7 @@ def _lap(folder: Path, model: Path, setting: Setting, plan: Plan, number: int) -
     """One run, from the first activation of weights to the last step."""
     setting = replace(setting, steps=plan.steps_each)
     habits = Habits("", seed=number, agents=plan.agents)
-    with loop_of(folder, model, setting, habits, random.getrandbits(32)) as loop:
+    with loop_of(folder, model, setting, habits) as loop:
         loop.start()
         loop.await_weights(plan.run_s)
         loop.agents.ask(do="begin")

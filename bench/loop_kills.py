@@ -122,7 +122,7 @@ def kill_in_a_store(
     """
     found, begun = Killed(seed), time.monotonic()
     setting = setting_of(seed)
-    with loop_of(folder, model, setting, Habits("", seed, plan.agents, pause_s=0.05), seed) as loop:
+    with loop_of(folder, model, setting, Habits("", seed, plan.agents, pause_s=0.05)) as loop:
         loop.start()
         loop.await_weights(READY_S)
         loop.agents.ask(do="begin")

@@ -42,10 +42,14 @@ PAUSE_S = 0.2
 _starting = threading.Lock()
 
 
-def port(rng: random.Random) -> int:
-    """A loopback port that nobody listens on now, nor any connection takes while its server is away."""
+def port() -> int:
+    """A loopback port that nobody listens on now, nor any connection takes while its server is away.
+
+    Drawn without a seed: processes with one seed would draw one port, and one would speak to the other's
+    server.
+    """
     while True:
-        wanted = rng.choice(PORTS)
+        wanted = random.SystemRandom().choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", wanted))
             return wanted

@@ -6,7 +6,6 @@ disk; scripted are the engines' tokens, and the agents.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -153,14 +152,13 @@ class Loop:
 
 
 @contextmanager
-def loop_of(folder: Path, model: Path, setting: Setting, habits: Habits, seed: int = 0) -> Iterator[Loop]:
+def loop_of(folder: Path, model: Path, setting: Setting, habits: Habits) -> Iterator[Loop]:
     """A loop in a folder, whose processes end with the context. The agents wait to be told to begin."""
     folder.mkdir()
-    rng = random.Random(seed)
     log = store.open(folder / "store", create=True)
     if setting.segment_bytes is not None:
         (log.path / "store.toml").write_text(_small(setting.segment_bytes))
-    ports = [port(rng) for _ in range(setting.engines + 1)]
+    ports = [port() for _ in range(setting.engines + 1)]
     urls = [f"http://127.0.0.1:{number}" for number in ports]
     engines, proxy_url = urls[:-1], urls[-1]
     (folder / "loop.toml").write_text(setting.config(model, engines))

@@ -61,7 +61,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         BenchError: a proxy ended by itself, or did not come up.
     """
     measured = Measured()
-    with Stage(folder, plan.seed) as stage:
+    with Stage(folder) as stage:
         for kind in (TOKENS, RECORD):
             _attack_all(stage, kind, plan, measured, on_round)
         measured.killed = kill_often(stage, TOKENS, plan.kills, plan.seed, on_round)

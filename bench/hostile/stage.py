@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import random
 import resource
 import signal
 from collections.abc import Iterator, Sequence
@@ -99,8 +98,8 @@ class Proxy:
 class Stage:
     """A folder with a model, where proxies are started."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        self.folder, self._rng = folder, random.Random(seed)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.model = folder / "model"
         write_model(self.model)
         self._stack = contextlib.ExitStack()
@@ -116,7 +115,7 @@ class Stage:
         folder = self.folder / name
         folder.mkdir(parents=True)
         store.open(folder / "store", create=True)
-        number = port(self._rng)
+        number = port()
         write_keys(folder / "keys.toml")
         command: list[object] = ["serve", "--store", folder / "store", "--port", number]
         command += ["--keys", folder / "keys.toml"]

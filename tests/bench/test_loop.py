@@ -22,7 +22,8 @@ from rollbook.bench.rounds import Limit
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.fold.trajectory import prompt_sha256
-from rollbook.train.config.config import TrainConfig, load_config
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.files import load_config
 
 URL = "http://engine"
 WITNESS = Witness([("a", "ua", "0a"), ("b", "ub", "0b")], ["a", "b"], [URL], 2)

@@ -260,12 +260,12 @@ def test_errors_in_the_middle_of_the_buckets(peer: Make) -> None:
 def test_a_route_that_hangs(peer: Make) -> None:
     """It answers after so many seconds; others answer at once."""
     one = peer()
-    one.post("/scripted/fault", route="/pause_generation", kind="hang", seconds=0.5)
+    one.post("/scripted/fault", route="/pause_generation", kind="hang", seconds=3)
     with pytest.raises(httpx.ReadTimeout):
         one.client.post("/pause_generation", json={}, timeout=0.1)
     begun = time.monotonic()
     assert one.version() == "default"
-    assert time.monotonic() - begun < 0.4
+    assert time.monotonic() - begun < 2.5
     assert one.post("/pause_generation")["status"] == "ok"
 
 

@@ -304,7 +304,7 @@ def test_who_hands_over_several_is_no_company(store: Store, notes: Any) -> None:
                 [([one], future) for one, future in zip(notes(2, 2 * number), pair, strict=True)]
             )
             assert [future.result(20) for future in pair] == [2 * number, 2 * number + 1]
-        assert time.monotonic() - begun < 1, "nobody lingered"
+        assert time.monotonic() - begun < 3.5, "nobody lingered"
     [segment] = lane_folder(store.path, "a").glob("*.wal")
     assert segment.read_bytes().count(MAGIC) == 1 + 4, "the header, and a frame for each pair"
 

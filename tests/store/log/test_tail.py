@@ -162,7 +162,7 @@ def test_waiting_ends_with_an_event_of_any_lane(store: Store, notes: Any) -> Non
     tail = store.tail()
     begun = time.monotonic()
     assert not tail.wait(0.1)
-    assert 0.1 <= time.monotonic() - begun < 2
+    assert 0.1 <= time.monotonic() - begun < 30
     for lane in ("a", "b", "a"):
         with store.writer(lane) as writer:
             timer = threading.Timer(0.15, lambda w=writer: w.append(notes(1)).result(30))
