@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 SGLANG := .venv-sglang
+PARITY_ENV := .venv-parity
 # One process more than cores, since tests wait now and then.
 PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
 INSTALL := $(UV) pip install --quiet
@@ -19,7 +20,7 @@ EXACT := $(INSTALL) --no-deps
 # compiles nothing: the first import does, a sixth of what is installed.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-bench test-clients test-crashes test-hostile test-sglang check lint types fmt bench wheel clean
+.PHONY: demo test test-bench test-clients test-crashes test-hostile test-parity test-sglang check lint types fmt bench wheel clean
 
 $(UV_HOME)/$(UV_VERSION):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -64,6 +65,15 @@ $(CLIENTS)/verifiers/.installed: tests/clients/verifiers.txt | $(CLIENTS)/.insta
 	@$(EXACT) --python $(CLIENTS)/verifiers --requirement tests/clients/verifiers.txt
 	@touch $@
 
+test-parity: $(PARITY_ENV)/.installed  ## our losses and estimators against those of verl, OpenRLHF, AReaL and TRL
+	$(PARITY_ENV)/bin/python -m pytest -c tests/parity/pytest.ini --confcutdir=tests/parity tests/parity --numprocesses 2 $(PARITY)
+
+$(PARITY_ENV)/.installed: tests/parity/requirements.txt | $(UV_HOME)/$(UV_VERSION)
+	@echo "setting up $(PARITY_ENV) (a minute the first time, 2 GB)"
+	@$(NEW) $(PARITY_ENV)
+	@$(EXACT) --python $(PARITY_ENV) --requirement tests/parity/requirements.txt
+	@touch $@
+
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## a real SGLang on this CPU; one process: its servers take minutes to start
 	$(BIN)/pytest tests/sglang
 
@@ -95,4 +105,4 @@ wheel: $(STAMP)  ## build the wheel and check that it works where nothing else i
 	bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) $(UV_HOME) $(CLIENTS) $(SGLANG) tests/clients/node_modules dist demo-store
+	rm -rf $(VENV) $(UV_HOME) $(CLIENTS) $(SGLANG) $(PARITY_ENV) tests/clients/node_modules dist demo-store

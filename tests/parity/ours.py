@@ -1,0 +1,209 @@
+"""Our parts, called as the trainer calls them, on a case. Nothing else here knows our own functions.
+
+Weights and estimators compute in float64 and give float32 to the trainer; here they give the case's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from parity.cases import Case
+
+from rollbook.train.algorithms import returns as returns_of
+from rollbook.train.algorithms.algorithm import LossInputs
+from rollbook.train.algorithms.baselines import BASELINES, deviations
+from rollbook.train.algorithms.corrections import CORRECTIONS
+from rollbook.train.algorithms.logprobs import entropies
+from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
+from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.rollouts import Advantages, Rollouts
+from rollbook.train.algorithms.surrogates import SURROGATES
+
+
+def algorithm(name: str = "policy_gradient", **keys: Any) -> GroupPolicyGradient:
+    """An algorithm with these keys."""
+    made = recorded_algorithm({"name": name} | keys)
+    assert isinstance(made, GroupPolicyGradient)
+    return made
+
+
+def loss(case: Case, **keys: Any) -> torch.Tensor:
+    """The loss of the whole batch, as `run_step` makes it."""
+    of, mask = algorithm(**keys), case.mask
+    weights = token_weights(case, of)
+    if weights is not None and not of.counts_rejected:
+        mask = mask & (weights > 0)
+    inputs = LossInputs(case.logprobs, case.old, case.advantages, mask, weights, case.reference, entropy=None)
+    total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
+    return total / max(of.divisor(Totals(int(mask.sum()), int(mask.any(-1).sum()))), 1)
+
+
+def token_weights(case: Case, of: GroupPolicyGradient) -> torch.Tensor | None:
+    """The correction's weights [B, T], 0 outside the mask."""
+    log_ratios = case.old[case.mask].double().numpy() - case.rollout[case.mask].double().numpy()
+    found = of.weights(log_ratios, case.mask.sum(-1).numpy())
+    if found is None:
+        return None
+    weights = torch.zeros_like(case.old)
+    weights[case.mask] = torch.from_numpy(found).to(weights.dtype)
+    return weights
+
+
+def weights(case: Case, **keys: Any) -> torch.Tensor:
+    """The weights of a correction."""
+    found = token_weights(case, algorithm(old="trainer", **keys))
+    assert found is not None
+    return found
+
+
+def estimated(case: Case, **keys: Any) -> Advantages:
+    """What an estimator makes of the case's rewards, each token's own among them."""
+    lengths = case.mask.sum(-1).numpy()
+    return algorithm(**keys).advantages(
+        Rollouts(
+            rewards=case.rewards.double().numpy(),
+            groups=[f"g{group}" for group in case.groups.tolist()],
+            trajectories=[f"t{i}" for i in range(len(case.mask))],
+            lengths=lengths,
+            truncated=case.truncated.numpy(),
+            old_logprobs=case.old[case.mask].numpy(),
+            reference_logprobs=case.reference[case.mask].numpy(),
+            values=case.old_values[case.mask].numpy(),
+        )
+    )
+
+
+def advantages(case: Case, **keys: Any) -> torch.Tensor:
+    """Advantages [B, T], 0 outside the mask."""
+    found = estimated(case, **keys)
+    values = found.values if found.per_token else np.repeat(found.values, case.mask.sum(-1).numpy())
+    return _placed(case, values)
+
+
+def shaped(case: Case, **keys: Any) -> torch.Tensor:
+    """Rewards of trajectories [B, T], the same for all trained tokens."""
+    return advantages(case, **{"baseline": "none", "deviation": "none"} | keys)
+
+
+def whitened(case: Case, how: str, *, centred: bool = True) -> torch.Tensor:
+    """Old values of the batch's tokens, whitened, [B, T]."""
+    values = case.old_values[case.mask].double().numpy()
+    if not centred:
+        return _placed(case, returns_of.whitened(values, int(how == "unbiased"), centred=False))
+    return _placed(case, algorithm(whitening=how).whitened(values))
+
+
+def returns(case: Case, **keys: Any) -> torch.Tensor:
+    """The critic's targets [B, T]."""
+    found = estimated(case, **keys).returns
+    assert found is not None
+    return _placed(case, found)
+
+
+def _placed(case: Case, values: Any) -> torch.Tensor:
+    placed = torch.zeros_like(case.old)
+    placed[case.mask] = torch.from_numpy(values).to(placed.dtype)
+    return placed
+
+
+def value_loss(case: Case, clip: float) -> torch.Tensor:
+    """The critic's loss of the whole batch."""
+    losses = algorithm("ppo", value_clip=clip).value_loss(case.values, case.old_values, case.returns)
+    return torch.where(case.mask, losses, 0.0).sum() / case.mask.sum()
+
+
+def kl(case: Case, estimator: str) -> torch.Tensor:
+    """The mean of an estimate of the KL divergence to the reference policy."""
+    return KL_ESTIMATORS[estimator](case.logprobs - case.reference)[case.mask].mean()
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """The mean entropy of distributions given by logits [B, T, V]."""
+    return entropies(logits.log_softmax(-1)).mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of ours, for the page.
+
+    Attributes:
+        name: as a CONFIG has it.
+        says: its docstring's first sentence, without shapes; sources: the arXiv numbers in the docstring.
+        default: of which algorithms it is the default, or the default of a key.
+    """
+
+    name: str
+    says: str
+    sources: str
+    default: str
+
+
+def parts() -> list[Part]:
+    """All parts that have a name, in the order in which they are applied; then keys that peers have too."""
+    found = [
+        _part(name, of, key)
+        for key, functions in _FAMILIES.items()
+        for name, of in functions.items()
+        if name != "none"
+    ]
+    keys = (Part(key, "", "", _default_of(key)) for key in _KEYS)
+    return [*found, *keys, Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
+
+
+_FAMILIES: dict[str, Mapping[str, Any]] = {
+    "baseline": BASELINES,
+    "deviation": dict.fromkeys(("unbiased", "biased"), deviations),
+    "surrogate": SURROGATES,
+    "correction": CORRECTIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "normalizer": NORMALIZERS,
+}
+_KEYS = (
+    "dual_clip",
+    "discount",
+    "reward_kl",
+    "whitening",
+    "overlong_length",
+    "truncated_reward",
+    "value_clip",
+)
+
+
+def _part(name: str, of: Any, key: str) -> Part:
+    told = of.__doc__ if isinstance(of, FunctionType) and of.__doc__ else ""
+    first = re.split(r"[;.]\s|, \[", told)[0].strip().rstrip(".")
+    sources = ", ".join(dict.fromkeys(re.findall(r"arXiv:\d+\.\d+", told)))
+    return Part(name, first, sources, _users(name, key))
+
+
+def _users(value: str, key: str) -> str:
+    """The algorithms whose default for a key is this value."""
+    defaults = {name: fields[key].default for name, fields in _keys_of_all().items()}
+    users = [f"`{name}`" for name, default in defaults.items() if default == value]
+    others = [f"`{name}`" for name, default in defaults.items() if default != value]
+    if not others:
+        return "all"
+    return ", ".join(users) or "–" if len(users) <= len(others) else f"all but {', '.join(others)}"
+
+
+def _default_of(key: str) -> str:
+    """A key's default, and those of algorithms that have another."""
+    defaults = {name: fields[key].default for name, fields in _keys_of_all().items() if key in fields}
+    written = {name: "none" if value is None else f"{value}" for name, value in defaults.items()}
+    usual = max(written.values(), key=list(written.values()).count)
+    others = [f"{value} in `{name}`" for name, value in written.items() if value != usual]
+    return "; ".join([usual, *others])
+
+
+def _keys_of_all() -> dict[str, Any]:
+    return {
+        name: kind.model_fields for name, kind in ALGORITHMS.items() if issubclass(kind, GroupPolicyGradient)
+    }

@@ -1,0 +1,94 @@
+"""A row of the table, and how far its two sides are from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from parity.cases import USUAL, Case, Draw, random_case, watched
+
+Of = Callable[[Case], torch.Tensor]
+SINGLE = 1e-6
+"""Greatest difference of values and of gradients in float32; relative where the greatest one is above 1."""
+LEAST_SCALE = 0.1
+"""In float64 differences are relative to the greatest value, or gradient, if that is above this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """Two functions of a case that are equal, in value and in gradient.
+
+    Attributes:
+        part: of ours, as docs/algorithms.md names it.
+        peer: its name; called: what of it is compared, by its own names; what stands in brackets tells rows
+            apart, and is not in the page.
+        own, theirs: a case -> a loss, or numbers of tokens [B, T] that are 0 outside the mask.
+        double: greatest difference in float64; None where the peer rounds to float32; 1e-7 where it adds 1e-8
+            to a count of tokens or to a variance, or does not clamp a ratio of e^-20.
+    """
+
+    part: str
+    peer: str
+    called: str
+    own: Of
+    theirs: Of
+    draw: Draw = USUAL
+    double: float | None = 1e-12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Difference:
+    """Two functions that the same words describe, and that are not equal.
+
+    Attributes:
+        part: that it is about.
+        one, other: as a reader may know them; says: what they differ in.
+    """
+
+    part: str
+    one: str
+    other: str
+    says: str
+    of_one: Of
+    of_other: Of
+    draw: Draw = USUAL
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Greatest differences of values and of gradients, relative to a scale."""
+
+    value: float
+    gradient: float
+
+    @property
+    def greatest(self) -> float:
+        """Of both."""
+        return max(self.value, self.gradient)
+
+
+def distance(one: Of, other: Of, seed: int, draw: Draw, dtype: torch.dtype = torch.float32) -> Distance:
+    """How far two functions are from each other on a random case."""
+    pairs = zip(*(evaluated(of, random_case(seed, draw, dtype)) for of in (one, other)), strict=True)
+    least = 1.0 if dtype == torch.float32 else LEAST_SCALE
+    return Distance(*(_relative(*pair, least) for pair in pairs))
+
+
+def evaluated(of: Of, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The value, and its gradients with respect to the logprobs and the values [2, B, T], 0 where there is
+    none."""
+    case = watched(case)
+    value = of(case)
+    gradients = [torch.zeros_like(case.logprobs)] * 2
+    if value.requires_grad:
+        given = torch.autograd.grad(value, [case.logprobs, case.values], allow_unused=True)
+        gradients = [torch.zeros_like(case.logprobs) if one is None else one for one in given]
+    return value.detach(), torch.where(case.mask, torch.stack(gradients), 0.0)
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
+    """NaN, which is below no limit, where either is not finite."""
+    scale = other.abs().max().clamp(min=least)
+    found = float((one.double() - other.double()).abs().max() / scale)
+    return found if bool(one.isfinite().all() & other.isfinite().all()) else float("nan")

@@ -1,0 +1,80 @@
+"""KL estimates, the critic's loss, and losses of pairs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from parity import formulas, ours
+from parity.cases import EXTREME, USUAL
+from parity.peers import with_areal, with_openrlhf, with_trl, with_verl
+from parity.row import Row
+
+REGULARIZERS = (
+    *(
+        Row(
+            name,
+            peer,
+            f"{called} {name}",
+            partial(ours.kl, estimator=name),
+            partial(of, estimator=name),
+            # OpenRLHF and AReaL bound all of them by 10, verl and ours k3 alone.
+            draw=EXTREME if peer == "verl" or name == "k3" else USUAL,
+            double=double,
+        )
+        for peer, called, of, double in (
+            ("verl", "kl_penalty", with_verl.kl, 1e-12),
+            ("OpenRLHF", "kl_estimator", with_openrlhf.kl, None),
+            ("AReaL", "KLEstimator", with_areal.kl, None),
+        )
+        for name in ("k1", "k2", "k3")
+    ),
+    Row("k3", "TRL", "beta", partial(ours.loss, kl=0.3), partial(with_trl.loss, loss_type="bnpo", beta=0.3)),
+)
+
+CRITIC = tuple(
+    Row("value_clip", peer, name, partial(ours.value_loss, clip=0.5), partial(of, clip=0.5), EXTREME, double)
+    for peer, name, of, double in (
+        ("verl", "compute_value_loss", with_verl.value_loss, 1e-12),
+        ("OpenRLHF", "ValueLoss", with_openrlhf.value_loss, 1e-12),
+        ("AReaL", "ppo_critic_loss_fn", with_areal.value_loss, None),
+    )
+)
+
+PAIRS = (
+    *(
+        Row("dpo", peer, name, formulas.dpo, of, double=double)
+        for peer, name, of, double in (
+            ("OpenRLHF", "DPOLoss", with_openrlhf.dpo, 1e-12),
+            ("TRL", "sigmoid", with_trl.dpo, 1e-12),
+            ("AReaL", "sigmoid", with_areal.dpo, None),
+        )
+    ),
+    Row("ipo", "OpenRLHF", "ipo [sums]", formulas.ipo, partial(with_openrlhf.dpo, ipo=True)),
+    *(
+        Row(
+            "ipo",
+            peer,
+            "ipo [means over tokens]",
+            partial(formulas.ipo, mean=True),
+            partial(of, ipo=True),
+            double=d,
+        )
+        for peer, of, d in (("TRL", with_trl.dpo, 1e-12), ("AReaL", with_areal.dpo, None))
+    ),
+    *(
+        Row(
+            "bradley_terry",
+            peer,
+            f"{name} [margin={margin}]",
+            partial(formulas.bradley_terry, margin=margin),
+            partial(of, margin=margin),
+        )
+        for peer, name, of in (
+            ("OpenRLHF", "PairWiseLoss", with_openrlhf.bradley_terry),
+            ("TRL", "RewardTrainer", with_trl.bradley_terry),
+        )
+        for margin in (False, True)
+    ),
+    Row("bradley_terry", "OpenRLHF", "LogExpLoss", formulas.bradley_terry, with_openrlhf.log_exp),
+)
+"""Not in the page: these parts are not ours yet."""
