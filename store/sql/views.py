@@ -7,7 +7,7 @@ are the log (its columns, see `events.schema`, with `lane` first), and what is d
 
 from __future__ import annotations
 
-from rollbook.store.sql import agent_views, training_views
+from rollbook.store.sql import agent_views, metrics_view, training_views
 from rollbook.store.sql.ledger_view import LEDGER
 from rollbook.store.sql.view import View
 
@@ -24,6 +24,7 @@ VIEWS: tuple[View, ...] = (
     training_views.POLICIES,
     training_views.SYNCS,
     training_views.STEPS,
+    metrics_view.METRICS,
     training_views.SAMPLES,
     training_views.DROPS,
     training_views.LINEAGE,

@@ -1,0 +1,66 @@
+"""The view of the metrics of steps, a column each. Pure; see `store.sql.views`."""
+
+from __future__ import annotations
+
+from rollbook.store.sql.columns import STEPS, ViewColumn
+from rollbook.store.sql.view import View
+
+RECORDED = (
+    ViewColumn("loss", "DOUBLE", "as its algorithm normalizes it"),
+    ViewColumn("gradient_norm", "DOUBLE", "2-norm of the whole gradient, before it is clipped"),
+    ViewColumn("samples", "BIGINT", "samples that it trained on"),
+    ViewColumn("trained_tokens", "BIGINT", "tokens with loss"),
+    ViewColumn("length_mean", "DOUBLE", "trained tokens of a sample, on average"),
+    ViewColumn("length_max", "BIGINT", "trained tokens of the longest sample"),
+    ViewColumn("truncated", "DOUBLE", "share of samples that were cut off at their greatest length"),
+    ViewColumn("reward", "DOUBLE", "mean of the samples' rewards"),
+    ViewColumn("reward_std", "DOUBLE", "their standard deviation, over n"),
+    ViewColumn("flat_groups", "DOUBLE", "share of groups whose rewards are all equal"),
+    ViewColumn("entropy", "DOUBLE", "mean entropy of the policy at its trained tokens, in nats"),
+    ViewColumn("kl", "DOUBLE", "KL divergence from the reference policy, estimated by k3"),
+    ViewColumn("old_kl", "DOUBLE", "KL divergence from the policy that ratios are taken to, by k3"),
+    ViewColumn("ratio_mean", "DOUBLE", "mean probability ratio of trained tokens"),
+    ViewColumn("ratio_min", "DOUBLE", "the least of them"),
+    ViewColumn("ratio_max", "DOUBLE", "the greatest of them"),
+    ViewColumn("clipped_low", "DOUBLE", "share of tokens that the lower clip leaves without a gradient"),
+    ViewColumn("clipped_high", "DOUBLE", "share of tokens that the upper clip leaves without a gradient"),
+    ViewColumn("staleness_mean", "DOUBLE", "mean age of trained tokens, in versions"),
+    ViewColumn("staleness_max", "BIGINT", "age of the oldest of them"),
+    ViewColumn(
+        "engine_logprob_gap", "DOUBLE", "engine's logprob against the trainer's, same version, greatest"
+    ),
+    ViewColumn("engine_logprob_gap_mean", "DOUBLE", "the same, mean"),
+    ViewColumn("stale_logprob_gap", "DOUBLE", "the same for older versions, greatest"),
+    ViewColumn("value_loss", "DOUBLE", "mean loss of the critic"),
+    ViewColumn("value_mean", "DOUBLE", "mean value of trained tokens, before the step"),
+    ViewColumn("explained_variance", "DOUBLE", "share of the returns' variance that the values explain"),
+    ViewColumn("critic_gradient_norm", "DOUBLE", "2-norm of the critic's gradient"),
+)
+"""What a step's `step.committed` records in `metrics`, of those that it has."""
+
+_NAMED = tuple(
+    c for c in STEPS if c.name in ("run", "step", "status", "policy", "policy_version", "algorithm")
+)
+_FIELDS = ", ".join(
+    f"CAST(json_extract_string(metrics, '$.{c.name}') AS {c.type}) AS {c.name}" for c in RECORDED
+)
+
+METRICS = View(
+    "metrics",
+    "The dashboard of a step that was committed, also if it was abandoned later: what it was given, how the "
+    "policy moved, and how long it took.",
+    f"""
+    SELECT run, step, status, policy, policy_version, algorithm, learning_rate, {_FIELDS},
+           epoch(committed - planned) AS seconds,
+           CAST(json_extract_string(metrics, '$.trained_tokens') AS DOUBLE)
+             / nullif(epoch(committed - planned), 0) AS tokens_s
+    FROM steps WHERE status IN ('committed', 'abandoned')
+    """,
+    (
+        *_NAMED,
+        ViewColumn("learning_rate", "DOUBLE", "as applied"),
+        *RECORDED,
+        ViewColumn("seconds", "DOUBLE", "from its plan to its commit"),
+        ViewColumn("tokens_s", "DOUBLE", "trained tokens in a second of that time"),
+    ),
+)

@@ -1,0 +1,47 @@
+"""docs/diagnosis.md: its query and command run, and its signs are those of the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollbook import store as rb
+from rollbook.cli.app import app
+from rollbook.store import Store
+from rollbook.train.doctor.signs import SIGNS
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    """The page."""
+    return (root / "docs" / "diagnosis.md").read_text()
+
+
+def test_the_query_and_the_command_run(
+    page: str, root: Path, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a store with a run of that name."""
+    [query] = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    with rb.connect(one_of_everything.path) as connection:
+        connection.execute(query).fetchall()
+    shutil.copytree(one_of_everything.path, tmp_path / "demo-store")
+    monkeypatch.chdir(tmp_path)
+    run = sorted({event.run for event in one_of_everything.events()})[0]
+    shutil.copytree(root / "configs", tmp_path / "configs")
+    lines = re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)
+    for line, answer in zip(lines, ('"verdict"', '"findings"'), strict=True):
+        said = CliRunner().invoke(app, shlex.split(line.replace("--run demo", f"--run {run}"))[1:])
+        assert said.exit_code in (0, 1), said.output
+        assert answer in said.output
+
+
+def test_every_sign_is_there(page: str) -> None:
+    """Each by its name."""
+    table = page[page.index("| sign |") :].split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert named == [sign.__name__ for sign in SIGNS]

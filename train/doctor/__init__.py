@@ -1,0 +1,1 @@
+"""What is wrong with a training, by its log."""

@@ -1,0 +1,295 @@
+"""Signs of the canonical failures of a training, each a rule over the metrics of its steps. Pure.
+
+A rule compares the last tenth of the steps with the first, so that one odd step is no sign; a training of
+fewer than `FEWEST` steps is not judged by its course. Thresholds are conventions, said in each rule; what
+they are compared with is in the evidence, so that a reader may judge for himself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rollbook.store.events import Json
+
+FEWEST = 10
+"""Steps below which nothing is said about a course."""
+Row = Mapping[str, float | None]
+"""Metric -> its value in a step; None where the step has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a training did: its steps' metrics in order, and what happened beside them.
+
+    Attributes:
+        rows: of committed steps.
+        numbers: of these steps.
+        held_out: version -> mean reward of evaluations.
+        dropped: rule -> samples that it dropped; used: samples that steps consumed.
+        failed: step -> error, of attempts that failed; syncs: errors of syncs that failed.
+    """
+
+    rows: Sequence[Row]
+    numbers: Sequence[int]
+    held_out: Mapping[int, float]
+    dropped: Mapping[str, int]
+    used: int
+    failed: Mapping[int, str]
+    syncs: Sequence[str]
+
+    def values(self, metric: str) -> list[float]:
+        """A metric of the steps that have it."""
+        return [value for row in self.rows if (value := row.get(metric)) is not None]
+
+    def ends(self, metric: str) -> tuple[float, float] | None:
+        """Its mean over the first and the last tenth of those steps; None where they are too few."""
+        values = self.values(metric)
+        if len(values) < FEWEST:
+            return None
+        size = max(len(values) // 10, 3)
+        return fmean(values[:size]), fmean(values[-size:])
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A failure of which there are signs.
+
+    Attributes:
+        name: of the failure; said: what was seen, with its numbers.
+        steps: first and last step that it was seen in; None where it is not about steps.
+        evidence: the numbers; sql: a query that shows them.
+        levers: settings that act on it.
+    """
+
+    name: str
+    said: str
+    steps: tuple[int, int] | None
+    evidence: Json
+    sql: str
+    levers: tuple[str, ...]
+
+
+def _query(*metrics: str) -> str:
+    return f"SELECT step, {', '.join(metrics)} FROM metrics ORDER BY step"
+
+
+def _whole(course: Course) -> tuple[int, int]:
+    return course.numbers[0], course.numbers[-1]
+
+
+def entropy_collapse(course: Course) -> Finding | None:
+    """The entropy fell to a quarter or less."""
+    ends = course.ends("entropy")
+    if ends is None or ends[1] > ends[0] / 4:
+        return None
+    return Finding(
+        "entropy_collapse",
+        f"entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats: the policy hardly explores any more",
+        _whole(course),
+        {"first": ends[0], "last": ends[1]},
+        _query("entropy", "reward"),
+        ("algorithm.entropy", "algorithm.clip_high (above clip_low)", "algorithm.kl", "optimizer.lr"),
+    )
+
+
+def length_hacking(course: Course) -> Finding | None:
+    """Samples became twice as long, and the reward not better by a twentieth."""
+    lengths, rewards = course.ends("length_mean"), course.ends("reward")
+    if lengths is None or rewards is None or lengths[1] < 2 * lengths[0]:
+        return None
+    if rewards[1] - rewards[0] > 0.05 * max(abs(rewards[0]), 1):
+        return None
+    return Finding(
+        "length_hacking",
+        f"samples grew from {lengths[0]:.4g} to {lengths[1]:.4g} trained tokens, the reward from "
+        f"{rewards[0]:.3g} to {rewards[1]:.3g}",
+        _whole(course),
+        {"lengths": list(lengths), "rewards": list(rewards)},
+        _query("length_mean", "reward", "truncated"),
+        ("algorithm.overlong_length", 'algorithm.normalizer = "token_mean" or "constant"', "the reward"),
+    )
+
+
+def reward_hacking(course: Course) -> Finding | None:
+    """The reward in training rose while that of evaluations fell."""
+    rewards = course.ends("reward")
+    if rewards is None or len(course.held_out) < 2:
+        return None
+    held = [course.held_out[version] for version in sorted(course.held_out)]
+    if rewards[1] <= rewards[0] or held[-1] >= held[0]:
+        return None
+    return Finding(
+        "reward_hacking",
+        f"the reward rose from {rewards[0]:.3g} to {rewards[1]:.3g} in training and fell from "
+        f"{held[0]:.3g} to {held[-1]:.3g} in evaluations",
+        _whole(course),
+        {"training": list(rewards), "evaluation": held},
+        "SELECT max_version, avg(reward) FROM trajectories WHERE split = 'eval' GROUP BY ALL ORDER BY ALL",
+        ("the reward", "algorithm.kl", "fewer steps"),
+    )
+
+
+def critic_divergence(course: Course) -> Finding | None:
+    """At the end the values explain less than nothing of the returns."""
+    ends = course.ends("explained_variance")
+    if ends is None or ends[1] >= 0:
+        return None
+    return Finding(
+        "critic_divergence",
+        f"the critic's explained variance is {ends[1]:.3g} at the end: its values are worse than their mean",
+        _whole(course),
+        {"first": ends[0], "last": ends[1]},
+        _query("value_loss", "explained_variance", "critic_gradient_norm"),
+        ("critic.lr", "critic.alone_steps", "algorithm.value_clip", "algorithm.reward_clip"),
+    )
+
+
+def sampler_gap(course: Course) -> Finding | None:
+    """In three steps or more, engine and trainer disagreed about tokens of one version by more than 0.05."""
+    odd = [
+        (number, gap)
+        for number, row in zip(course.numbers, course.rows, strict=True)
+        if (gap := row.get("engine_logprob_gap")) is not None and gap > 0.05
+    ]
+    if len(odd) < 3:
+        return None
+    worst = max(gap for _, gap in odd)
+    return Finding(
+        "sampler_gap",
+        f"in {len(odd)} steps engine and trainer differ about tokens of one version, by up to {worst:.3g}",
+        (odd[0][0], odd[-1][0]),
+        {"steps": len(odd), "worst": worst},
+        _query("engine_logprob_gap", "engine_logprob_gap_mean", "stale_logprob_gap"),
+        ('algorithm.old = "trainer" with algorithm.correction', "the engine's weights: docs/engines.md"),
+    )
+
+
+def empty_gradients(course: Course) -> Finding | None:
+    """A fifth of the steps had no gradient, or more samples were dropped for equal rewards than used."""
+    norms = course.values("gradient_norm")
+    empty, flat = sum(norm == 0 for norm in norms), course.dropped.get("zero_variance", 0)
+    if not (len(norms) >= FEWEST and empty >= len(norms) / 5) and not flat > max(course.used, FEWEST):
+        return None
+    return Finding(
+        "empty_gradients",
+        f"{empty} of {len(norms)} steps had no gradient; {flat} samples were dropped because all of their "
+        f"group had one reward, {course.used} were used",
+        None,
+        {"steps": len(norms), "without_gradient": empty, "zero_variance": flat, "used": course.used},
+        "SELECT step, rule, count(*) FROM drops GROUP BY ALL ORDER BY ALL",
+        ("tasks of another difficulty", "algorithm.group_size", "recipe.refill"),
+    )
+
+
+def exploding_gradient(course: Course) -> Finding | None:
+    """At the end the gradient is ten times its median, and more."""
+    ends, norms = course.ends("gradient_norm"), course.values("gradient_norm")
+    if ends is None or ends[1] <= 10 * median(norms) or median(norms) == 0:
+        return None
+    return Finding(
+        "exploding_gradient",
+        f"the gradient's norm is {ends[1]:.3g} at the end, where its median is {median(norms):.3g}",
+        _whole(course),
+        {"median": median(norms), "last": ends[1]},
+        _query("gradient_norm", "ratio_max", "loss"),
+        ("optimizer.lr", "optimizer.clip_grad", "algorithm.dual_clip"),
+    )
+
+
+def clip_saturation(course: Course) -> Finding | None:
+    """At the end, four in ten tokens have no gradient because they are clipped."""
+    low, high = course.ends("clipped_low"), course.ends("clipped_high")
+    if low is None or high is None or low[1] + high[1] <= 0.4:
+        return None
+    return Finding(
+        "clip_saturation",
+        f"{low[1] + high[1]:.0%} of the tokens are clipped at the end: the policy is far from the one that "
+        "ratios are taken to",
+        _whole(course),
+        {"low": low[1], "high": high[1]},
+        _query("clipped_low", "clipped_high", "staleness_mean", "ratio_max"),
+        ('algorithm.old = "trainer"', "recipe.max_staleness", "algorithm.epochs", "optimizer.lr"),
+    )
+
+
+def mostly_stale(course: Course) -> Finding | None:
+    """More than three in ten samples were dropped as stale."""
+    stale = course.dropped.get("staleness", 0)
+    if stale <= 0.3 * (course.used + stale) or stale < FEWEST:
+        return None
+    return Finding(
+        "mostly_stale",
+        f"{stale} samples were dropped as stale and {course.used} used: slow trajectories are not trained on",
+        None,
+        {"stale": stale, "used": course.used},
+        "SELECT rule, count(*) FROM drops GROUP BY ALL",
+        ("recipe.max_staleness", 'recipe.stale_tokens = "mask"', "admission.hold", "sync.partial_rollout"),
+    )
+
+
+def truncation(course: Course) -> Finding | None:
+    """At the end, three in ten samples are cut off at their greatest length."""
+    ends = course.ends("truncated")
+    if ends is None or ends[1] <= 0.3:
+        return None
+    return Finding(
+        "truncation",
+        f"{ends[1]:.0%} of the samples are cut off at their greatest length at the end, {ends[0]:.0%} at "
+        "first",
+        _whole(course),
+        {"first": ends[0], "last": ends[1]},
+        _query("truncated", "length_mean", "length_max"),
+        ("the agents' max_tokens", "algorithm.truncated_reward", "algorithm.overlong_length"),
+    )
+
+
+def failed_steps(course: Course) -> Finding | None:
+    """Attempts at steps failed."""
+    if not course.failed:
+        return None
+    numbers = sorted(course.failed)
+    return Finding(
+        "failed_steps",
+        f"{len(numbers)} steps had attempts that failed; the last: {course.failed[numbers[-1]][:200]}",
+        (numbers[0], numbers[-1]),
+        {"steps": numbers},
+        "SELECT step, attempt, error FROM steps WHERE status = 'failed' ORDER BY ALL",
+        ("optimizer.lr", "on_not_finite"),
+    )
+
+
+def failed_syncs(course: Course) -> Finding | None:
+    """Engines did not get weights that were sent."""
+    if not course.syncs:
+        return None
+    return Finding(
+        "failed_syncs",
+        f"{len(course.syncs)} syncs failed; the last: {course.syncs[-1][:200]}",
+        None,
+        {"syncs": len(course.syncs)},
+        "SELECT policy_version, engine, error FROM syncs WHERE status = 'failed' ORDER BY started",
+        ("sync.timeout_s", "sync.transport", "the engine's log"),
+    )
+
+
+SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
+    entropy_collapse,
+    length_hacking,
+    reward_hacking,
+    critic_divergence,
+    sampler_gap,
+    empty_gradients,
+    exploding_gradient,
+    clip_saturation,
+    mostly_stale,
+    truncation,
+    failed_steps,
+    failed_syncs,
+)
+
+
+def findings(course: Course) -> list[Finding]:
+    """Every failure of which there are signs."""
+    return [found for sign in SIGNS if (found := sign(course)) is not None]
