@@ -65,8 +65,7 @@ class Backlog:
         # Of a trajectory in a group all samples are used together; else each is used by itself.
         used = history.used_trajectories() if grouped else set()
         recipe = config.recipe
-        which = (config.run, recipe.splits, recipe.reward_source)
-        self._found = find_references(log, cut, *which, without=used)
+        self._found = find_references(log, cut, config.run, recipe, used)
         with connect_at(log, format_cut(cut)) as connection:
             given = {"run": config.run, "splits": sorted(recipe.splits)}
             running = connection.execute(_OPEN, given).fetchall()
@@ -106,7 +105,7 @@ class Backlog:
     def _ended(self, row: int) -> Ended:
         of = self._found
         trajectory_id, group, status = (
-            of.trajectories[name][row].as_py() for name in ("trajectory_id", "group", "status")
+            of.trajectories[name][row].as_py() for name in ("trajectory_id", "group_key", "status")
         )
         first, end = np.searchsorted(of.trajectory, [row, row + 1])
         numbers = [i for i in range(first, end) if of.trained_tokens[i] > 0 or of.erased[i]]

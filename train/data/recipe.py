@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
@@ -48,6 +49,12 @@ class Candidate(Protocol):
     @property
     def oldest_version(self) -> int | None: ...
     @property
+    def newest_version(self) -> int | None: ...
+    @property
+    def success(self) -> bool | None: ...
+    @property
+    def chosen(self) -> bool: ...
+    @property
     def erased(self) -> bool: ...
     @property
     def learnable(self) -> int: ...
@@ -68,8 +75,11 @@ class Candidates:
 
     Attributes:
         groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
-        unknown: number of trained tokens of unknown version; oldest: version of the oldest token, or
-            `NOWHERE`.
+        trajectories: ids.
+        succeeded: as they finished; false where that is not known, and so is `failed`.
+        chosen: whether the recipe's SQL conditions hold.
+        unknown: number of trained tokens of unknown version; oldest, newest: versions of the oldest and the
+            newest token, or `NOWHERE`.
         exact: whether each trained token has a logprob.
         learnable: number of trained tokens that are not the first of the path; lengths: of whole paths, in
             tokens.
@@ -77,10 +87,15 @@ class Candidates:
     """
 
     groups: npt.NDArray[np.object_]
+    trajectories: npt.NDArray[np.object_]
+    succeeded: Bools
+    failed: Bools
+    chosen: Bools
     rewards: npt.NDArray[np.float64]
     rewarded: Bools
     unknown: Ints
     oldest: Ints
+    newest: Ints
     exact: Bools
     erased: Bools
     learnable: Ints
@@ -131,13 +146,31 @@ def _too_old(of: Candidates, held: _Held) -> Bools:
     limit = held.recipe.max_staleness
     if limit is None:
         return np.zeros(len(of.oldest), np.bool_)
-    return (of.oldest != NOWHERE) & (held.version - of.oldest > limit)
+    deciding = of.newest if held.recipe.stale_tokens == "mask" else of.oldest
+    return (deciding != NOWHERE) & (held.version - deciding > limit)
 
 
 def _age(of: Candidates, held: _Held, at: int) -> Json:
     oldest = int(of.oldest[at])
     said = {"staleness": held.version - oldest, "max_staleness": held.recipe.max_staleness}
     return said | {"oldest_version": oldest}
+
+
+def _another_end(of: Candidates, held: _Held) -> Bools:
+    wanted = held.recipe.success
+    if wanted is None:
+        return np.zeros_like(of.chosen)
+    return ~of.succeeded if wanted else ~of.failed
+
+
+def _too_little(of: Candidates, held: _Held) -> Bools:
+    least = held.recipe.min_reward
+    return np.zeros_like(of.chosen) if least is None else ~(of.rewarded & (of.rewards >= least))
+
+
+def _reward(of: Candidates, held: _Held, at: int) -> Json:
+    reward = float(of.rewards[at]) if of.rewarded[at] else None
+    return {"reward": reward, "min_reward": held.recipe.min_reward}
 
 
 def _where_needed(need: str, of: Bools, held: _Held) -> Bools:
@@ -153,7 +186,7 @@ def _token(of: Candidates, held: _Held, at: int) -> Json:
     return {"token": int(token), "vocabulary": held.limits.vocabulary}
 
 
-_RULES: Mapping[str, _Rule] = {
+RULES: Mapping[str, _Rule] = {
     "erased": _Rule(lambda of, held: of.erased),
     "nothing_trainable": _Rule(
         lambda of, held: of.learnable == 0, lambda of, held, at: {"tokens": int(of.lengths[at])}
@@ -163,6 +196,8 @@ _RULES: Mapping[str, _Rule] = {
         lambda of, held: of.lengths > held.limits.context,
         lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
     ),
+    "not_chosen": _Rule(lambda of, held: ~of.chosen),
+    "success": _Rule(_another_end, lambda of, held, at: {"wanted": held.recipe.success}),
     "staleness": _Rule(_too_old, _age),
     # Importance ratios need the probability under the sampling policy, which is unknown without a version.
     # SFT needs no version.
@@ -174,6 +209,7 @@ _RULES: Mapping[str, _Rule] = {
         lambda of, held: _where_needed("rewards", ~of.rewarded, held),
         lambda of, held, at: {"source": held.recipe.reward_source},
     ),
+    "min_reward": _Rule(_too_little, _reward),
     "reward_not_finite": _Rule(
         lambda of, held: _where_needed("rewards", ~np.isfinite(of.rewards), held),
         lambda of, held, at: {"reward": str(float(of.rewards[at]))},
@@ -204,11 +240,17 @@ def sort_out(
     held = _Held(recipe, algorithm, version, limits or UNLIMITED)
     left = np.ones(len(of.erased), np.bool_)
     drops: list[tuple[int, str, Json]] = []
-    for name, rule in _RULES.items():
+    for name, rule in RULES.items():
         dropped = rule.drops(of, held) & left
         drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
         left &= ~dropped
     drops.sort(key=lambda drop: drop[0])
+    if recipe.top_fraction is not None:
+        below = _below_top(of, left, recipe.top_fraction)
+        drops += [
+            (int(at), "top_fraction", {"reward": float(of.rewards[at])}) for at in np.flatnonzero(below)
+        ]
+        left &= ~below
     if "groups" in algorithm.needs and recipe.drop_zero_variance:
         flat = _flat(of, left)
         drops += [
@@ -218,13 +260,43 @@ def sort_out(
     return np.flatnonzero(left), drops
 
 
+def _below_top(of: Candidates, left: Bools, fraction: float) -> Bools:
+    """Which of those that are left are not of their group's best trajectories; of equal rewards the first
+    count."""
+    at = np.flatnonzero(left)
+    alone = np.array([group is None for group in of.groups[at]], np.bool_)
+    names = np.where(alone, of.trajectories[at], of.groups[at])
+    groups = _codes(names) * 2 + alone
+    trajectories = _codes(of.trajectories[at])
+    first = np.unique(trajectories, return_index=True)[1]
+    order = first[np.lexsort((first, -of.rewards[at][first], groups[first]))]
+    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    sizes = np.diff(begins, append=len(order))
+    rank = np.arange(len(order)) - np.repeat(begins, sizes)
+    best = rank < np.repeat(np.maximum(np.ceil(fraction * sizes - 1e-9), 1), sizes)
+    below = left.copy()
+    below[at] = np.isin(trajectories, trajectories[order[best]], invert=True)
+    return below
+
+
 def _flat(of: Candidates, left: Bools) -> Bools:
     """Which of those that are left are in groups whose rewards are all equal."""
-    rewards: dict[Any, set[float]] = {}
-    for at in np.flatnonzero(left):
-        rewards.setdefault(of.groups[at], set()).add(float(of.rewards[at]))
-    flat = {group for group, values in rewards.items() if len(values) == 1}
-    return np.array([bool(left[at]) and of.groups[at] in flat for at in range(len(left))], np.bool_)
+    at = np.flatnonzero(left)
+    groups, rewards = _codes(of.groups[at]), of.rewards[at]
+    order = np.argsort(groups, kind="stable")
+    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    if not len(begins):
+        return np.zeros_like(left)
+    least, greatest = (extreme.reduceat(rewards[order], begins) for extreme in (np.minimum, np.maximum))
+    flat = left.copy()
+    flat[at] = (least == greatest)[groups]
+    return flat
+
+
+def _codes(values: npt.NDArray[np.object_]) -> Ints:
+    """A number from 0 for each distinct text, in the order of first occurrence; None is a text too."""
+    encoded = pa.array(values, pa.string()).dictionary_encode(null_encoding="encode")
+    return np.asarray(encoded.indices.to_numpy(), np.int64)
 
 
 def select(
@@ -248,13 +320,21 @@ def select(
 def _columns(candidates: Sequence[Candidate]) -> Candidates:
     groups = np.empty(len(candidates), np.object_)
     groups[:] = [one.group for one in candidates]
-    oldest = [one.oldest_version for one in candidates]
+    oldest, newest = (
+        [one.oldest_version for one in candidates],
+        [one.newest_version for one in candidates],
+    )
     return Candidates(
         groups=groups,
         rewards=np.array([np.nan if c.reward is None else c.reward for c in candidates], np.float64),
+        trajectories=np.array([one.trajectory_id for one in candidates], np.object_),
+        succeeded=np.array([one.success is True for one in candidates], np.bool_),
+        failed=np.array([one.success is False for one in candidates], np.bool_),
+        chosen=np.array([one.chosen for one in candidates], np.bool_),
         rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
         unknown=np.array([one.unknown for one in candidates], np.int64),
         oldest=np.array([NOWHERE if one is None else one for one in oldest], np.int64),
+        newest=np.array([NOWHERE if one is None else one for one in newest], np.int64),
         exact=np.array([one.exact for one in candidates], np.bool_),
         erased=np.array([one.erased for one in candidates], np.bool_),
         learnable=np.array([one.learnable for one in candidates], np.int64),

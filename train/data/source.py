@@ -51,7 +51,7 @@ class EpochSource:
     ) -> None:
         recipe = config.recipe
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
-        self._found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
+        self._found = find_references(log, cut, config.run, recipe)
         numbers, candidates = self._found.candidates()
         kept, drops = sort_out(candidates, recipe, config.algorithm, version, limits)
         self._kept = numbers[kept]
@@ -133,7 +133,7 @@ def make_source(
             return tail.poll()
 
         return QueueSource(config, history, more, tail.cut, backlog, limits=limits)
-    if not config.algorithm.epochs:
+    if not config.algorithm.cycles:
         backlog = Backlog(log, cut, config, history)
         return QueueSource(config, history, lambda: None, lambda: cut, backlog, live=False, limits=limits)
     earlier = history.of_family(family)

@@ -47,7 +47,7 @@ def explain(
         if (reason := _apart(run, split, config, ended=ended)) is not None:
             reasons[reason] += count
     recipe, left = config.recipe, list[list[SampleRef]]()
-    found = find_references(log, cut, config.run, recipe.splits, recipe.reward_source)
+    found = find_references(log, cut, config.run, recipe)
     used, dropped = (history.consumed(), history.dropped) if once else (set[str](), set[str]())
     gone = used | dropped
     for numbers, leaves in _each(found):
@@ -66,7 +66,7 @@ def explain(
 
 def _apart(run: str, split: str, config: TrainConfig, *, ended: bool) -> str | None:
     """Why a trajectory is outside the configuration, or not finished yet; None if it is neither."""
-    if run != config.run:
+    if run not in config.recipe.runs(config.run):
         return f"are of run {run!r}"
     if split not in config.recipe.splits:
         wanted = ", ".join(config.recipe.splits)

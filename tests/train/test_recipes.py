@@ -1,0 +1,161 @@
+"""Keys of a recipe, each over a log made for it: what is trained, and by which rule the rest is dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import SampleDropped, StepCommitted, StepPlanned
+
+
+@pytest.fixture
+def log(fabric: Any, tmp_path: Path) -> Store:
+    """Three groups of four trajectories: rewards 0 to 3 in two of them, all 1 in the third.
+
+    Trajectories with an even number succeeded; those of group b carry the label level=hard; the first turn of
+    each is of version 0 and the second of version 2.
+    """
+    log = rb.open(tmp_path / "store", create=True)
+    made: list[Any] = []
+    for group, rewards in (("a", range(4)), ("b", range(4)), ("c", [1] * 4)):
+        for i, reward in enumerate(rewards):
+            turns = [fabric.T([5, 6 + i], [20, 21], version=0), fabric.T([9], [40 + i], 0, version=2)]
+            labels = {"level": "hard"} if group == "b" else {}
+            made += fabric.records(
+                f"{group}{i}", turns, group=group, reward=float(reward), success=i % 2 == 0, labels=labels
+            )
+    fabric.append(log, made + fabric.teacher_records(18))
+    return log
+
+
+def _train(fabric: Any, log: Store, recipe: dict[str, Any], steps: int = 1, **changes: Any) -> Any:
+    """One step of three groups of four, or of `groups`; (the trajectories that it used, rule -> how many were
+    dropped)."""
+    algorithm = {"name": "grpo", "groups": 3, "group_size": 4} | changes
+    fabric.train(log, fabric.config(fabric.GRPO, steps=steps, algorithm=algorithm, recipe=recipe))
+    events = [event.record for event in log.events()]
+    used = [ref["trajectory_id"] for e in events if isinstance(e, StepPlanned) for ref in e.samples]
+    return sorted(used), Counter(e.rule for e in events if isinstance(e, SampleDropped))
+
+
+def _named(groups: str, members: str = "0123") -> list[str]:
+    return [f"{group}{i}" for group in groups for i in members]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "groups", "used", "dropped"),
+    [
+        ({}, 3, _named("ab"), {"zero_variance": 4}),
+        ({"drop_zero_variance": False}, 3, _named("abc"), {}),
+        ({"success": True}, 2, _named("ab", "02"), {"success": 6, "zero_variance": 2}),
+        ({"success": False}, 2, _named("ab", "13"), {"success": 6, "zero_variance": 2}),
+        ({"min_reward": 2.0}, 2, _named("ab", "23"), {"min_reward": 8}),
+        ({"top_fraction": 0.5}, 2, _named("ab", "23"), {"top_fraction": 6, "zero_variance": 2}),
+        ({"where": "\"group\" = 'a' AND reward > 0"}, 1, _named("a", "123"), {"not_chosen": 9}),
+        ({"labels": ["level=hard"]}, 1, _named("b"), {"not_chosen": 8}),
+        ({"labels": ["level=easy"], "drop_zero_variance": False}, 1, [], {"not_chosen": 12}),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_used_and_what_is_dropped(
+    fabric: Any, log: Store, recipe: dict[str, Any], groups: int, used: list[str], dropped: dict[str, int]
+) -> None:
+    """Each drop is an event with its rule, and the step replays."""
+    if not used:
+        with pytest.raises(Exception, match="are dropped by the rule not_chosen"):
+            _train(fabric, log, recipe, groups=groups)
+        return
+    assert _train(fabric, log, recipe, groups=groups) == (used, dropped)
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_models(fabric: Any, log: Store) -> None:
+    """Turns that asked for no model by name are of none of these."""
+    with pytest.raises(Exception, match="are dropped by the rule not_chosen"):
+        _train(fabric, log, {"models": ["other"]})
+
+
+def test_refilled_steps_are_whole(fabric: Any, log: Store) -> None:
+    """A group without a difference in reward makes no step smaller: two steps of one group each are taken."""
+    used, dropped = _train(fabric, log, {"refill": True}, steps=2, groups=1)
+    assert (used, dropped) == (_named("ab"), {"zero_variance": 4})
+    plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    assert [len(plan.samples) for plan in plans] == [4, 4]
+
+
+def test_stale_tokens_are_masked(fabric: Any, log: Store) -> None:
+    """At version 2 and a limit of 1, tokens of version 0 have no loss, those of version 2 have; it
+    replays."""
+    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    recipe = {"max_staleness": 1, "stale_tokens": "mask"}
+    _train(fabric, log, recipe)
+    steps = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert (steps[-1].metrics["samples"], steps[-1].metrics["trained_tokens"]) == (8, 8)
+    assert steps[-1].metrics["staleness_max"] == 0
+    assert replay_step(log, 2).bit_for_bit
+
+
+def test_all_stale_is_dropped(fabric: Any, log: Store) -> None:
+    """At version 4, even the newest token is too old."""
+    fabric.train(log, fabric.config(fabric.SFT, steps=4))
+    with pytest.raises(Exception, match="are dropped by the rule staleness"):
+        _train(fabric, log, {"max_staleness": 1, "stale_tokens": "mask"})
+
+
+def test_what_is_wrong_with_a_condition_is_said(fabric: Any, log: Store) -> None:
+    """A column that is not there, a text that is no SQL, a tail, a label without a value."""
+    with pytest.raises(ConfigError, match=r"recipe.where 'rewart > 1': .*rewart"):
+        _train(fabric, log, {"where": "rewart > 1"})
+    with pytest.raises(ConfigError, match=r"recipe\.where 'reward >': "):
+        _train(fabric, log, {"where": "reward >"})
+    with pytest.raises(ConfigError, match="go with --source cut"):
+        fabric.train(log, fabric.config(fabric.GRPO, recipe={"where": "reward > 1"}), "tail")
+    with pytest.raises(ConfigError, match=r"recipe.labels.0: "):
+        fabric.config(fabric.GRPO, recipe={"labels": ["hard"]})
+
+
+def test_several_runs_train_on_one_recording(fabric: Any, log: Store, cli: Any) -> None:
+    """Another run, with weights of its own, uses what this run recorded, which stays this run's to use."""
+    fabric.append(log, fabric.records("x0", [fabric.T([5, 6], [20, 21])], group="a", reward=9.0), run="other")
+    recipe = {"source_runs": [fabric.RUN]}
+    for run in ("sweep-1", "sweep-2"):
+        config = fabric.config(
+            fabric.GRPO,
+            run=run,
+            steps=1,
+            algorithm={"name": "grpo", "groups": 3, "group_size": 4, "clip_high": 0.3},
+            recipe=recipe,
+        )
+        fabric.train(log, config, lane=run)
+        result = replay_step(log, 0, run)
+        assert result.bit_for_bit, result.differs_in
+        assert result.metrics["samples"] == 8
+        assert result.metrics["staleness_max"] is None, "versions of another run say nothing"
+        assert result.metrics["engine_logprob_gap"] is None
+    used, _ = _train(fabric, log, {})
+    assert len(used) == 3 * 8
+    with rb.connect(log.path) as connection:
+        assert connection.execute("select sum(tokens) from ledger where term = 'trained'").fetchone() == (24,)
+    assert cli("ledger", "--store", log.path)[0] == 0, "each token counts once, whoever trains on it"
+
+
+def test_groups_of_two_runs_are_two(fabric: Any, log: Store) -> None:
+    """A group of the same name in another run is another group."""
+    for i in range(4):
+        made = fabric.records(f"y{i}", [fabric.T([5, 6 + i], [20, 21])], group="a", reward=float(i))
+        fabric.append(log, made, run="other")
+    recipe = {"source_runs": [fabric.RUN, "other"]}
+    config = fabric.config(
+        fabric.GRPO, steps=1, algorithm={"name": "grpo", "groups": 3, "group_size": 4}, recipe=recipe
+    )
+    fabric.train(log, config)
+    plan = next(e.record for e in log.events() if isinstance(e.record, StepPlanned))
+    assert len(plan.samples) == 8
+    assert replay_step(log, 0, fabric.RUN).bit_for_bit

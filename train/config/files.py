@@ -1,0 +1,105 @@
+"""CONFIG and recipe files: TOML, with overrides; a CONFIG may name a recipe file in the place of
+`[recipe]`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import Json
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.sft import Sft
+from rollbook.train.config.config import RecipeConfig, TrainConfig, parse_config, said_wrong
+
+
+def load_config(path: Path, overrides: list[str]) -> TrainConfig:
+    """Read a CONFIG and apply `key=value` overrides (dotted keys, TOML values).
+
+    `recipe = "best.toml"` stands for the keys of that file, which is looked for beside the CONFIG.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
+    """
+    values = _with_recipe(_read(path), path)
+    for text in overrides:
+        _override(values, text)
+    return parse_config(values, str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRecipe:
+    """A recipe, and the algorithm whose needs it is held against: a recipe by itself needs nothing, as `sft`.
+
+    `run` and `policy` are those of a CONFIG; None where the file is a recipe alone.
+    """
+
+    name: str
+    recipe: RecipeConfig
+    algorithm: Algorithm
+    run: str | None = None
+    policy: str | None = None
+
+
+def load_recipe(path: Path) -> NamedRecipe:
+    """Read a recipe file, or the recipe of a CONFIG, which has an `[algorithm]`.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown or ill-typed; all are named.
+    """
+    values = _read(path)
+    if "algorithm" in values:
+        config = parse_config(_with_recipe(values, path), str(path))
+        return NamedRecipe(str(path), config.recipe, config.algorithm, config.run, config.policy)
+    return NamedRecipe(str(path), _recipe(values, path), Sft(name="sft"))
+
+
+def _recipe(values: Json, path: Path) -> RecipeConfig:
+    try:
+        return RecipeConfig.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise ConfigError(said_wrong(str(path), error)) from error
+
+
+def _read(path: Path) -> Json:
+    """The values of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def _with_recipe(values: Json, path: Path) -> Json:
+    """The values, with a recipe file's keys in the place of its name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    named = values.get("recipe")
+    return values | {"recipe": _read(path.parent / named)} if isinstance(named, str) else values
+
+
+def _override(values: Json, text: str) -> None:
+    key, sep, value = text.partition("=")
+    if not sep:
+        raise ConfigError(f"--set {text!r}: write key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    *tables, last = key.strip().split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {text!r}: {table} is not a table")
+    values[last] = parsed
