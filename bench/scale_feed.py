@@ -43,6 +43,7 @@ def trained_batches(log: Store) -> Iterator[Arrays]:
     from rollbook.train.algorithms.sft import Sft
     from rollbook.train.config.config import TrainConfig
     from rollbook.train.data.batch import build_batch, partition
+    from rollbook.train.data.experience import experience_of
     from rollbook.train.data.source import make_source
 
     algorithm = Sft(name="sft", batch_size=BATCH)
@@ -56,10 +57,10 @@ def trained_batches(log: Store) -> Iterator[Arrays]:
         seen.update(by_leaf)
         if not samples:
             return
-        batch = build_batch(samples, algorithm, partition(len(samples), None))
+        batch = build_batch(experience_of(samples, algorithm), partition(len(samples), None))
         [micro] = batch.micro_batches
         lengths = [len(sample) for sample in samples]
-        yield Arrays(micro.tokens, micro.loss_mask, micro.old_logprobs, batch.rewards, lengths)
+        yield Arrays(micro.tokens, micro.loss_mask, micro.rollout_logprobs, batch.rewards, lengths)
 
 
 def rows_of(batches: Iterable[Arrays]) -> Iterator[dict[str, Any]]:

@@ -139,7 +139,8 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
             found = log.trajectories(ids=chosen)
             samples = all_samples(found[trajectory_id] for trajectory_id in chosen)
             kept, drops = select(samples, config.recipe, config.algorithm, trainer.version)
-            trainer.take_step(Selection(kept, drops, log.head()))
+            trainer.begin(Selection(kept, drops, log.head()))
+            trainer.take_step()
             trainer.publish()
         trainer.close()
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import orjson
+import torch
 
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
-from rollbook.store.events import Json, StepCommitted
+from rollbook.store.events import CheckpointWritten, Json, StepCommitted, StepPlanned
 from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
 from rollbook.store.inside import place_inside
+from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.loop.critic import recorded_critic, restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
+from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
+from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device
@@ -51,12 +56,18 @@ class StepReplay:
         return self.differs_in is None
 
 
-def replay_step(log: Store, step: int, run: str | None = None, policy: str = "actor") -> StepReplay:
+def replay_step(
+    log: Store, step: int, run: str | None = None, policy: str = "actor", *, trust_parts: bool = False
+) -> StepReplay:
     """Restore the state before a step, run it again, and compare.
 
     Starts at the nearest checkpoint before the step; steps in between are run and compared too.
 
+    Args:
+        trust_parts: import and run the parts of somebody's own that the manifest names (`module:name`).
+
     Raises:
+        TrainError: it names some, and they are not trusted, or cannot be loaded.
         ReplayError: no such committed step, or several runs have one.
         ModelError: the checkpoint's files are damaged.
         CorruptionError: the log is damaged.
@@ -64,22 +75,14 @@ def replay_step(log: Store, step: int, run: str | None = None, policy: str = "ac
     history = _history(log, step, run, policy)
     target = history.steps[step]
     plan = target.planned
+    if trust_parts:
+        for name in named_parts(plan.algorithm):
+            load_part(name)
     base, between = history.base_for(step, plan.phase)
-    threads = int(plan.environment["threads"])
     device = choose_device(str(plan.environment["device"]).split(":")[0])
-    checkpoint = place_inside(log.path, base.path)
-    trainable = TrainablePolicy(
-        read_shape(checkpoint),
-        OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer)),
-        steps=1,
-        device=device,
-        seed=plan.seed,
-        threads=threads,
-    )
-    held = read_checkpoint(checkpoint)
-    trainable.load_weights(held.weights)
-    trainable.load_optimizer_state(held.optimizer or {} if base.phase == plan.phase else {})
-    reran, last = _run_until_different(log, trainable, [*between, target])
+    trainable, critic = _restored(log, base, plan, device)
+    experiences = Experiences(trainable, References(log, history), critic)
+    reran, last = _run_until_different(log, trainable, experiences, [*between, target], history.run)
     return StepReplay(
         run=history.run,
         step=step,
@@ -89,17 +92,57 @@ def replay_step(log: Store, step: int, run: str | None = None, policy: str = "ac
         reran=reran,
         differs_at_step=None if last.first_difference is None else last.step,
         differs_in=last.first_difference,
-        stages={s: [last.recorded.get(s), last.found.get(s)] for s in STAGES},
+        stages={
+            s: [last.recorded.get(s), last.found.get(s)]
+            for s in STAGES
+            if s in last.recorded or s in last.found
+        },
         metrics=last.metrics,
-        environment=differences(plan.environment, fingerprint(device)),
+        environment=differences(plan.environment, fingerprint(device, plan.algorithm)),
     )
 
 
+def _restored(
+    log: Store, base: CheckpointWritten, plan: StepPlanned, device: torch.device
+) -> tuple[TrainablePolicy, TrainablePolicy | None]:
+    """The policy, and the critic if the step has one, as they were when a checkpoint was written."""
+    checkpoint = place_inside(log.path, base.path)
+    shape, held, threads = (
+        read_shape(checkpoint),
+        read_checkpoint(checkpoint),
+        int(plan.environment["threads"]),
+    )
+    goes_on = base.phase == plan.phase
+    policy = TrainablePolicy(
+        shape,
+        OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer)),
+        steps=1,
+        device=device,
+        seed=plan.seed,
+        threads=threads,
+    )
+    policy.load_weights(held.weights)
+    policy.load_optimizer_state(held.optimizer or {} if goes_on else {})
+    if plan.critic is None:
+        return policy, None
+    critic = restored_critic(
+        shape,
+        recorded_critic(plan),
+        held,
+        goes_on=goes_on,
+        steps=1,
+        device=device,
+        seed=plan.seed,
+        threads=threads,
+    )
+    return policy, critic
+
+
 def _run_until_different(
-    log: Store, policy: TrainablePolicy, steps: list[CommittedStep]
+    log: Store, policy: TrainablePolicy, experiences: Experiences, steps: list[CommittedStep], run: str
 ) -> tuple[list[int], RerunStep]:
     reran: list[int] = []
-    for result in rerun_steps(log, policy, steps):
+    for result in rerun_steps(log, policy, experiences, steps, run):
         reran.append(result.step)
         if result.first_difference is not None:
             break

@@ -37,8 +37,8 @@ def training_of(opened: RunOpened) -> OnlineTraining | None:
     if opened.command != "train" or config.get("source") != "tail":
         return None
     try:
-        recipe, (groups, size) = config["recipe"], _demand(config)
-        policy = StalenessPolicy(groups, recipe["max_staleness"], config["admission"]["order"])
+        recipe, (groups, size, steps) = config["recipe"], _demand(config)
+        policy = StalenessPolicy(groups, recipe["max_staleness"], config["admission"]["order"], steps)
         left = config["steps"] - config["steps_done"]
         admitted = config["admission"]["hold"] and recipe["max_staleness"] is not None
         splits = frozenset(recipe["splits"])
@@ -47,12 +47,14 @@ def training_of(opened: RunOpened) -> OnlineTraining | None:
         return None  # a release before this one's, which held nothing back
 
 
-def _demand(config: Json) -> tuple[int, int]:
-    """Groups that a step uses, and trajectories in each; (samples, 1) where each stands alone."""
+def _demand(config: Json) -> tuple[int, int, int]:
+    """Groups of a rollout batch, trajectories in each (1 where each stands alone), and steps taken on it."""
     if "demand" in config:
-        return config["demand"]["groups"], config["demand"]["group_size"]
+        demand = config["demand"]
+        steps = demand.get("epochs", 1) * demand.get("mini_batches", 1)
+        return demand["groups"], demand["group_size"], steps
     # Recorded before runs said so, when there were these two algorithms.
     algorithm = config["algorithm"]
     if "groups" in algorithm:
-        return algorithm["groups"], algorithm["group_size"]
-    return algorithm["batch_size"], 1
+        return algorithm["groups"], algorithm["group_size"], 1
+    return algorithm["batch_size"], 1, 1

@@ -34,7 +34,8 @@ class StalenessPolicy:
     """How old what is trained on may be, and in which order it is used.
 
     Attributes:
-        batch: groups a step uses.
+        batch: groups of a rollout batch.
+        steps: optimizer steps, and so versions, that are made of a rollout batch.
         max_staleness: oldest that a group may be when it is used; None: any age.
         order: `windowed` uses groups as they complete, those first that could not be used in time otherwise,
             and waits for running ones of that kind; `fifo` uses them as they began, and waits for each; `age`
@@ -44,6 +45,7 @@ class StalenessPolicy:
     batch: int
     max_staleness: int | None = None
     order: Order = "windowed"
+    steps: int = 1
 
     def capacity(self, outstanding: int, version: int, served: int) -> int | None:
         """How many more groups may begin now; None: any number.
@@ -51,7 +53,8 @@ class StalenessPolicy:
         A group that begins now is `version - served` versions old already, and is used after what is
         outstanding (admitted, and neither used nor dropped), so there is room for (max_staleness - (version -
         served) + 1) * batch - outstanding. Where the engine always serves the trainer's version this is
-        equation 3 of AReaL (arXiv:2505.24298).
+        equation 3 of AReaL (arXiv:2505.24298). With several steps on a rollout batch, fewer batches begin
+        within `max_staleness` versions.
 
         Args:
             version: the trainer's.
@@ -59,7 +62,8 @@ class StalenessPolicy:
         """
         if self.max_staleness is None:
             return None
-        return (self.max_staleness - max(version - served, 0) + 1) * self.batch - outstanding
+        left = self.max_staleness - max(version - served, 0)
+        return (left // self.steps + 1) * self.batch - outstanding
 
     def stale(self, group: PromptGroup, version: int) -> bool:
         """Whether a group is too old for a step that starts from `version`."""
@@ -90,14 +94,14 @@ class StalenessPolicy:
     def _due(self, usable: Sequence[PromptGroup], version: int) -> list[PromptGroup] | None:
         """The complete groups that this step must use so that later ones can still use all others in time.
 
-        Of the groups that will be too old in `ahead + 1` steps, the `ahead` steps that follow can use `batch`
-        each: what is more than that is due now. None: a running one is due, so wait for one.
+        Of the groups that will be too old in `ahead + 1` rollout batches, the `ahead` that follow can use
+        `batch` each: what is more than that is due now. None: a running one is due, so wait for one.
         """
         due: list[PromptGroup] = []
         taken: set[str] = set()
         ahead = 0
         while ahead * self.batch < len(usable) and ahead <= (self.max_staleness or 0):
-            aging = [group for group in usable if self.stale(group, version + ahead + 1)]
+            aging = [group for group in usable if self.stale(group, version + (ahead + 1) * self.steps)]
             missing = min(len(aging) - ahead * self.batch, self.batch) - len(due)
             if missing > 0:
                 more = [group for group in aging if group.complete and group.name not in taken][:missing]

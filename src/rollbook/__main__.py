@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.abc import MetaPathFinder
 
-READING = ("ledger", "samples", "show", "sql", "store", "tail")
+READING = ("doctor", "ledger", "recipe", "samples", "show", "sql", "store", "tail")
 """Commands that only read a store and run nobody else's code."""
 
 

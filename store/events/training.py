@@ -94,7 +94,13 @@ class SampleDropped:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanned:
-    """The manifest of an optimizer step: everything that decides its bits, written before it runs."""
+    """The manifest of an optimizer step: everything that decides its bits, written before it runs.
+
+    `rollout_batch` is null where the step's samples are a rollout batch of their own. Of one on which several
+    steps are taken it says: `first_step`, `number` (of this one, from 0) and `steps` (how many there are);
+    until one of them is committed also `samples` and `partition`, of all of it. `critic` is null where the
+    algorithm has none; otherwise it says its `optimizer`, its `learning_rate`, and whether it learns `alone`.
+    """
 
     KIND: ClassVar[str] = "step.planned"
     ABOUT: ClassVar[About] = About(of="policy")
@@ -114,6 +120,8 @@ class StepPlanned:
     seed: int
     input_digests: Json
     environment: Json
+    rollout_batch: Json | None = None
+    critic: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ VERSIONS: Mapping[str, int] = {
     "policy.activated": 2,
     "reward.assigned": 2,
     "sample.dropped": 2,
+    "step.planned": 2,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
@@ -35,6 +36,12 @@ def _nobody(values: Values) -> Values:
 def _sample_dropped_1(values: Values) -> Values:
     """Version 2 says which attempt at the step dropped the sample. Before, there was the first only."""
     return {"attempt": 1} | values
+
+
+def _step_planned_1(values: Values) -> Values:
+    """Version 2 says of which rollout batch the step is a part, and what the critic does. Before, each was
+    one of its own, and there were no critics."""
+    return values | {"rollout_batch": None, "critic": None}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -73,6 +80,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("policy.activated", 1): _policy_activated_1,
     ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
+    ("step.planned", 1): _step_planned_1,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,

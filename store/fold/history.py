@@ -14,6 +14,7 @@ from rollbook.store.errors import TrainError
 from rollbook.store.events import (
     CheckpointWritten,
     Event,
+    Json,
     SampleDropped,
     StepAbandoned,
     StepCommitted,
@@ -108,8 +109,23 @@ class History:
         return [s for _, s in sorted(self.steps.items()) if s.planned.phase == phase]
 
     def consumed(self) -> set[str]:
-        """Leaf turns of every sample that a committed step consumed."""
-        return {ref["turn_id"] for step in self.steps.values() for ref in step.planned.samples}
+        """Leaf turns of every sample that a committed step consumed, and of the rollout batch in hand."""
+        used = {ref["turn_id"] for step in self.steps.values() for ref in step.planned.samples}
+        return used | {ref["turn_id"] for step in self.in_hand()[:1] for ref in all_samples(step.planned)}
+
+    def in_hand(self) -> list[CommittedStep]:
+        """The committed steps of the rollout batch of which more steps are to come; none where there is
+        none."""
+        if not self.steps:
+            return []
+        last = self.steps[max(self.steps)].planned.rollout_batch
+        if last is None or last["number"] + 1 == last["steps"]:
+            return []
+        return [
+            step
+            for _, step in sorted(self.steps.items())
+            if (batch := step.planned.rollout_batch) is not None and batch["first_step"] == last["first_step"]
+        ]
 
     def used_trajectories(self) -> set[str]:
         """Trajectories of which a committed step consumed or dropped a sample."""
@@ -174,6 +190,12 @@ class History:
             for c in self.checkpoints
             if (c.phase == phase and c.optimizer_digest is not None) or c.policy_version == start
         ]
+
+
+def all_samples(plan: StepPlanned) -> list[Json]:
+    """References to the samples of the whole rollout batch that a plan begins."""
+    batch = plan.rollout_batch
+    return plan.samples if batch is None else batch["samples"]
 
 
 def family_of(phase: str) -> str:

@@ -30,6 +30,7 @@ class PathTokens:
         logprobs: float32 [T], natural log; 0 where the mask is false, NaN where the engine gave none.
         versions: int64 [T]; policy version that sampled the token, else -1.
         sampled: the turns that the mask is of, each with its place.
+        ends: where the completion of each turn ends.
     """
 
     turns: tuple[Turn, ...]
@@ -38,6 +39,7 @@ class PathTokens:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int64]
     sampled: tuple[tuple[Turn, slice], ...]
+    ends: tuple[int, ...]
 
 
 def path_tokens(trajectory: Trajectory) -> Iterator[PathTokens]:
@@ -58,9 +60,11 @@ def _tokens(trajectory: Trajectory, turns: tuple[Turn, ...], owned: tuple[bool, 
     logprobs = np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), NO_VERSION, np.int64)
     sampled: list[tuple[Turn, slice]] = []
+    ends: list[int] = []
     for turn, own in zip(turns, owned, strict=True):
         done = turn.completed
         assert done is not None
+        ends.append(done.prompt_length + len(done.completion_ids))
         if not own or not turn.delivered:
             continue
         start = done.prompt_length
@@ -70,4 +74,4 @@ def _tokens(trajectory: Trajectory, turns: tuple[Turn, ...], owned: tuple[bool, 
         for span in done.version_spans:
             versions[start + span.start : start + span.end] = span.version
         sampled.append((turn, place))
-    return PathTokens(turns, tokens, loss_mask, logprobs, versions, tuple(sampled))
+    return PathTokens(turns, tokens, loss_mask, logprobs, versions, tuple(sampled), tuple(ends))

@@ -14,8 +14,9 @@ from rollbook import store
 from rollbook.cli.app import app
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded
-from rollbook.train.config.config import TABLES, TrainConfig, load_config
+from rollbook.train.config.config import TABLES, TrainConfig
 from rollbook.train.config.docs import render
+from rollbook.train.config.files import load_config
 
 MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
 

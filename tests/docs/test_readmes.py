@@ -22,7 +22,7 @@ from rollbook.cli.app import app
 from rollbook.ingest.serve.settings import parse_settings
 from rollbook.store import Store
 from rollbook.store.settings import StoreSettings
-from rollbook.train.config.config import parse_config
+from rollbook.train.config.config import RecipeConfig, parse_config
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("store", "ingest", "train", "replay")
@@ -135,12 +135,15 @@ def test_python_compiles_and_runs(
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_every_toml_block_loads(block: Block) -> None:
-    """Every TOML block is a `store.toml`, or settings of `rollbook serve` or `train`, each key known."""
+    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve` or `train`, each key
+    known."""
     values = tomllib.loads(block.code)
     if set(values) <= set(StoreSettings.model_fields):
         assert StoreSettings.model_validate(values) != StoreSettings()
     elif "store" in values:
         assert parse_settings(values, str(block)).model_fields_set == set(values)
+    elif set(values) <= set(RecipeConfig.model_fields):
+        assert RecipeConfig.model_validate(values) != RecipeConfig()
     else:
         parse_config(values, str(block))
 

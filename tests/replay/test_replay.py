@@ -15,7 +15,6 @@ from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, ModelError, ReplayError, TrainError
 from rollbook.store.events import RewardAssigned, TurnDelivered
 from rollbook.train.loop.rerun import samples_at_cut
-from rollbook.train.loop.step import STAGES, batch_of
 
 Stores = Callable[..., Store]
 
@@ -41,7 +40,7 @@ def test_every_step_replays(fabric: Any, trained: Stores, step: int, base: int, 
     log = trained()
     result = replay_step(log, step)
     assert (result.from_version, result.reran, result.policy_version) == (base, reran, step)
-    assert list(result.stages) == list(STAGES)
+    assert list(result.stages) == list(fabric.EVERY_STEPS_STAGES)
     assert all(found == recorded != None for recorded, found in result.stages.values())  # noqa: E711
     assert result.bit_for_bit
     assert (result.differs_at_step, result.differs_in, result.environment) == (None, None, [])
@@ -62,7 +61,9 @@ def test_a_fresh_process_replays(fabric: Any, trained: Stores) -> None:
         assert values["environment"] == []
         expected = fabric.steps_of(log).steps[step]
         recorded = expected.planned.input_digests | expected.committed.digests
-        assert values["stages"] == {stage: [recorded[stage], recorded[stage]] for stage in STAGES}
+        assert values["stages"] == {
+            stage: [recorded[stage], recorded[stage]] for stage in fabric.EVERY_STEPS_STAGES
+        }
 
 
 def test_only_the_store_is_needed(fabric: Any, trained: Stores, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_step_of_a_crashed_run_replays(fabric: Any, trained: Stores) -> None:
     settings = fabric.config(fabric.GRPO, seed=5, steps=2)
     with pytest.MonkeyPatch.context() as patch:
 
-        def killed(*_: Any) -> None:
+        def killed(*_: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
         patch.setattr("rollbook.train.loop.trainer.run_step", killed)
@@ -104,7 +105,8 @@ def test_a_cut_gives_the_same_batch_every_time(fabric: Any, trained: Stores) -> 
     log = trained()
     for step in fabric.steps_of(log).steps.values():
         first, second = (
-            batch_of(step.planned, samples_at_cut(log, step.planned)).digests() for _ in range(2)
+            fabric.batch_of(step.planned, samples_at_cut(log, step.planned, "demo")).digests()
+            for _ in range(2)
         )
         assert first == second == {stage: step.committed.digests[stage] for stage in first}
 
@@ -127,7 +129,7 @@ def test_a_late_reward_inside_the_cut_was_trained(fabric: Any, trained: Stores) 
     fabric.train(log, fabric.config(fabric.GRPO, seed=5, steps=1))
     result = replay_step(log, 12)
     assert result.bit_for_bit, result.differs_in
-    rewards = [s.reward for s in samples_at_cut(log, fabric.steps_of(log).steps[12].planned).values()]
+    rewards = [s.reward for s in samples_at_cut(log, fabric.steps_of(log).steps[12].planned, "demo").values()]
     assert {5.0, -5.0} <= set(rewards)
 
 
@@ -173,14 +175,14 @@ def test_two_runs_with_the_same_step(fabric: Any, trained: Stores, cli: Callable
 
 
 def test_each_stage_and_the_verdict_are_printed(
-    trained: Stores, tamper: Any, cli: Callable[..., Any]
+    fabric: Any, trained: Stores, tamper: Any, cli: Callable[..., Any]
 ) -> None:
     """For people: each stage, equal or differs, and the verdict with the step and stage."""
     log = trained()
     code, out, _ = cli("replay", "step", 5, "--store", log.path)
     assert code == 0
     assert "step 5: bit for bit" in out
-    assert out.count("equal") == len(STAGES)
+    assert out.count("equal") == len(fabric.EVERY_STEPS_STAGES)
     tamper.checkpoint(log, 4, "weights")
     code, out, _ = cli("replay", "step", 5, "--store", log.path)
     assert code == 1

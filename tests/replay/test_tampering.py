@@ -29,7 +29,7 @@ def _verdict(cli: Callable[..., Any], log: Store, step: int) -> dict[str, Any]:
     assert values["bit_for_bit"] is False
     first = STAGES.index(values["differs_in"])
     same = {stage for stage, (recorded, found) in values["stages"].items() if recorded == found}
-    assert set(STAGES[:first]) <= same
+    assert values["stages"].keys() & set(STAGES[:first]) <= same
     assert values["differs_in"] not in same
     return values
 
@@ -170,7 +170,7 @@ def test_a_changed_manifest_is_found(
     assert (values["differs_at_step"], values["differs_in"]) == (11, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES[3:])
+@pytest.mark.parametrize("stage", STAGES[4:])
 def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any, stage: str) -> None:
     """A result that was recorded otherwise differs in just that stage."""
     log = trained()

@@ -38,6 +38,11 @@ from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 100
+EVERY_STEPS_STAGES = (
+    *("input_weights", "input_optimizer", "rng", "samples", "old_logprobs", "rewards", "advantages"),
+    *("logprobs", "losses", "gradients", "optimizer", "weights"),
+)
+"""The stages of a step that needs no other policy's logprobs, in order."""
 RUN = "demo"
 
 
@@ -66,9 +71,11 @@ def records(
     split: str = "train",
     reward: float | None = None,
     finished: bool = True,
+    success: bool | None = None,
+    labels: dict[str, Any] | None = None,
 ) -> list[Record]:
     """The records of one trajectory; its id is `name`, its turns' ids `name.0`, `name.1`..."""
-    made: list[Record] = [TrajectoryOpened(name, name, group, None, split)]
+    made: list[Record] = [TrajectoryOpened(name, name, group, None, split, labels or {})]
     whole: dict[int, list[int]] = {}
     for i, turn in enumerate(turns):
         parent = None if turn.parent is None else f"{name}.{turn.parent}"
@@ -84,7 +91,7 @@ def records(
     if reward is not None:
         made.append(RewardAssigned(name, None, reward))
     if finished:
-        made.append(TrajectoryFinished(name))
+        made.append(TrajectoryFinished(name, success=success))
     return made
 
 
@@ -324,3 +331,13 @@ def start_cli(*arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def batch_of(plan: StepPlanned, samples: dict[str, Any]) -> Any:
+    """The batch of a manifest whose algorithm needs no other policy's logprobs."""
+    from rollbook.train.algorithms.registry import recorded_algorithm
+    from rollbook.train.data.batch import build_batch
+    from rollbook.train.data.experience import experience_of
+
+    ordered = [samples[ref["turn_id"]] for ref in plan.samples]
+    return build_batch(experience_of(ordered, recorded_algorithm(plan.algorithm)), plan.partition)

@@ -155,7 +155,7 @@ def test_an_error_in_a_step_is_recorded(
     """A step that raises is a step.failed of its attempt; the restart plans attempt 2."""
     log = recorded()
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **options: Any) -> None:
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:

@@ -206,7 +206,7 @@ def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
 
     policy.forward_backward((micro,), loss_of)
     whole = {name: g.clone() for name, g in policy.gradients().items()}
-    names = ("tokens", "loss_mask", "old_logprobs", "temperatures", "advantages", "versions")
+    names = ("tokens", "loss_mask", "rollout_logprobs", "temperatures", "advantages", "versions")
     rows = tuple(MicroBatch(*(getattr(micro, n)[i : i + 1] for n in names)) for i in range(3))
     policy.forward_backward(rows, loss_of)
     for name, gradient in policy.gradients().items():

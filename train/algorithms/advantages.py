@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from rollbook.train.algorithms.rollouts import Floats
 
 
 def group_advantages(rewards_G: Floats, std_epsilon: float) -> Floats:

@@ -6,20 +6,20 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rollbook.train.algorithms.advantages import Floats
 from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
 from rollbook.train.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-Need = Literal["logprobs", "rewards", "groups"]
-"""Data that an algorithm may need of each sample: logprob and version of each trained token, a reward, a
-group."""
+Need = Literal["logprobs", "rewards", "groups", "old", "reference", "values", "entropy"]
+"""What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, a group.
+Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
+the critic's value of the state that it was sampled in (`values`); the entropy of its distribution."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,33 +28,57 @@ class LossInputs:
 
     Attributes:
         logprobs: float32, of the weights in training; carries the gradient.
-        old_logprobs: float32, of the engine that sampled the token; 0 where it gave none.
-        advantages: float32, of the token's sample.
+        old_logprobs: float32, that ratios are taken to: of the engine that sampled the token (0 where it gave
+            none), or of the trainer's weights as the batch began.
+        advantages: float32, of the token.
         mask: bool; true where the token is trained. The loss of other tokens is left out afterwards.
+        weights: float32, of the correction; None without one.
+        reference_logprobs: float32, of the reference policy; None where it is not needed.
+        entropy: float32, in nats, of the distribution that the token is one of; carries the gradient; None
+            where it is not needed.
     """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
+    weights: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Number of groups that a step uses, and of trajectories per group. A sample without a group counts as a
-    group of one."""
+    """What a rollout batch is, and how it is used. A sample without a group counts as a group of one.
+
+    Attributes:
+        groups: in a rollout batch; group_size: trajectories in each.
+        epochs: how often the batch is gone over.
+        mini_batches: optimizer steps in each epoch.
+    """
 
     groups: int
     group_size: int = 1
+    epochs: int = 1
+    mini_batches: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken on one rollout batch."""
+        return self.epochs * self.mini_batches
 
 
 class Algorithm(Table):
     """An algorithm with its configuration. Subclasses have a `name`, a literal, as their first key."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    """What a sample must have to be trained on."""
-    epochs: ClassVar[bool] = False
-    """Whether the samples of a cut are used in repeated epochs; if not, each is used once."""
+    cycles: ClassVar[bool] = False
+    """Whether training goes over the samples of a cut again and again; if not, each batch of them is used
+    once."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it needs of a sample and of the models."""
+        return frozenset()
 
     @property
     def algorithm_name(self) -> str:
@@ -63,21 +87,52 @@ class Algorithm(Table):
 
     @property
     def demand(self) -> Demand:
-        """How many groups and trajectories a step uses."""
+        """The rollout batches that it uses."""
         raise NotImplementedError
 
-    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
-        """Advantage of each of N samples, float64 [N].
+    @property
+    def reference(self) -> int | None:
+        """The policy version that is the reference; None where it needs none."""
+        return None
+
+    @property
+    def counts_rejected(self) -> bool:
+        """Whether tokens of weight 0 count in the normalizer's denominator, and in the other terms of the
+        loss."""
+        return True
+
+    def advantages(self, of: Rollouts) -> Advantages:
+        """Advantages of a rollout batch."""
+        raise NotImplementedError
+
+    def weights(self, log_ratios: Floats, lengths: Ints) -> Floats | None:
+        """The correction's weight of each trained token, float64 [P]; None where it corrects nothing.
 
         Args:
-            rewards: float64 [N]; NaN where a sample has none.
-            groups, trajectories: of each sample, by name.
+            log_ratios: float64 [P], old logprobs less the engine's.
+            lengths: int64 [N], trained tokens of each sample.
         """
-        raise NotImplementedError
+        return None
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """Loss of each token, float32 [B, T - 1]."""
         raise NotImplementedError
+
+    def value_loss(
+        self, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor
+    ) -> torch.Tensor:
+        """The critic's loss of each token, float32 [B, T - 1], of an algorithm that has one.
+
+        Args:
+            values: of the critic in training, with the gradient; old_values: as the rollout batch began.
+            returns: its targets.
+        """
+        raise NotImplementedError
+
+    def clipped(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
+        clips."""
+        return None
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum of a micro-batch's losses [B, T - 1], which are 0 outside the mask."""

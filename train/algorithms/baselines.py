@@ -1,4 +1,4 @@
-"""Baselines: advantages of trajectories from the rewards of their groups. Pure numpy, no loop over groups.
+"""Baselines: advantages of trajectories from the rewards of their groups. Pure, without a loop over groups.
 
 A trajectory counts once in its group, however many samples it was split into; all of them get its advantage.
 """
@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
-from rollbook.train.algorithms.advantages import Floats
-
-Ints = npt.NDArray[np.int64]
+from rollbook.train.algorithms.rollouts import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,18 +37,24 @@ def grouped(rewards: Floats, groups: Sequence[str], trajectories: Sequence[str])
     Args:
         rewards: float64 [N]; samples of one trajectory have the same.
     """
-    of_group: dict[str, int] = {}
-    of_trajectory: dict[tuple[int, str], int] = {}
-    of_sample = np.empty(len(rewards), np.int64)
-    for i, (group, trajectory) in enumerate(zip(groups, trajectories, strict=True)):
-        key = of_group.setdefault(group, len(of_group)), trajectory
-        of_sample[i] = of_trajectory.setdefault(key, len(of_trajectory))
-    first = np.unique(of_sample, return_index=True)[1]
-    members = np.fromiter((group for group, _ in of_trajectory), np.int64, len(of_trajectory))
-    once = rewards[first]
-    sizes = np.bincount(members, minlength=len(of_group)).astype(np.float64)
-    sums = np.bincount(members, once, len(of_group)).astype(np.float64)
-    return Grouped(once, members, of_sample, sizes, sums)
+    group, trajectory = _codes(groups), _codes(trajectories)
+    key = group * (trajectory.max(initial=0) + 1) + trajectory
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    members = group[first[order]]
+    once = rewards[first[order]]
+    count = int(group.max(initial=-1)) + 1
+    sizes = np.bincount(members, minlength=count).astype(np.float64)
+    sums = np.bincount(members, once, count).astype(np.float64)
+    return Grouped(once, members, number[inverse], sizes, sums)
+
+
+def _codes(names: Sequence[str]) -> Ints:
+    """A number from 0 for each distinct name, in the order of first occurrence."""
+    encoded = pa.array(names, pa.string()).dictionary_encode()
+    return np.asarray(encoded.indices.to_numpy(), np.int64)
 
 
 def group_mean(of: Grouped) -> Floats:

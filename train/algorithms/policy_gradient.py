@@ -1,18 +1,22 @@
-"""Policy gradients without a critic: a baseline, a surrogate and a normalizer, and named combinations."""
+"""Policy gradients without a critic: what their keys mean, and how the parts that they name make one loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rollbook.train.algorithms.advantages import Floats
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
-from rollbook.train.algorithms.baselines import BASELINES, deviations, grouped
+from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped
+from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
-from rollbook.train.algorithms.surrogates import SURROGATES, Clips
+from rollbook.train.algorithms.parts import OwnPart, part
+from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened
+from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
+from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
+from rollbook.train.algorithms.surrogates import SURROGATES, Clips, clipped
 from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ def _key(description: str) -> object:
 
 
 Baseline = Annotated[
-    Literal["group_mean", "leave_one_out", "none"],
+    Literal["group_mean", "leave_one_out", "none"] | OwnPart,
     _key("Subtracted from a reward: its group's mean, the mean of the others of its group, or nothing."),
 ]
 Deviation = Annotated[
@@ -33,121 +37,250 @@ Deviation = Annotated[
         "The group's standard deviation, by which advantages are divided: over n - 1, over n, or not at all."
     ),
 ]
-Surrogate = Annotated[
-    Literal["ppo_clip", "gspo", "cispo", "reinforce"],
+Whitening = Annotated[
+    Literal["none", "unbiased", "biased", "mean"],
     _key(
-        "The loss of a token: PPO's, with the ratio of each token or (`gspo`) of its sample; CISPO's; or "
-        "minus advantage times logprob."
+        "Advantages of all trained tokens of a rollout batch get mean 0 and variance 1 (over n - 1, as in "
+        "verl, or over n, as in OpenRLHF), or mean 0 only."
+    ),
+]
+Surrogate = Annotated[
+    Literal["ppo_clip", "gspo", "cispo", "reinforce", "dro"] | OwnPart,
+    _key(
+        "The loss of a token: PPO's, with the ratio of each token or (`gspo`) of its sample; CISPO's; minus "
+        "advantage times logprob; or that with DRO's quadratic term."
     ),
 ]
 ClipLow = Annotated[float, Field(ge=0), _key("Lower clip: ratios are clipped at 1 - clip_low.")]
 ClipHigh = Annotated[float, Field(ge=0), _key("Upper clip: ratios are clipped at 1 + clip_high.")]
 Normalization = Annotated[
-    Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
+    Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] | OwnPart,
     _key(
         "The mean over the batch's tokens; the mean over samples of the mean, or of the sum, over a sample's "
         "tokens; or the sum over all tokens, divided by samples times `constant_length`."
     ),
+]
+Old = Annotated[
+    Literal["engine", "trainer"],
+    _key(
+        "Which policy ratios are taken to: the engine's logprobs as recorded, or those of the trainer's "
+        "weights as the rollout batch begins, computed in a forward pass (decoupled PPO, arXiv:2505.24298)."
+    ),
+]
+Correction = Annotated[
+    Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask_tis", "mis"] | OwnPart,
+    _key(
+        'With old = "trainer": how tokens are weighted by the ratio of the trainer\'s probability to the '
+        "engine's. `tis` bounds the ratio, of a token or (`sequence_tis`) of a sample; `icepop` and `mis` "
+        "reject tokens or samples beyond the bounds; `sequence_mask_tis` samples by the geometric mean."
+    ),
+]
+CorrectionHigh = Annotated[float, Field(gt=0), _key("Upper bound of the correction's ratio.")]
+Groups = Annotated[Positive, _key("Groups per rollout batch.")]
+GroupSize = Annotated[
+    int, Field(ge=1), _key("Trajectories per group; a group is used once it has this many.")
 ]
 
 
 class GroupPolicyGradient(Algorithm):
     """The keys that all combinations have, and what they mean."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "rewards", "groups"})
-
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Trajectories per group; a group is used once it has this many."""
-    groups: Positive = 16
-    """Groups per step."""
+    group_size: GroupSize = 8
+    groups: Groups = 16
+    epochs: Positive = 1
+    """How often each rollout batch is gone over."""
+    mini_batches: Positive = 1
+    """Optimizer steps in each epoch: parts of the rollout batch, drawn anew each time."""
     baseline: Baseline = "group_mean"
     deviation: Deviation = "unbiased"
     std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Added to the standard deviation. verl has 1e-6, OpenRLHF 1e-9, TRL 1e-4."""
+    turn_rewards: bool = False
+    """Whether the rewards of turns count too, each at its turn's last token; otherwise a trajectory's
+    alone."""
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of the reward one trained token later."""
+    reward_clip: tuple[float, float] | None = None
+    """Rewards of trajectories are clipped to these bounds."""
+    truncated_reward: float | None = None
+    """What the reward of a trajectory that was cut off is multiplied by; below 0: what it becomes."""
+    overlong_length: Positive | None = None
+    """Trained tokens from which on a trajectory has the whole overlong penalty of DAPO; absent: there is
+    none."""
+    overlong_buffer: Positive = 512
+    """Tokens before overlong_length over which the penalty grows from 0."""
+    overlong_factor: Annotated[float, Field(ge=0)] = 1.0
+    """The whole overlong penalty, subtracted from the reward."""
+    reward_kl: Annotated[float, Field(ge=0)] = 0.0
+    """Subtracted from each token's reward: so many times its old logprob less the reference's (k1)."""
+    whitening: Whitening = "none"
     surrogate: Surrogate = "ppo_clip"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """The loss of a token of negative advantage is at most this many times minus the advantage; absent: it is
     not bounded. verl's default is 3."""
+    dro_beta: Annotated[float, Field(ge=0)] = 0.05
+    """With the surrogate `dro`: weight of its quadratic term."""
+    old: Old = "engine"
+    correction: Correction = "none"
+    correction_low: Annotated[float, Field(ge=0)] = 0.0
+    """Lower bound of the correction's ratio."""
+    correction_high: CorrectionHigh = 2.0
+    count_rejected: bool = True
+    """Whether tokens that the correction rejects count in the normalizer's denominator and in the KL term, as
+    in AReaL and OpenRLHF; in verl they do not."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference policy in the loss of a token."""
+    kl_estimator: Literal["k1", "k2", "k3"] | OwnPart = "k3"
+    """How that divergence is estimated: `train/algorithms/regularizers.py`."""
+    reference_version: Annotated[int, Field(ge=0)] = 0
+    """The policy version that is the reference, of which there must be a checkpoint: 0 is the model that the
+    run starts from."""
+    entropy: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy of a token's distribution, which is subtracted from its loss."""
     normalizer: Normalization = "token_mean"
     constant_length: Positive = 1024
     """With the normalizer `constant`: tokens by which the sum of each sample is divided."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> GroupPolicyGradient:
+        if self.correction != "none" and self.old != "trainer":
+            raise ValueError(
+                f"correction \"{self.correction}\" weighs the trainer's logprobs against the engine's: set "
+                'old = "trainer"'
+            )
+        if self.correction_low > self.correction_high:
+            raise ValueError(
+                f"correction_low {self.correction_low:g} is more than "
+                f"correction_high {self.correction_high:g}"
+            )
+        if self.reward_clip is not None and self.reward_clip[0] > self.reward_clip[1]:
+            raise ValueError(f"reward_clip {list(self.reward_clip)}: write the lower bound first")
+        if self.group_size == 1 and (self.baseline != "none" or self.deviation != "none"):
+            raise ValueError(
+                'group_size 1 leaves nothing to compare: set baseline = "none" and deviation = "none"'
+            )
+        return self
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Logprobs and rewards; groups and the other policies by its keys."""
+        wanted: dict[Need, bool] = {
+            "logprobs": True,
+            "rewards": True,
+            "groups": self.group_size > 1,
+            "old": self.old == "trainer",
+            "reference": self.kl > 0 or self.reward_kl > 0,
+            "entropy": self.entropy > 0,
+        }
+        return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
+
     @property
     def demand(self) -> Demand:
-        """A step uses `groups` groups of `group_size` trajectories."""
-        return Demand(self.groups, self.group_size)
+        """`groups` groups of `group_size` trajectories, for `epochs` times `mini_batches` steps."""
+        return Demand(self.groups, self.group_size, self.epochs, self.mini_batches)
 
-    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
-        """Reward less baseline, divided by the group's deviation, of each trajectory; [N], of each sample."""
-        of = grouped(np.asarray(rewards, np.float64), groups, trajectories)
-        advantages = BASELINES[self.baseline](of)
-        if self.deviation != "none":
-            advantages = advantages / (deviations(of, int(self.deviation == "unbiased")) + self.std_epsilon)
-        return advantages[of.of_sample]
+    @property
+    def reference(self) -> int | None:
+        """Its key's, where a KL term asks for one."""
+        return self.reference_version if "reference" in self.needs else None
+
+    @property
+    def counts_rejected(self) -> bool:
+        """As its key says."""
+        return self.count_rejected
+
+    def advantages(self, of: Rollouts) -> Advantages:
+        """Reward less baseline, divided by the group's deviation; by tokens where a key speaks of tokens."""
+        scores = self.scores(self._shaped(of), of)
+        by_token = self.turn_rewards or self.discount < 1 or self.reward_kl > 0 or self.whitening != "none"
+        if not by_token and "values" not in self.needs:
+            return Advantages(scores)
+        return self.of_tokens(self._token_rewards(scores, of), of)
+
+    def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
+        """Advantages of tokens from their rewards [P]: the discounted sum of what follows."""
+        returns = discounted_returns(rewards, of.lengths, self.discount)
+        return Advantages(self.whitened(returns), per_token=True)
+
+    def _shaped(self, of: Rollouts) -> Floats:
+        """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
+        rewards = np.asarray(of.rewards, np.float64)
+        if self.truncated_reward is not None and of.truncated is not None:
+            members = grouped(rewards, of.groups, of.trajectories)
+            cut_off = np.bincount(members.of_sample, of.truncated) > 0
+            rewards = stopped_properly(rewards, cut_off[members.of_sample], self.truncated_reward)
+        if self.overlong_length is not None:
+            members = grouped(rewards, of.groups, of.trajectories)
+            lengths = np.bincount(members.of_sample, of.lengths)[members.of_sample]
+            penalty = overlong_penalty(lengths, self.overlong_length, self.overlong_buffer)
+            rewards = rewards + self.overlong_factor * penalty
+        return rewards if self.reward_clip is None else rewards.clip(*self.reward_clip)
+
+    def scores(self, rewards: Floats, of: Rollouts) -> Floats:
+        """What becomes of each sample's reward, [N]."""
+        members = grouped(np.asarray(rewards, np.float64), of.groups, of.trajectories)
+        return self._compared(members)[members.of_sample]
+
+    def _compared(self, members: Grouped) -> Floats:
+        scores = part(BASELINES, self.baseline)(members)
+        if self.deviation == "none":
+            return scores
+        return scores / (deviations(members, int(self.deviation == "unbiased")) + self.std_epsilon)
+
+    def _token_rewards(self, scores: Floats, of: Rollouts) -> Floats:
+        """The rewards of tokens, [P]: of the trajectory at its last one, of turns at theirs, and the KL
+        penalty."""
+        rewards = at_last_tokens(scores, of.lengths)
+        if self.turn_rewards and of.turn_rewards is not None:
+            rewards += of.turn_rewards
+        if self.reward_kl:
+            assert of.old_logprobs is not None
+            assert of.reference_logprobs is not None
+            rewards -= self.reward_kl * (of.old_logprobs.astype(np.float64) - of.reference_logprobs)
+        return rewards
+
+    def whitened(self, values: Floats) -> Floats:
+        """Advantages of all tokens [P], as the key `whitening` says."""
+        if self.whitening == "none":
+            return values
+        if self.whitening == "mean":
+            return values - values.mean() if len(values) else values
+        return whitened(values, int(self.whitening == "unbiased"))
+
+    def weights(self, log_ratios: Floats, lengths: Ints) -> Floats | None:
+        """The correction's, or None without one."""
+        if self.correction == "none":
+            return None
+        return part(CORRECTIONS, self.correction)(
+            log_ratios, lengths, Bounds(self.correction_low, self.correction_high)
+        )
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
-        """The surrogate of each token."""
-        return SURROGATES[self.surrogate](inputs, Clips(self.clip_low, self.clip_high, self.dual_clip))
+        """The surrogate of each token times the correction's weight, plus the KL term, less the entropy."""
+        clips = Clips(self.clip_low, self.clip_high, self.dual_clip, self.dro_beta)
+        loss = part(SURROGATES, self.surrogate)(inputs, clips)
+        if inputs.weights is not None:
+            loss = loss * inputs.weights
+        if self.kl:
+            assert inputs.reference_logprobs is not None
+            loss = loss + self.kl * part(KL_ESTIMATORS, self.kl_estimator)(
+                inputs.logprobs - inputs.reference_logprobs
+            )
+        if self.entropy:
+            assert inputs.entropy is not None
+            loss = loss - self.entropy * inputs.entropy
+        return loss
+
+    def clipped(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where its surrogate's clips are at work."""
+        return clipped(self.surrogate, inputs, Clips(self.clip_low, self.clip_high))
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum that the normalizer takes."""
-        return NORMALIZERS[self.normalizer].add(losses, mask)
+        return part(NORMALIZERS, self.normalizer).add(losses, mask)
 
     def divisor(self, totals: Totals) -> int:
         """The number that the normalizer divides by."""
-        return NORMALIZERS[self.normalizer].divisor(totals, self.constant_length)
-
-
-class PolicyGradient(GroupPolicyGradient):
-    """A policy gradient over groups, without a critic, composed by its keys; all defaults are `grpo`."""
-
-    name: Literal["policy_gradient"]
-    """The algorithm that the other keys of the table belong to."""
-
-
-class Rloo(GroupPolicyGradient):
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740), with PPO's clip."""
-
-    name: Literal["rloo"]
-    """The algorithm that the other keys of the table belong to."""
-    baseline: Baseline = "leave_one_out"
-    deviation: Deviation = "none"
-
-
-class DrGrpo(GroupPolicyGradient):
-    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): no deviation, one length for all samples."""
-
-    name: Literal["dr_grpo"]
-    """The algorithm that the other keys of the table belong to."""
-    deviation: Deviation = "none"
-    normalizer: Normalization = "constant"
-
-
-class Dapo(GroupPolicyGradient):
-    """The loss of DAPO (Yu et al. 2025, arXiv:2503.14476): GRPO with a higher upper clip."""
-
-    name: Literal["dapo"]
-    """The algorithm that the other keys of the table belong to."""
-    clip_high: ClipHigh = 0.28
-
-
-class Gspo(GroupPolicyGradient):
-    """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071), with the paper's clips."""
-
-    name: Literal["gspo"]
-    """The algorithm that the other keys of the table belong to."""
-    surrogate: Surrogate = "gspo"
-    clip_low: ClipLow = 3e-4
-    clip_high: ClipHigh = 4e-4
-    normalizer: Normalization = "sequence_mean"
-
-
-class Cispo(GroupPolicyGradient):
-    """CISPO of MiniMax-M1 (Chen et al. 2025, arXiv:2506.13585): weights are clipped from above only."""
-
-    name: Literal["cispo"]
-    """The algorithm that the other keys of the table belong to."""
-    surrogate: Surrogate = "cispo"
-    clip_low: ClipLow = 1.0
+        return part(NORMALIZERS, self.normalizer).divisor(totals, self.constant_length)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.combinations import (
+    Cispo,
+    Dapo,
+    DecoupledPpo,
+    DrGrpo,
+    Gspo,
+    PolicyGradient,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Rloo,
+)
 from rollbook.train.algorithms.grpo import Grpo
-from rollbook.train.algorithms.policy_gradient import Cispo, Dapo, DrGrpo, Gspo, PolicyGradient, Rloo
+from rollbook.train.algorithms.parts import NAMED, load_part, loaded, named_parts
+from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.sft import Sft
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {
@@ -25,14 +38,57 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "dapo": Dapo,
     "gspo": Gspo,
     "cispo": Cispo,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
+    "decoupled_ppo": DecoupledPpo,
+    "ppo": Ppo,
 }
 """Name -> algorithm, in the order in which pages show them."""
 
 if TYPE_CHECKING:
     AnyAlgorithm = Algorithm
 else:
-    AnyAlgorithm = Annotated[reduce(or_, ALGORITHMS.values()), Field(discriminator="name")]
+    AnyAlgorithm = Annotated[
+        reduce(or_, ALGORITHMS.values()),
+        Field(discriminator="name"),
+        WrapValidator(lambda value, handler: _own_or(value, handler)),
+        SerializeAsAny(),
+    ]
 """The type of a CONFIG's `[algorithm]`, of which `name` says which keys it has."""
+
+
+def _own_or(value: Any, built_in: Callable[[Any], Algorithm]) -> Algorithm:
+    """The algorithm of a CONFIG; one of the user's own and its parts are imported here.
+
+    Raises:
+        ValueError: a part cannot be loaded, or what `name` names is no algorithm.
+    """
+    if not isinstance(value, dict):
+        return built_in(value)
+    try:
+        for name in named_parts(value):
+            load_part(name)
+    except TrainError as error:
+        raise ValueError(str(error)) from error
+    return _own(value) if _is_own(value) else built_in(value)
+
+
+def _is_own(values: Json) -> bool:
+    return NAMED.fullmatch(str(values.get("name"))) is not None
+
+
+def _own(values: Json) -> Algorithm:
+    """An algorithm of the user's own, which was loaded.
+
+    Raises:
+        ValueError: it is no algorithm, or has not these keys.
+    """
+    kind = loaded(str(values["name"]))
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise ValueError(
+            f"{values['name']!r} is no subclass of rollbook.train.algorithms.algorithm.Algorithm"
+        )
+    return kind.model_validate_json(json.dumps(values))
 
 
 def recorded_algorithm(values: Json) -> Algorithm:
@@ -42,6 +98,10 @@ def recorded_algorithm(values: Json) -> Algorithm:
         TrainError: this release has none of that name, or not with these keys.
     """
     name = str(values.get("name"))
+    for own in named_parts(values):
+        loaded(own)
+    if _is_own(values):
+        return _own(values)
     if name not in ALGORITHMS:
         raise TrainError(
             f"algorithm {name!r} is unknown to this release ({', '.join(ALGORITHMS)}): use the release that "

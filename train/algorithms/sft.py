@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from rollbook.train.algorithms.advantages import Floats
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs
+from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 class Sft(Algorithm):
     """Supervised fine-tuning: cross-entropy on the recorded completions."""
 
-    epochs: ClassVar[bool] = True
+    cycles: ClassVar[bool] = True
 
     name: Literal["sft"]
     """The algorithm that the other keys of the table belong to."""
@@ -30,9 +29,9 @@ class Sft(Algorithm):
         """A step uses `batch_size` samples, each as a group of one."""
         return Demand(self.batch_size)
 
-    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
+    def advantages(self, of: Rollouts) -> Advantages:
         """1 for every sample: all have the same weight."""
-        return np.ones(len(rewards), np.float64)
+        return Advantages(np.ones(len(of.rewards), np.float64))
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """Cross-entropy of the recorded token."""

@@ -1,7 +1,8 @@
 """Surrogates: the loss of each token, whose gradient is that of the policy. Pure torch.
 
-In all of them r = exp(logprob - old logprob), the ratio of the policy in training to the one that sampled the
-token, l and h are the clips, and A is the advantage. Log-ratios are clamped to +-20, as verl and OpenRLHF do.
+In all of them r = exp(logprob - old logprob), the ratio of the policy in training to the old one (the
+engine's, or the trainer's as the batch began), l and h are the clips, and A is the advantage. Log-ratios are
+clamped to +-20, as verl and OpenRLHF do.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ LARGEST_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Clips:
-    """Bounds of the ratio: 1 - low to 1 + high; `dual`, if any, bounds the loss of a bad token."""
+    """Bounds of the ratio: 1 - low to 1 + high; `dual`, if any, bounds the loss of a bad token; `beta` is
+    DRO's."""
 
     low: float
     high: float
     dual: float | None = None
+    beta: float = 0.0
 
 
 def ppo_clip(inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -45,13 +48,7 @@ def gspo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     The gradient flows through each token's own logprob (GSPO-token, whose gradient equals that of GSPO where
     all tokens have the same advantage). Source: Zheng et al. 2025 (arXiv:2507.18071), equations 7 and 14.
     """
-    import torch
-
-    log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.old_logprobs, 0.0)
-    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
-    mean = (log_ratio.sum(-1, keepdim=True) / lengths).detach()
-    log_sequence = inputs.logprobs - inputs.logprobs.detach() + mean
-    return _clipped(log_sequence.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp(), inputs, clips)
+    return _clipped(_sequence_ratio(inputs), inputs, clips)
 
 
 def cispo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -69,12 +66,44 @@ def reinforce(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     return -inputs.advantages * inputs.logprobs
 
 
+def dro(inputs: LossInputs, clips: Clips) -> torch.Tensor:
+    """-A logprob + beta / 2 (logprob - old logprob)^2; [B, T - 1]. Nothing is clipped.
+
+    Source: direct reward optimization, Richemond et al. 2024 (arXiv:2405.19107), equation 9, with the
+        advantage in
+    place of reward less value. Tinker and verl have it.
+    """
+    difference = inputs.logprobs - inputs.old_logprobs
+    return clips.beta / 2 * difference.square() - inputs.advantages * inputs.logprobs
+
+
 SURROGATES: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
+    "dro": dro,
 }
+
+
+def clipped(surrogate: str, inputs: LossInputs, clips: Clips) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
+    clips."""
+    if surrogate not in ("ppo_clip", "gspo"):
+        return None
+    ratio = _ratio(inputs) if surrogate == "ppo_clip" else _sequence_ratio(inputs)
+    low, high = ratio < 1 - clips.low, ratio > 1 + clips.high
+    return low & (inputs.advantages < 0), high & (inputs.advantages > 0)
+
+
+def _sequence_ratio(inputs: LossInputs) -> torch.Tensor:
+    import torch
+
+    log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.old_logprobs, 0.0)
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = (log_ratio.sum(-1, keepdim=True) / lengths).detach()
+    log_sequence = inputs.logprobs - inputs.logprobs.detach() + mean
+    return log_sequence.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
 
 
 def _ratio(inputs: LossInputs) -> torch.Tensor:

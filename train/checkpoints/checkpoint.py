@@ -23,7 +23,7 @@ from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, lin
 from rollbook.store.digest import combine
 from rollbook.store.durable import fsync_folder
 from rollbook.store.errors import ModelError
-from rollbook.store.events import CheckpointWritten
+from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.ids import new_id
 from rollbook.store.inside import place_inside, read_small
 from rollbook.store.permissions import make_empty
@@ -37,16 +37,28 @@ MANIFEST_BYTES = 64 << 20
 """Largest size of the manifest, which has one line per tensor."""
 OPTIMIZER = "optimizer.safetensors"
 WEIGHTS = "model.safetensors"
-_TENSORS = {"weights": "tensors", "optimizer": "optimizer_tensors"}
+CRITIC = "critic.safetensors"
+CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
+_TENSORS = {
+    "weights": "tensors",
+    "optimizer": "optimizer_tensors",
+    "critic": "critic_tensors",
+    "critic_optimizer": "critic_optimizer_tensors",
+}
 """The manifest's keys of the digests by tensor."""
+_FILES = {"optimizer": OPTIMIZER, "critic": CRITIC, "critic_optimizer": CRITIC_OPTIMIZER}
+"""What a checkpoint may hold beside its weights, each in a file of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """What a checkpoint holds. `optimizer` is None where only weights were written."""
+    """What a checkpoint holds. `optimizer` is None where only weights were written; so are the critic's
+    weights and optimizer, and also where the algorithm has no critic."""
 
     weights: Tensors
-    optimizer: Tensors | None
+    optimizer: Tensors | None = None
+    critic: Tensors | None = None
+    critic_optimizer: Tensors | None = None
 
 
 def checkpoint_name(run: str, policy: str, version: int) -> Path:
@@ -64,12 +76,14 @@ def write_checkpoint(
     *,
     like: Path,
     phase: str | None,
+    critic: tuple[Tensors, Tensors] | None = None,
 ) -> CheckpointWritten:
     """Write a checkpoint durably; returns the event that records it.
 
     Args:
         weights: named tensors, or a stream of all of them in the order of `weight_names.plan`.
         like: a model directory whose other files (config, tokenizer, template) are copied.
+        critic: weights and optimizer state of the critic.
 
     Raises:
         ModelError: a stream is not that of the model that `like` describes.
@@ -82,28 +96,30 @@ def write_checkpoint(
     with building_beside(target) as building:
         _copy_along(like, building)
         saved = _save_weights(weights, building, like)
-        saved_optimizer = None if optimizer is None else _save(optimizer, building / OPTIMIZER)
+        beside = zip(_FILES.items(), (optimizer, *(critic or (None, None))), strict=True)
+        lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
         record = CheckpointWritten(
             policy=policy,
             policy_version=version,
             path=str(name),
             weights_digest=combine(saved.values()),
-            optimizer_digest=None if saved_optimizer is None else combine(saved_optimizer.values()),
+            optimizer_digest=combine(lines["optimizer"].values()) if "optimizer" in lines else None,
             phase=phase,
             bytes=sum(file.stat().st_size for file in building.iterdir()),
         )
-        manifest = {
-            "run": run,
-            "policy": policy,
-            "policy_version": version,
-            "weights_digest": record.weights_digest,
-            "optimizer_digest": record.optimizer_digest,
-            _TENSORS["weights"]: _hashes(saved),
-            _TENSORS["optimizer"]: _hashes(saved_optimizer or {}),
-        }
+        manifest = _manifest(run, record, {"weights": saved} | lines)
         make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
         _make_durable(building, target)
     return record
+
+
+def _manifest(run: str, record: CheckpointWritten, lines: Mapping[str, dict[str, str]]) -> Json:
+    """What `rollbook.json` says: the digest of all that is held, together and by tensor."""
+    said: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
+    said |= {"optimizer_digest": None, _TENSORS["optimizer"]: {}}
+    for what, of_tensors in lines.items():
+        said |= {f"{what}_digest": combine(of_tensors.values()), _TENSORS[what]: _hashes(of_tensors)}
+    return said
 
 
 def _copy_along(like: Path, building: Path) -> None:
@@ -134,16 +150,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = orjson.loads(read_small(file, MANIFEST_BYTES))
         digests = {what: manifest[f"{what}_digest"] for what in ("weights", "optimizer")}
+        digests |= {what: manifest.get(f"{what}_digest") for what in ("critic", "critic_optimizer")}
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error!r}") from error
-    weights = read_weights(path)
-    optimizer: Tensors | None = None
-    if digests["optimizer"] is not None:
-        optimizer = _load(path / OPTIMIZER)
-    for (what, expected), tensors in zip(digests.items(), (weights, optimizer), strict=True):
-        if tensors is not None and digest_tensors(tensors) != expected:
+    held = {"weights": read_weights(path)}
+    held |= {what: _load(path / file) for what, file in _FILES.items() if digests[what] is not None}
+    for what, tensors in held.items():
+        if digest_tensors(tensors) != digests[what]:
             raise ModelError(f"{path}: {what} damaged: {_damage(tensors, manifest.get(_TENSORS[what]))}")
-    return Checkpoint(weights, optimizer)
+    return Checkpoint(**held)
 
 
 def _damage(tensors: Tensors, recorded: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,12 +36,42 @@ class RecipeConfig(Table):
 
     splits: tuple[Split, ...] = ("train",)
     """Splits of the trajectories that are trained on; `eval` can never be named here."""
+    source_runs: tuple[Name, ...] = ()
+    """Runs whose trajectories are trained on, with --source cut; absent: the run itself. Versions of another
+    run say nothing of this one's, so its tokens are never stale."""
     reward_source: str = "agent"
     """The reward source to train on: the `source` of `reward.assigned`."""
     max_staleness: Count | None = None
     """Drop samples whose oldest token is more than this many versions old; absent: never."""
+    stale_tokens: Literal["drop", "mask"] = "drop"
+    """With max_staleness: drop a sample for one token that is too old, or mask such tokens, and drop a sample
+    of which all are."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
+    refill: bool = False
+    """Fill a step with other groups in the place of those that drop_zero_variance drops; otherwise it is
+    smaller."""
+    success: bool | None = None
+    """Only trajectories that finished with this `success`."""
+    min_reward: float | None = None
+    """Only trajectories with at least this reward."""
+    top_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of each group only this share of trajectories, those with the highest rewards, and at least one."""
+    labels: tuple[Annotated[str, Field(pattern=r"^[^=]+=.*$")], ...] = ()
+    """Only trajectories with all of these labels, each as name=value; with --source cut."""
+    models: tuple[str, ...] = ()
+    """Only trajectories whose turns all asked for one of these models; with --source cut."""
+    where: str | None = None
+    """Only trajectories for which this SQL condition on the view `trajectories` holds; with --source cut."""
+
+    @property
+    def asks_sql(self) -> bool:
+        """Whether a key is a condition in SQL."""
+        return bool(self.labels or self.models or self.where)
+
+    def runs(self, own: str) -> tuple[str, ...]:
+        """The runs whose trajectories are trained on."""
+        return self.source_runs or (own,)
 
 
 class OptimizerConfig(Table):
@@ -76,6 +105,17 @@ class OptimizerConfig(Table):
         if (self.decay == "WSD") != (self.wsd_decay_steps is not None):
             raise ValueError('wsd_decay_steps goes with decay = "WSD", and only with it')
         return self
+
+
+class CriticConfig(OptimizerConfig):
+    """The critic of an algorithm that has one: its optimizer and schedule, as `[optimizer]`, and its warm-up.
+
+    It starts as the policy's own weights with a head that gives 0, when the training begins.
+    """
+
+    alone_steps: Count = 0
+    """Optimizer steps at the beginning in which the critic learns alone: the policy's weights stay as they
+    are."""
 
 
 Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
@@ -178,29 +218,26 @@ class TrainConfig(Table):
     """Limits on staleness, with `--source tail`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its learning-rate schedule."""
+    critic: CriticConfig | None = None
+    """The critic of an algorithm that has one; absent: with all defaults."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
+
+    @model_validator(mode="after")
+    def _fitting(self) -> TrainConfig:
+        if self.critic is not None and "values" not in self.algorithm.needs:
+            raise ValueError(f'[critic]: algorithm "{self.algorithm.algorithm_name}" has no critic')
+        steps = self.algorithm.demand.steps
+        if self.steps % steps:
+            raise ValueError(
+                f"steps {self.steps} is no multiple of the {steps} steps that are taken on each rollout "
+                "batch (algorithm.epochs times algorithm.mini_batches)"
+            )
+        return self
 
     def as_json(self) -> Json:
         """Plain JSON values."""
         return self.model_dump(mode="json")
-
-
-def load_config(path: Path, overrides: list[str]) -> TrainConfig:
-    """Read a CONFIG and apply `key=value` overrides (dotted keys, TOML values).
-
-    Raises:
-        ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
-    """
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    for text in overrides:
-        _override(values, text)
-    return parse_config(values, str(path))
 
 
 def parse_config(values: Json, name: str) -> TrainConfig:
@@ -213,8 +250,12 @@ def parse_config(values: Json, name: str) -> TrainConfig:
         # JSON mode: TOML's lists serve as tuples and its integers as floats, yet types stay strict.
         return TrainConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        lines = [f"  {_place(e['loc'])}: {_say(e)}" for e in error.errors()]
-        raise ConfigError(f"{name}:\n" + "\n".join(lines)) from error
+        raise ConfigError(said_wrong(name, error)) from error
+
+
+def said_wrong(name: str, error: ValidationError) -> str:
+    """All that is wrong with a file's values, a line each."""
+    return "\n".join([f"{name}:", *(f"  {_place(e['loc'])}: {_say(e)}" for e in error.errors())])
 
 
 TABLES: Mapping[str, Mapping[str, type[Table]]] = {
@@ -223,6 +264,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "recipe": {"": RecipeConfig},
     "admission": {"": AdmissionConfig},
     "optimizer": {"": OptimizerConfig},
+    "critic": {"": CriticConfig},
     "sync": {"": SyncConfig},
 }
 """Table -> variant, if it has several -> its keys, in the order in which they are shown."""
@@ -261,19 +303,3 @@ def _meant(loc: Sequence[int | str]) -> str:
         )
         return f"it belongs to {places}"
     return f"{where} has {', '.join(sorted(here))}"
-
-
-def _override(values: Json, text: str) -> None:
-    key, sep, value = text.partition("=")
-    if not sep:
-        raise ConfigError(f"--set {text!r}: write key=value")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
-    *tables, last = key.strip().split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"--set {text!r}: {table} is not a table")
-    values[last] = parsed

@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollbook.store.events import Json
+from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.config.config import TABLES, TrainConfig
 
 INTRODUCTION = """# Configuration of a training
@@ -41,12 +43,16 @@ def render() -> str:
 
 
 def _sections() -> Iterator[str]:
+    composed = set(rows(PolicyGradient))
     for table, kinds in TABLES.items():
         for kind, model in kinds.items():
             title = f"[{table}]" if table else "Top of the file"
             title = f'{title}, name = "{kind}"' if kind else title
             about = "" if model is TrainConfig else f"{_cell(model.__doc__ or '')}\n\n"
             lines = "\n".join(rows(model))
+            if issubclass(model, GroupPolicyGradient) and model is not PolicyGradient:
+                about += 'Its keys are those of `name = "policy_gradient"`. Other defaults:\n\n'
+                lines = "\n".join(row for row in rows(model) if row not in composed)
             yield f"## {title}\n\n{about}{HEAD}\n{lines}\n"
 
 
@@ -85,6 +91,8 @@ def _type(schema: Json) -> str:
 def _bounds(schema: Json) -> str:
     low = {"minimum": "at least {}", "exclusiveMinimum": "above {}"}
     said = [text.format(f"{schema[name]:g}") for name, text in low.items() if name in schema]
+    if "maximum" in schema:
+        said.append(f"at most {schema['maximum']:g}")
     if "exclusiveMaximum" in schema and schema["exclusiveMaximum"] < 2**63:
         said.append(f"below {schema['exclusiveMaximum']:g}")
     return f", {', '.join(said)}" if said else ""

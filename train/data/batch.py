@@ -1,17 +1,17 @@
-"""The batch of one optimizer step as aligned arrays, a pure function of its samples and algorithm."""
+"""The batch of one optimizer step as aligned arrays, a pure function of its samples' experience."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
-from rollbook.train.algorithms.advantages import Floats
-from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.rollouts import Floats, Singles
+from rollbook.train.data.experience import Experience
 from rollbook.train.data.samples import Sample
 
 Partition = list[list[list[int]]]
@@ -22,47 +22,61 @@ Partition = list[list[list[int]]]
 class MicroBatch:
     """B samples padded to the longest (T), all [B, T]; tokens, versions int64, loss_mask bool, else float32.
 
-    `old_logprobs` is 0 where the mask is false, and everywhere for samples without logprobs; `versions` is -1
-    where no policy version sampled a token.
+    `rollout_logprobs` are the engine's: 0 where the mask is false, and everywhere for samples without
+    logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`, `reference_logprobs`
+    and `weights` are None where the algorithm needs none; ratios are then taken to the engine's logprobs.
+    `old_values` and `returns` are for the critic.
     """
 
     tokens: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
-    old_logprobs: npt.NDArray[np.float32]
-    temperatures: npt.NDArray[np.float32]
-    advantages: npt.NDArray[np.float32]
+    rollout_logprobs: Singles
+    temperatures: Singles
+    advantages: Singles
     versions: npt.NDArray[np.int64]
+    old_logprobs: Singles | None = None
+    reference_logprobs: Singles | None = None
+    weights: Singles | None = None
+    old_values: Singles | None = None
+    returns: Singles | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The samples of a step, their rewards and advantages (float64 [N]), and the micro-batches."""
+    """The experience of a step's samples, and their micro-batches."""
 
-    samples: tuple[Sample, ...]
-    rewards: Floats
-    advantages: Floats
+    experience: Experience
     micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples, in order."""
+        return self.experience.samples
+
+    @property
+    def rewards(self) -> Floats:
+        """The reward of each, float64 [N]; NaN where it has none."""
+        return self.experience.rewards
 
     @property
     def trained_tokens(self) -> int:
         """Tokens with loss, over the whole batch."""
         return int(sum(m.loss_mask.sum() for m in self.micro_batches))
 
+    @property
+    def trained_samples(self) -> int:
+        """Samples with a token that has loss."""
+        return int(sum(m.loss_mask.any(-1).sum() for m in self.micro_batches))
+
     def digests(self) -> Json:
-        """Digests of the stages that come before the model: samples, rewards, advantages, old_logprobs.
+        """Digests of the stages that come before the loss.
 
         Each stage holds what the others do not, so that a change names its own stage.
         """
         what = ("tokens", "loss_mask", "versions", "temperatures")
         arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.samples) for name in what}
         layout = {f"micro.{i}": m.tokens for i, m in enumerate(self.micro_batches)}
-        old = {f"{i}": s.logprobs for i, s in enumerate(self.samples)}
-        return {
-            "samples": digest_arrays(arrays | layout),
-            "rewards": digest_arrays({"rewards": self.rewards}),
-            "advantages": digest_arrays({"advantages": self.advantages}),
-            "old_logprobs": digest_arrays(old),
-        }
+        return {"samples": digest_arrays(arrays | layout)} | self.experience.digests()
 
 
 def partition(count: int, micro_batch_size: int | None) -> Partition:
@@ -71,16 +85,17 @@ def partition(count: int, micro_batch_size: int | None) -> Partition:
     return [[list(range(i, min(i + size, count))) for i in range(0, count, size)]]
 
 
-def build_batch(samples: Sequence[Sample], algorithm: Algorithm, parts: Partition, rank: int = 0) -> Batch:
-    """The batch of ordered samples, each weighed by the advantage that the algorithm gives it."""
-    rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64)
-    groups = [s.group or s.trajectory_id for s in samples]
-    advantages = algorithm.advantages(rewards, groups, [s.trajectory_id for s in samples])
-    micro = tuple(_collate([samples[i] for i in part], advantages[part]) for part in parts[rank])
-    return Batch(tuple(samples), rewards, advantages, micro)
+def build_batch(experience: Experience, parts: Partition, rank: int = 0) -> Batch:
+    """The batch of ordered samples, each token weighed by its advantage."""
+    return Batch(experience, tuple(_collate(experience, part) for part in parts[rank]))
 
 
-def _collate(samples: Sequence[Sample], advantages_B: Floats) -> MicroBatch:
+def collate_tokens(samples: Sequence[Sample], masks: Sequence[npt.NDArray[np.bool_]]) -> MicroBatch:
+    """Samples as one micro-batch for a forward pass alone: advantages are 0.
+
+    Args:
+        masks: the trained tokens of each sample, bool [T]; never the first, which nothing precedes.
+    """
     shape = (len(samples), max(len(s) for s in samples))
     micro = MicroBatch(
         np.zeros(shape, np.int64),
@@ -93,12 +108,49 @@ def _collate(samples: Sequence[Sample], advantages_B: Floats) -> MicroBatch:
     for row, sample in enumerate(samples):
         length = len(sample)
         micro.tokens[row, :length] = sample.tokens
-        micro.loss_mask[row, :length] = sample.loss_mask
-        micro.old_logprobs[row, :length] = sample.logprobs
+        micro.loss_mask[row, :length] = masks[row]
+        micro.rollout_logprobs[row, :length] = sample.logprobs
         micro.temperatures[row, :length] = sample.temperatures
-        micro.advantages[row, :length] = advantages_B[row]
         micro.versions[row, :length] = sample.versions
-    if not np.isfinite(micro.old_logprobs).all():
-        np.nan_to_num(micro.old_logprobs, copy=False, nan=0.0)
-    micro.loss_mask[:, 0] = False  # nothing precedes the first token
+    if not np.isfinite(micro.rollout_logprobs).all():
+        np.nan_to_num(micro.rollout_logprobs, copy=False, nan=0.0)
     return micro
+
+
+def _collate(of: Experience, part: list[int]) -> MicroBatch:
+    micro = collate_tokens([of.samples[i] for i in part], [of.masks[i] for i in part])
+    for row, i in enumerate(part):
+        if not of.advantages.per_token:
+            micro.advantages[row, : len(of.masks[i])] = of.advantages.values[i]
+    by_token = _spread(of, part, micro, of.advantages.values if of.advantages.per_token else None)
+    return replace(
+        micro,
+        advantages=micro.advantages if by_token is None else by_token,
+        old_logprobs=_spread(of, part, micro, of.scores.old_logprobs),
+        reference_logprobs=_spread(of, part, micro, of.scores.reference_logprobs),
+        weights=_spread(of, part, micro, of.weights),
+        old_values=_spread(of, part, micro, of.scores.values),
+        returns=_spread(of, part, micro, of.advantages.returns),
+    )
+
+
+def _spread(
+    of: Experience, part: list[int], micro: MicroBatch, values: npt.NDArray[np.floating] | None
+) -> Singles | None:
+    """Values of trained tokens [P] at their places in a micro-batch, 0 elsewhere."""
+    if values is None:
+        return None
+    placed = np.zeros(micro.tokens.shape, np.float32)
+    for row, i in enumerate(part):
+        placed[row, np.flatnonzero(of.masks[i])] = of.of(values, i)
+    return placed
+
+
+def token_values(micro: MicroBatch, values: npt.NDArray[np.float32]) -> list[Singles]:
+    """Of each sample of a micro-batch the values of its trained tokens.
+
+    Args:
+        values: float32 [B, T - 1]; column t is of token t + 1.
+    """
+    masks = micro.loss_mask[:, 1:]
+    return [row[mask] for row, mask in zip(values, masks, strict=True)]

@@ -58,12 +58,14 @@ class Materializer:
         ends = np.cumsum(np.add.reduceat(arrays.turn_lengths, np.cumsum(counts) - counts))
         self._check(numbers, arrays, ends)
         turn_ids = turns["turn_id"].take(pa.array(rows)).to_pylist()
+        turn_ends = np.cumsum(arrays.turn_lengths)
         last, path_ends = 0, np.cumsum(counts).tolist()
         made = []
         for ref, start, end, path_end in zip(
             of.refs(numbers), [0, *ends[:-1].tolist()], ends.tolist(), path_ends, strict=True
         ):
-            made.append(self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end])))
+            within = tuple((turn_ends[last:path_end] - start).tolist())
+            made.append(self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end]), within))
             last = path_end
         return made
 
@@ -83,28 +85,39 @@ class Materializer:
                 turn_id = leaves["turn_id"][i].as_py()
                 raise CorruptionError(f"turn {turn_id}: its prompt does not fold to the ids sent")
 
-    def _sample(self, ref: SampleRef, arrays: _Arrays, at: slice, turn_ids: tuple[str, ...]) -> Sample:
+    def _sample(
+        self,
+        ref: SampleRef,
+        arrays: _Arrays,
+        at: slice,
+        turn_ids: tuple[str, ...],
+        turn_ends: tuple[int, ...],
+    ) -> Sample:
         if arrays.some_erased and not ref.erased and (arrays.tokens[at] == ERASED_TOKEN).any():
             raise TrainError(
                 f"trajectory {ref.name!r} was erased while it was trained on: start again, and the training "
                 "goes on without it"
             )
         of = self._references
+        versions = arrays.versions[at]
         return Sample(
-            run=self._run,
+            run=ref.run,
             trajectory_id=ref.trajectory_id,
             name=ref.name,
             leaf_turn_id=ref.leaf_turn_id,
             turn_ids=turn_ids,
+            turn_ends=turn_ends,
             group=ref.group,
             split=ref.split,
             tokens=arrays.tokens[at],
             loss_mask=arrays.loss_mask[at],
             logprobs=arrays.logprobs[at],
-            versions=arrays.versions[at],
+            versions=versions if ref.run == self._run else np.full_like(versions, NO_VERSION),
             temperatures=arrays.temperatures[at],
             reward=ref.reward,
             rewards={t: of.turn_rewards[t] for t in turn_ids if t in of.turn_rewards},
+            success=ref.success,
+            truncated=ref.truncated,
             erased=ref.erased,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
@@ -50,10 +50,12 @@ class QueueSource:
         self._backlog, self._ended = backlog, dict[str, Ended]()
         """What there was before, and those trajectories of it that may be used."""
         algorithm, recipe = config.algorithm, config.recipe
-        self._grouped = "groups" in algorithm.needs
-        self._size = algorithm.demand.group_size
-        batch = algorithm.demand.groups
-        self._policy = StalenessPolicy(batch, recipe.max_staleness, config.admission.order)
+        self._grouped, self._size = "groups" in algorithm.needs, algorithm.demand.group_size
+        demand = algorithm.demand
+        self._policy = StalenessPolicy(
+            demand.groups, recipe.max_staleness, config.admission.order, demand.steps
+        )
+        self._deciding: Callable[[Iterable[int]], int] = max if recipe.stale_tokens == "mask" else min
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()
         self._complete_groups: dict[str, CompleteGroup] = {}
@@ -183,15 +185,21 @@ class QueueSource:
         return min(fresh or ages, default=None)
 
     def _unfit(self, group: CompleteGroup, version: int) -> bool:
-        """Whether the recipe drops all of it; a group without a difference in reward has its turn."""
+        """Whether the recipe drops all of it; a group without a difference in reward has its turn, if the
+        step is not to be filled with another."""
         kept, dropped = self._fitting(group, version)
-        return not kept and any(drop.rule != "zero_variance" for drop in dropped)
+        refill = self._config.recipe.refill
+        return not kept and any(refill or drop.rule != "zero_variance" for drop in dropped)
 
     def _as_prompt_group(self, group: CompleteGroup, version: int, *, complete: bool) -> PromptGroup:
         kept, dropped = self._fitting(group, version)
         usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
-        ages = [sample.oldest_version for sample in [*kept, *usable]]
+        ages = [self._age(sample) for sample in [*kept, *usable]]
         return PromptGroup(group.name, self._oldest([a for a in ages if a is not None], version), complete)
+
+    def _age(self, sample: Candidate) -> int | None:
+        """The version by which a sample becomes too old: where stale tokens are masked, the newest counts."""
+        return sample.newest_version if self._deciding is max else sample.oldest_version
 
     def _selection(self, chosen: list[CompleteGroup], version: int) -> Selection:
         """The chosen groups' samples, if any are left of them, and what is dropped."""
@@ -264,8 +272,8 @@ class QueueSource:
         self._take_in(self._backlog.events(self._backlog.opened))
         for one in self._backlog.ended():
             group = (one.group or one.trajectory_id) if self._grouped else None
-            ages = [sample.oldest_version for sample in one.samples if sample.oldest_version is not None]
-            known = (min(ages),) if ages else (self._served_before, self._served)
+            ages = [age for sample in one.samples if (age := self._age(sample)) is not None]
+            known = (self._deciding(ages),) if ages else (self._served_before, self._served)
             self._running[one.trajectory_id] = Begun(group, one.began, known, sampled=bool(ages))
             self._ended[one.trajectory_id] = one
             self._finish(one.trajectory_id)
@@ -305,7 +313,7 @@ class QueueSource:
         elif isinstance(record, TurnCompleted) and record.version_spans and trajectory_id in self._running:
             begun = self._running[trajectory_id]
             earlier = begun.ages if begun.sampled else ()
-            begun.ages = (min((*earlier, *(span.version for span in record.version_spans))),)
+            begun.ages = (self._deciding((*earlier, *(span.version for span in record.version_spans))),)
             begun.sampled = True
 
     def _place(self, trajectory_id: str) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -17,17 +18,24 @@ import pyarrow.compute as pc
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
+from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.fold.paths import owned_paths
 from rollbook.store.sql.query import connect_at
+from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.recipe import NOWHERE, Candidates
+from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _TRAJECTORIES = """
-    SELECT o.trajectory_id, o.trajectory AS name, o."group", o.split, o.status, o.lane AS opened_lane,
-           o.opened, f.lane AS finished_lane, f.seq AS finished_seq, r.reward
+    SELECT o.trajectory_id, o.run, o.trajectory AS name, o."group",
+           CASE WHEN o.run = $own THEN o."group" ELSE o.run || '/' || o."group" END AS group_key, o.split,
+           o.status, o.success,
+           o.lane AS opened_lane, o.opened, f.lane AS finished_lane, f.seq AS finished_seq, r.reward,
+           {chosen} AS chosen
     FROM internal.trajectory_scalars o
     ANTI JOIN left_out USING (trajectory_id)
     JOIN (SELECT trajectory_id, max(lane) AS lane, max(seq) AS seq FROM internal.mark_events
@@ -35,16 +43,18 @@ _TRAJECTORIES = """
     LEFT JOIN (SELECT trajectory_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
                WHERE turn_id IS NULL AND NOT superseded AND source = $source
                GROUP BY trajectory_id) r USING (trajectory_id)
-    WHERE o.run = $run AND list_contains($splits, o.split)
-    ORDER BY name"""
+    WHERE list_contains($runs, o.run) AND list_contains($splits, o.split)
+    ORDER BY name, o.run"""
 
 _TURN_REWARDS = """
     SELECT turn_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
-    WHERE run = $run AND turn_id IS NOT NULL AND NOT superseded AND source = $source GROUP BY turn_id"""
+    WHERE list_contains($runs, run) AND turn_id IS NOT NULL AND NOT superseded AND source = $source GROUP BY
+    turn_id"""
 
 _TURNS = """
     SELECT t.place, s.turn_id, s.parent_turn_id, s.lane, s.completed_lane, s.completed_seq,
-           s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version,
+           s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version, s.max_version,
+           s.finish_reason,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
            s.lowest_token, s.highest_token, s.prompt_sha256
     FROM internal.turn_scalars s JOIN chosen t USING (trajectory_id)
@@ -59,12 +69,15 @@ class SampleRef:
         trained: tokens with loss; 0 where some of its path were erased.
         unknown: of these, tokens whose policy version nobody knows.
         exact: whether each of these has a logprob.
-        oldest_version: of its oldest trained token; None if none has a version.
+        oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
+        success, truncated: see `Sample`.
+        chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
         learnable: trained tokens that something precedes.
     """
 
+    run: str
     trajectory_id: str
     leaf_turn_id: str
     name: str
@@ -75,6 +88,10 @@ class SampleRef:
     unknown: int
     exact: bool
     oldest_version: int | None
+    newest_version: int | None
+    success: bool | None
+    truncated: bool
+    chosen: bool
     erased: bool
     length: int
     lowest_token: int
@@ -92,15 +109,16 @@ class References:
     """The samples of the finished trajectories of a run, trajectories by name, leaves in turn order.
 
     Attributes:
-        trajectories: a row each: `trajectory_id`, `name`, `group`, `split`, `status`, `reward`, and where
-            it begins and ends.
+        trajectories: a row each: `run`, `trajectory_id`, `group_key` (the group, and of another run that
+            too), `name`, `group`, `split`, `status`, `reward`, and where it begins and ends.
         turns: a row for each completed turn of theirs, in turn order; `place` is its trajectory's row.
         trajectory, leaf: of each sample the trajectory's row, and the leaf's among the turns.
         starts: where each sample's path begins in the next three; one more, for the end.
         path: rows of turns, from the root to the leaf.
         sampled, trained: whether the path owns the turn and the client had it; whether it has loss.
         length, trained_tokens, learnable, unknown: in tokens.
-        oldest: a version (`NOWHERE`: none); lowest, highest: tokens.
+        oldest, newest: versions (`NOWHERE`: none); lowest, highest: tokens.
+        truncated: see `Sample`.
         exact, erased: see `SampleRef`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
@@ -118,6 +136,8 @@ class References:
     unknown: Ints
     learnable: Ints
     oldest: Ints
+    newest: Ints
+    truncated: Bools
     lowest: Ints
     highest: Ints
     exact: Bools
@@ -131,13 +151,20 @@ class References:
         """The samples that a recipe speaks of, by number, and what it decides by."""
         at = np.flatnonzero((self.trained_tokens > 0) | self.erased)
         rewards = self.trajectories["reward"].cast(pa.float64()).to_numpy()
-        groups = self.trajectories["group"].to_numpy()
+        groups = self.trajectories["group_key"].to_numpy()
+        ids = self.trajectories["trajectory_id"].to_numpy()
+        success = self.trajectories["success"]
         return at, Candidates(
             groups=groups[self.trajectory[at]],
+            trajectories=ids[self.trajectory[at]],
+            succeeded=success.fill_null(False).to_numpy()[self.trajectory[at]],
+            failed=pc.invert(success.fill_null(True)).to_numpy()[self.trajectory[at]],
+            chosen=self.trajectories["chosen"].to_numpy()[self.trajectory[at]],
             rewards=np.asarray(rewards, np.float64)[self.trajectory[at]],
             rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
             unknown=self.unknown[at],
             oldest=self.oldest[at],
+            newest=self.newest[at],
             exact=self.exact[at],
             erased=self.erased[at],
             learnable=self.learnable[at],
@@ -158,6 +185,8 @@ class References:
                 unknown=int(self.unknown[sample]),
                 exact=bool(self.exact[sample]),
                 oldest_version=None if self.oldest[sample] == NOWHERE else int(self.oldest[sample]),
+                newest_version=None if self.newest[sample] == NOWHERE else int(self.newest[sample]),
+                truncated=bool(self.truncated[sample]),
                 erased=bool(self.erased[sample]),
                 length=int(self.length[sample]),
                 lowest_token=int(self.lowest[sample]),
@@ -173,36 +202,46 @@ class References:
         return self.refs([sample])[0]
 
 
-_NAMED = ["trajectory_id", "name", "group", "split", "reward"]
+_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "chosen"]
 
 
 def find_references(
     log: Store,
     cut: Cut,
     run: str,
-    splits: Collection[str],
-    reward_source: str,
+    recipe: RecipeConfig,
     without: Collection[str] = (),
 ) -> References:
-    """The samples of a run's finished trajectories of these splits at a cut.
+    """The samples that a recipe may choose from at a cut: of finished trajectories of its runs and splits.
 
     Args:
+        run: that is trained; tokens of others have no version of its own.
         without: trajectories that are left out.
 
     Raises:
         CorruptionError: a file is damaged.
+        ConfigError: a condition is not SQL, or is no condition on the view `trajectories`.
     """
+    conditions = conditions_of(recipe)
+    holds = "true" if conditions is None else f"o.trajectory_id IN ({conditions.sql})"
     with connect_at(log, format_cut(cut)) as connection:
         ids = pa.array(sorted(without), pa.string())
         connection.register("left_out", pa.table({"trajectory_id": ids}))
-        chosen = {"run": run, "splits": sorted(splits), "source": reward_source}
-        trajectories = connection.sql(_TRAJECTORIES, params=chosen).to_arrow_table().combine_chunks()
+        given = {"runs": list(recipe.runs(run)), "source": recipe.reward_source}
+        chosen = given | {"own": run, "splits": sorted(recipe.splits)}
+        chosen |= {} if conditions is None else conditions.parameters
+        try:
+            query = _TRAJECTORIES.replace("{chosen}", holds)
+            trajectories = connection.sql(query, params=chosen).to_arrow_table().combine_chunks()
+        except duckdb.Error as error:
+            if conditions is None:
+                raise
+            raise ConfigError(f"recipe.where {conditions.said!r}: {error}") from error
         places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
         connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
         turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
-        given = {"run": run, "source": reward_source}
         rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
-    return _references(trajectories, _in_turn_order(log, cut, trajectories, turns), rewards)
+    return _references(run, trajectories, _in_turn_order(log, cut, trajectories, turns), rewards)
 
 
 def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
@@ -222,7 +261,9 @@ def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table
     return turns.take(pa.array(order))
 
 
-def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, float]) -> References:
+def _references(
+    run: str, trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, float]
+) -> References:
     paths = _paths(turns)
     starts, path = paths.starts, paths.path
     completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
@@ -236,10 +277,14 @@ def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, f
     tokens = np.where(trained, length, 0)
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
     oldest = np.where(trained & (known > 0), _numbers(turns, "min_version")[path], np.iinfo(np.int64).max)
+    newest = np.where(trained & (known > 0), _numbers(turns, "max_version")[path], NOWHERE)
+    cut_off = np.asarray(pc.equal(turns["finish_reason"], CUT_OFF).fill_null(False).to_numpy(), np.bool_)
+    ended = pc.equal(trajectories["status"], TRUNCATED).fill_null(False).to_numpy()
     lowest = of_sample.least(oldest)
     leaf, root = path[starts[1:] - 1], starts[:-1]
     # The first token is predicted from nothing.
     first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
+    own = pc.equal(trajectories["run"], run).to_numpy()[turns["place"].to_numpy()[leaf]]
     return References(
         trajectories=trajectories,
         turns=turns,
@@ -252,7 +297,9 @@ def _references(trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, f
         length=_numbers(turns, "prompt_length")[leaf] + completions[leaf],
         trained_tokens=of_sample.sum(tokens),
         unknown=of_sample.sum(tokens - known),
-        oldest=np.where(lowest == np.iinfo(np.int64).max, NOWHERE, lowest),
+        oldest=np.where((lowest == np.iinfo(np.int64).max) | ~own, NOWHERE, lowest),
+        newest=np.where(own, -of_sample.least(-newest), NOWHERE),
+        truncated=cut_off[leaf] | np.asarray(ended, np.bool_)[turns["place"].to_numpy()[leaf]],
         learnable=of_sample.sum(tokens) - first,
         lowest=of_sample.least(_numbers(turns, "lowest_token")[path]),
         highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),

@@ -6,15 +6,20 @@ Each sampled token belongs to exactly one sample (`fold.path_tokens` says to whi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json, TokenIds
-from rollbook.store.fold.path_tokens import PathTokens, path_tokens
+from rollbook.store.fold.path_tokens import NO_VERSION, PathTokens, path_tokens
 from rollbook.store.fold.trajectory import Trajectory
+
+TRUNCATED = "truncated"
+"""Status of a trajectory that was cut off."""
+CUT_OFF = "length"
+"""Finish reason of a turn that was cut off."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +27,7 @@ class Sample:
     """One path, as arrays of one length T.
 
     Attributes:
+        turn_ids: from the root to the leaf; turn_ends: where each one's tokens end in the path.
         tokens: int32 [T].
         loss_mask: bool [T]; true where the token was sampled in this sample and may be trained.
         logprobs: float32 [T]; log-probability of the token when it was sampled; 0 where the mask is
@@ -29,6 +35,8 @@ class Sample:
         versions: int64 [T]; policy version that sampled the token, else -1.
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
+        success: as the trajectory finished; None where that was not said.
+        truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
     """
 
@@ -37,6 +45,7 @@ class Sample:
     name: str
     leaf_turn_id: str
     turn_ids: tuple[str, ...]
+    turn_ends: tuple[int, ...]
     group: str | None
     split: str
     tokens: TokenIds
@@ -46,6 +55,8 @@ class Sample:
     temperatures: npt.NDArray[np.float32]
     reward: float | None
     rewards: dict[str, float]
+    success: bool | None = None
+    truncated: bool = False
     erased: bool = False
 
     def __len__(self) -> int:
@@ -91,6 +102,17 @@ class Sample:
         """Version of its oldest trained token, or None if none has one."""
         known = self.versions[self.loss_mask & (self.versions >= 0)]
         return int(known.min()) if known.size else None
+
+    @property
+    def newest_version(self) -> int | None:
+        """Version of its newest trained token, or None if none has one."""
+        known = self.versions[self.loss_mask & (self.versions >= 0)]
+        return int(known.max()) if known.size else None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a recipe's SQL conditions hold: a recipe has none where samples come one by one."""
+        return True
 
     @property
     def reference(self) -> Json:
@@ -148,6 +170,7 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
     erased = any(turn.tokens_erased for turn in path.turns) and bool(loss_mask.any())
     if erased:
         loss_mask, logprobs = np.zeros_like(loss_mask), np.zeros_like(logprobs)
+    finished, leaf = trajectory.finished, path.turns[-1].completed
     rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path.turns}
     return Sample(
         run=trajectory.run,
@@ -155,6 +178,7 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
         name=trajectory.opened.name,
         leaf_turn_id=path.turns[-1].turn_id,
         turn_ids=tuple(turn.turn_id for turn in path.turns),
+        turn_ends=path.ends,
         group=trajectory.opened.group,
         split=trajectory.opened.split,
         tokens=path.tokens,
@@ -164,8 +188,16 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
         temperatures=temperatures,
         reward=trajectory.reward(source),
         rewards={turn_id: value for turn_id, value in rewards.items() if value is not None},
+        success=None if finished is None else finished.success,
+        truncated=(finished is not None and finished.status == TRUNCATED)
+        or (leaf is not None and leaf.finish_reason == CUT_OFF),
         erased=erased,
     )
+
+
+def of_another_run(sample: Sample) -> Sample:
+    """The sample for the training of another run, of whose versions it has none."""
+    return replace(sample, versions=np.full_like(sample.versions, NO_VERSION))
 
 
 def all_samples(trajectories: Iterable[Trajectory], source: str = "agent") -> list[Sample]:

@@ -126,6 +126,7 @@ def _write_again(config: TrainConfig, log: Store, base: CheckpointWritten, versi
         held.optimizer,
         like=path,
         phase=base.phase,
+        critic=None if held.critic is None else (held.critic, held.critic_optimizer or {}),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from rollbook import __version__
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json
+from rollbook.train.algorithms.parts import sources
 
 PACKAGES = ("torch", "megatron-core", "numpy", "transformers", "safetensors")
 VARIABLES = (
@@ -25,8 +26,9 @@ VARIABLES = (
 )
 
 
-def fingerprint(device: torch.device) -> Json:
-    """Everything known to change bits: versions, processor, threads, flags, parallel layout."""
+def fingerprint(device: torch.device, algorithm: Json | None = None) -> Json:
+    """Everything known to change bits: versions, processor, threads, flags, parallel layout, and the sources
+    of an algorithm's parts that are not Rollbook's."""
     found: Json = {
         "rollbook": __version__,
         "python": platform.python_version(),
@@ -42,6 +44,8 @@ def fingerprint(device: torch.device) -> Json:
         "parallel": {"data": 1, "tensor": 1, "pipeline": 1},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
+    if own := sources(algorithm or {}):
+        found["parts"] = own
     if device.type == "cuda":
         found["gpu"] = {
             "name": torch.cuda.get_device_name(device),

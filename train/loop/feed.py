@@ -100,7 +100,7 @@ class Feed:
 
     def _unfilled(self, history: History, done: int) -> str:
         config, tail = self.config, self.source == "tail"
-        once, cut = tail or not config.algorithm.epochs, self.log.head() if tail else self.cut
+        once, cut = tail or not config.algorithm.cycles, self.log.head() if tail else self.cut
         why = explain(self.log, cut, config, history, once=once, limits=self._limits(history))
         where = f"the log at {format_cut(cut) or 'its beginning'} fills no further one"
         return f"run {config.run!r}: {done} of {config.steps} steps; {where}: {why}"

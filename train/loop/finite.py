@@ -17,10 +17,16 @@ def check_batch(batch: Batch) -> None:
     Raises:
         NotFiniteError: it names the stage and the first sample.
     """
-    for at, advantage in enumerate(batch.advantages):
-        if not np.isfinite(advantage):
-            reward = batch.rewards[at]
-            where = f"advantage {advantage} of {_sample(batch, at)}, whose reward is {reward}"
+    advantages = batch.experience.advantages
+    for at in range(len(batch.samples)):
+        own = (
+            batch.experience.of(advantages.values, at)
+            if advantages.per_token
+            else advantages.values[at : at + 1]
+        )
+        if not np.isfinite(own).all():
+            worst = own[~np.isfinite(own)][0]
+            where = f"advantage {worst} of {_sample(batch, at)}, whose reward is {batch.rewards[at]}"
             raise _error("advantages", where)
     for at, sample in enumerate(batch.samples):  # NaN stands for the missing logprobs of a teacher
         bad = np.flatnonzero(np.isinf(sample.logprobs) & sample.loss_mask)

@@ -55,8 +55,8 @@ def train(
         RollbookError: the configuration, the model or the log cannot be used.
     """
     log = store.open(path)
-    if source == "tail" and as_of != "head":
-        raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
+    if source == "tail":
+        _check_tail(config, as_of)
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
@@ -79,6 +79,20 @@ def train(
         finally:
             trainer.close()
     stopping.end()
+
+
+def _check_tail(config: TrainConfig, as_of: str) -> None:
+    """Check that a training can follow the tail.
+
+    Raises:
+        ConfigError: it asks for a cut.
+    """
+    if as_of != "head":
+        raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
+    if config.recipe.asks_sql or config.recipe.source_runs:
+        raise ConfigError(
+            "recipe.where, recipe.labels, recipe.models and recipe.source_runs go with --source cut"
+        )
 
 
 def _open_run(
@@ -185,13 +199,15 @@ def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, 
         watcher.note("nothing to do: every step of this configuration is committed")
     with stopping:
         with contextlib.suppress(Stopped):
-            while trainer.done < config.steps and not unfilled:
-                with stopping.waiting():
-                    selection = feed.take(trainer, stopping)
-                if selection is None:
-                    unfilled = True
-                    continue
-                outcome = trainer.take_step(selection)
+            while (trainer.in_batch or trainer.done < config.steps) and not unfilled:
+                if not trainer.in_batch:
+                    with stopping.waiting():
+                        selection = feed.take(trainer, stopping)
+                    if selection is None:
+                        unfilled = True
+                        continue
+                    trainer.begin(selection)
+                outcome = trainer.take_step()
                 if outcome is None:
                     continue  # skipped
                 if (alarm := gap_alarm(config, outcome)) is not None:

@@ -120,7 +120,15 @@ class Publisher:
         self._checkpointed = version
 
     def publish(
-        self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, checkpoint: bool, sync: bool
+        self,
+        policy: TrainablePolicy,
+        version: int,
+        like: Path,
+        phase: str,
+        *,
+        checkpoint: bool,
+        sync: bool,
+        critic: TrainablePolicy | None = None,
     ) -> None:
         """Write a version's checkpoint if requested, and sync the engines to it.
 
@@ -128,12 +136,13 @@ class Publisher:
             like: a model directory whose other files are copied into a checkpoint.
             checkpoint: write one with the optimizer's state, so that training can resume from it.
             sync: send it to the engines, if there are any.
+            critic: its state goes into the checkpoint.
         """
         wanted = checkpoint and self._checkpointed != version
         sync = sync and self._config.sync is not None
         record = None
         if wanted or (sync and self._syncs_from_disk()):
-            record = self._write_checkpoint(policy, version, like, phase, whole=wanted)
+            record = self._write_checkpoint(policy, version, like, phase, whole=wanted, critic=critic)
         if wanted:
             self._checkpointed = version
         if sync:
@@ -159,7 +168,14 @@ class Publisher:
         self._sync(policy, version, record, only)
 
     def _write_checkpoint(
-        self, policy: TrainablePolicy, version: int, like: Path, phase: str, *, whole: bool
+        self,
+        policy: TrainablePolicy,
+        version: int,
+        like: Path,
+        phase: str,
+        *,
+        whole: bool,
+        critic: TrainablePolicy | None = None,
     ) -> CheckpointWritten:
         record = write_checkpoint(
             self._log.path,
@@ -170,6 +186,7 @@ class Publisher:
             policy.optimizer_state() if whole else None,
             like=like,
             phase=phase,
+            critic=(critic.weights(), critic.optimizer_state()) if whole and critic is not None else None,
         )
         self._note(record)
         return record

@@ -13,9 +13,11 @@ import torch
 from rollbook.store import Store, parse_cut
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned, TrajectoryErased
-from rollbook.store.fold.history import CommittedStep
-from rollbook.train.data.samples import Sample, samples_of
-from rollbook.train.loop.step import STAGES, batch_of, input_digests, run_step
+from rollbook.store.fold.history import CommittedStep, all_samples
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.data.samples import Sample, of_another_run, samples_of
+from rollbook.train.loop.experiences import Experiences, begins
+from rollbook.train.loop.step import STAGES, run_step
 from rollbook.train.megatron.backend import TrainablePolicy
 
 
@@ -30,24 +32,34 @@ class RerunStep:
 
     @property
     def first_difference(self) -> str | None:
-        """The first stage whose digest differs, in the order of `STAGES`; None if all are equal."""
-        return next((s for s in STAGES if self.recorded.get(s) != self.found.get(s)), None)
+        """The first recorded stage whose digest differs, in the order of `STAGES`; None if all are equal.
+
+        A stage that was not recorded, since the release of then did not know it, is not compared.
+        """
+        stages = [stage for stage in STAGES if stage in self.recorded]
+        return next((stage for stage in stages if self.recorded[stage] != self.found.get(stage)), None)
 
 
-def samples_at_cut(log: Store, plan: StepPlanned) -> dict[str, Sample]:
-    """The samples a manifest names, by leaf turn, materialized from the log at the manifest's cut.
+def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]:
+    """The samples that a manifest names, by leaf turn, materialized from the log at the manifest's cut: those
+    of its whole rollout batch if the step begins one.
+
+    Args:
+        run: that the step is of.
 
     Raises:
         ReplayError: the log does not hold one of them, or its tokens were erased.
     """
-    wanted = {ref["trajectory_id"] for ref in plan.samples}
+    named = all_samples(plan) if begins(plan) else plan.samples
+    wanted = {ref["trajectory_id"] for ref in named}
     source = plan.recipe["reward_source"]
     trajectories = log.trajectories(parse_cut(plan.cut), wanted)
     samples = {s.leaf_turn_id: s for t in trajectories.values() for s in samples_of(t, source)}
-    missing = [ref for ref in plan.samples if ref["turn_id"] not in samples]
+    samples |= {leaf: of_another_run(s) for leaf, s in samples.items() if s.run != run}
+    missing = [ref for ref in named if ref["turn_id"] not in samples]
     if missing:
         raise ReplayError(f"step {plan.step}: the log no longer holds its sample {missing[0]}")
-    for ref in plan.samples:
+    for ref in named:
         if samples[ref["turn_id"]].erased:
             raise ReplayError(
                 f"step {plan.step}: the tokens of trajectory {ref['trajectory_id']}, which it trained on, "
@@ -66,10 +78,20 @@ def _why_erased(log: Store, trajectory_id: str) -> str:
     return reasons[-1] if reasons else "not recorded yet: the erasure was cut short, run it again"
 
 
-def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedStep]) -> Iterator[RerunStep]:
+def rerun_steps(
+    log: Store,
+    policy: TrainablePolicy,
+    experiences: Experiences,
+    steps: Iterable[CommittedStep],
+    run: str,
+) -> Iterator[RerunStep]:
     """Rerun committed steps on a policy that is in the state before the first of them.
 
     Each step sets the number of threads that was recorded for it.
+
+    Args:
+        run: that the steps are of.
+        experiences: of the policy; afterwards of the rollout batch of the last step.
 
     Raises:
         ReplayError: the log does not hold a sample that a manifest names.
@@ -77,7 +99,9 @@ def rerun_steps(log: Store, policy: TrainablePolicy, steps: Iterable[CommittedSt
     for step in steps:
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
-        found = input_digests(policy, plan.seed)
-        result = run_step(policy, plan, batch_of(plan, samples_at_cut(log, plan)), finite=False)
+        found = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        samples = samples_at_cut(log, plan, run) if begins(plan) else {}
+        batch = experiences.batch(plan, samples)
+        result = run_step(policy, plan, batch, finite=False, critic=experiences.critic)
         recorded = plan.input_digests | step.committed.digests
         yield RerunStep(plan.step, recorded, found | result.digests, result.metrics)

@@ -9,36 +9,54 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
-from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.algorithms.logprobs import entropies, log_distributions, picked
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.data.batch import Batch, MicroBatch, build_batch
-from rollbook.train.data.samples import Sample
+from rollbook.train.data.batch import Batch, MicroBatch
+from rollbook.train.loop import metrics
+from rollbook.train.loop.critic import run_critic
 from rollbook.train.loop.finite import check_batch, check_tensors, check_tokens
 from rollbook.train.megatron.backend import TrainablePolicy
 
 STAGES = (
     "input_weights",
     "input_optimizer",
+    "reference_weights",
+    "critic_input_weights",
+    "critic_input_optimizer",
     "rng",
     "samples",
+    "old_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "importance_weights",
+    "values",
     "rewards",
     "advantages",
-    "old_logprobs",
+    "returns",
     "logprobs",
     "losses",
     "gradients",
     "optimizer",
     "weights",
+    "value_losses",
+    "critic_gradients",
+    "critic_optimizer",
+    "critic_weights",
 )
-"""Every stage of a step, each after those it depends on, so that the first one that differs is the cause."""
+"""Every stage that a step may have, each after those it depends on, so that the first one that differs is the
+cause.
+
+`old_logprobs` are the engine's; `proximal_logprobs` those of the trainer's weights as the rollout batch
+began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,7 @@ def rng_digest() -> str:
 
 
 def input_digests(policy: TrainablePolicy, seed: int) -> Json:
-    """Seed the generators and digest what the step starts from: the stages in `INPUT_STAGES`."""
+    """Seed the generators and digest what the step starts from."""
     policy.seed_step(seed)
     return {
         "input_weights": policy.weights_digest(),
@@ -73,21 +91,18 @@ def input_digests(policy: TrainablePolicy, seed: int) -> Json:
     }
 
 
-def batch_of(plan: StepPlanned, samples: dict[str, Sample]) -> Batch:
-    """The batch a manifest describes.
+def run_step(
+    policy: TrainablePolicy,
+    plan: StepPlanned,
+    batch: Batch,
+    *,
+    finite: bool = True,
+    critic: TrainablePolicy | None = None,
+) -> StepResult:
+    """Forward, backward, optimizer, and then the critic's. The generators were seeded by `input_digests`.
 
     Args:
-        samples: by leaf turn; those the manifest names must be there.
-    """
-    ordered = [samples[ref["turn_id"]] for ref in plan.samples]
-    algorithm = recorded_algorithm(plan.algorithm)
-    return build_batch(ordered, algorithm, plan.partition)
-
-
-def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite: bool = True) -> StepResult:
-    """Forward, backward, optimizer. The generators were seeded by `input_digests`.
-
-    Args:
+        critic: of an algorithm that has one.
         finite: end before the optimizer's step where a number is not finite. Steps that were committed with
             such numbers, by an earlier Rollbook, are run again without it.
 
@@ -95,13 +110,25 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
     algorithm = recorded_algorithm(plan.algorithm)
-    divisor = max(algorithm.divisor(Totals(batch.trained_tokens, len(batch.samples))), 1)
-    kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "ratios": [], "sums": []}
+    result = _run_policy(policy, plan, algorithm, batch, finite=finite)
+    if critic is None:
+        return result
+    learnt = run_critic(critic, plan, algorithm, batch, finite=finite)
+    return StepResult(result.digests | learnt.digests, result.metrics | learnt.metrics)
+
+
+def _run_policy(
+    policy: TrainablePolicy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
+) -> StepResult:
+    """The policy's part of a step; its weights stay as they are while the critic learns alone."""
+    divisor = max(algorithm.divisor(Totals(batch.trained_tokens, batch.trained_samples)), 1)
+    kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "sums": []}
+    tokens = metrics.TokenValues()
 
     def loss_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        loss, logprobs, ratios = _micro_loss(logits, micro, algorithm)
+        loss, logprobs = _micro_loss(logits, micro, algorithm, plan.policy_version, tokens)
         total = algorithm.add(loss, torch.from_numpy(micro.loss_mask[:, 1:]).to(loss.device))
-        for name, value in zip(kept, (logprobs, loss, ratios, total), strict=True):
+        for name, value in zip(kept, (logprobs, loss, total), strict=True):
             kept[name].append(value.detach())
         return total / divisor
 
@@ -113,7 +140,10 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
             check_tokens(stage, kept[stage], batch, plan.partition)
         check_tensors("gradients", policy.gradients().items())
     gradients = digest_tensors(policy.gradients())
-    norm = policy.optimizer_step(plan.learning_rate)
+    if plan.critic is not None and plan.critic["alone"]:
+        norm = policy.gradient_norm()
+    else:
+        norm = policy.optimizer_step(plan.learning_rate)
     if finite:
         check_tensors("weights", policy.stream_weights())
     digests = batch.digests() | {
@@ -123,67 +153,65 @@ def run_step(policy: TrainablePolicy, plan: StepPlanned, batch: Batch, *, finite
         "optimizer": policy.optimizer_digest(),
         "weights": policy.weights_digest(),
     }
-    metrics = {"loss": float(sum(kept["sums"])) / divisor} | _metrics(batch, norm)
-    if "logprobs" in algorithm.needs:
-        metrics |= logprob_gaps(batch, kept["ratios"], plan.policy_version)
-    return StepResult(digests, metrics)
+    found = {"loss": float(sum(kept["sums"])) / divisor, "gradient_norm": norm}
+    return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(tokens))
 
 
 def _micro_loss(
-    logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(masked losses, masked logprobs, masked log-ratios to the engine), each [B, T - 1]."""
+    logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm, version: int, seen: metrics.TokenValues
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
     device = logits.device
-    tokens = torch.from_numpy(micro.tokens).to(device)
-    mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(device)
-    temperatures = torch.from_numpy(micro.temperatures).to(device)
-    logprobs = token_logprobs(logits, tokens, temperatures)
-    old = torch.from_numpy(micro.old_logprobs[:, 1:]).to(device)
-    advantages = torch.from_numpy(micro.advantages[:, 1:]).to(device)
-    loss = algorithm.loss(LossInputs(logprobs, old, advantages, mask))
-    ratios = torch.where(mask, logprobs - old, 0.0)
-    return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0), ratios
+
+    def placed(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array[:, 1:]).to(device)
+
+    tokens, temperatures = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.temperatures))
+    distributions = log_distributions(logits, temperatures)
+    logprobs = picked(distributions, tokens)
+    with torch.set_grad_enabled("entropy" in algorithm.needs):
+        entropy = entropies(distributions)
+    mask, rollout, advantages = map(placed, (micro.loss_mask, micro.rollout_logprobs, micro.advantages))
+    assert mask is not None
+    assert rollout is not None
+    assert advantages is not None
+    old = placed(micro.old_logprobs)
+    inputs = LossInputs(
+        logprobs,
+        rollout if old is None else old,
+        advantages,
+        mask,
+        weights=placed(micro.weights),
+        reference_logprobs=placed(micro.reference_logprobs),
+        entropy=entropy if "entropy" in algorithm.needs else None,
+    )
+    loss = algorithm.loss(inputs)
+    with torch.no_grad():
+        _note(seen, inputs, rollout, entropy, micro, algorithm, version)
+    return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0)
 
 
-def _metrics(batch: Batch, norm: float) -> Json:
-    rewards = [float(r) for r in batch.rewards if np.isfinite(r)]
-    return {
-        "gradient_norm": norm,
-        "trained_tokens": batch.trained_tokens,
-        "samples": len(batch.samples),
-        "reward": sum(rewards) / len(rewards) if rewards else None,
-    }
-
-
-def logprob_gaps(batch: Batch, log_ratios: list[torch.Tensor], version: int) -> Json:
-    """Gaps between the engines' logprobs and the trainer's, separated into staleness and mismatch.
-
-    The log-ratio of a token that version v sampled is log p(now) - log p(engine at v), which is
-
-        [log p(now) - log p(trainer at v)] + [log p(trainer at v) - log p(engine at v)]
-
-    The first is staleness, and exactly zero where v is the version that this step starts from. The second is
-    the mismatch of engine and trainer (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training"; verl's rollout_probs_diff): sums in another order on a healthy engine, and large
-    where it serves other weights than it says. So tokens of the step's own version measure it alone.
-
-    Args:
-        log_ratios: of each micro-batch, [B, T - 1].
-        version: the policy version that the step starts from.
-
-    Returns:
-        `engine_logprob_gap`, `engine_logprob_gap_mean`: greatest and mean absolute log-ratio of the trained
-        tokens of this version; `stale_logprob_gap`: the greatest of older ones. Null where there are none.
-    """
-    fresh, stale = [torch.empty(0)], [torch.empty(0)]
-    for micro, ratios in zip(batch.micro_batches, log_ratios, strict=True):
-        gaps, mask = ratios.abs().cpu(), torch.from_numpy(micro.loss_mask[:, 1:])
-        now = torch.from_numpy(micro.versions[:, 1:] == version)
-        fresh.append(gaps[mask & now])
-        stale.append(gaps[mask & ~now])
-    own, older = torch.cat(fresh), torch.cat(stale)
-    return {
-        "engine_logprob_gap": float(own.max()) if own.numel() else None,
-        "engine_logprob_gap_mean": float(own.mean()) if own.numel() else None,
-        "stale_logprob_gap": float(older.max()) if older.numel() else None,
-    }
+def _note(
+    seen: metrics.TokenValues,
+    inputs: LossInputs,
+    rollout: torch.Tensor,
+    entropy: torch.Tensor,
+    micro: MicroBatch,
+    algorithm: Algorithm,
+    version: int,
+) -> None:
+    """Keep what the metrics of a micro-batch are made of."""
+    exact = "logprobs" in algorithm.needs
+    low, high = algorithm.clipped(inputs) or (None, None)
+    reference = inputs.reference_logprobs
+    seen.add(
+        inputs.mask,
+        micro,
+        version,
+        engine_gaps=inputs.logprobs - rollout if exact else None,
+        log_ratios=inputs.logprobs - inputs.old_logprobs if exact else None,
+        reference_gaps=None if reference is None else inputs.logprobs - reference,
+        entropies=entropy,
+        low=low,
+        high=high,
+    )

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rollbook.store import Store, format_cut
-from rollbook.store.cut import Cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import NotFiniteError, ReplayError, TrainError
 from rollbook.store.events import (
@@ -21,16 +22,21 @@ from rollbook.store.events import (
 )
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.data.batch import partition
+from rollbook.train.data.mini_batches import mini_batches
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
 from rollbook.train.loop.base import WholeCheckpoint, nearest_whole
+from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished
+from rollbook.train.loop.critic import restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
+from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
-from rollbook.train.loop.step import batch_of, input_digests, run_step, step_seed
+from rollbook.train.loop.scoring import References
+from rollbook.train.loop.step import run_step, step_seed
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device, set_deterministic
 
@@ -82,10 +88,13 @@ class Trainer:
             seed=config.seed,
             threads=config.threads,
         )
+        self.critic = self._restored_critic(whole, device)
+        self._experiences = Experiences(self.policy, References(log, history), self.critic)
         self._restore(whole, between)
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
+        self._batch = unfinished(log, history, self._phase, config)
         self.served = self.version
         """The version that the engines serve; without configured engines, the last published one."""
         self._held_back: list[Drop] = []
@@ -94,19 +103,39 @@ class Trainer:
         """Drops that were written with the attempt that is the next one to plan."""
         self._skipped = 0
         """How many steps in a row were skipped."""
+        self._taken = 0
+        """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
-        self._environment = fingerprint(device)
+        self._environment = fingerprint(device, config.algorithm.model_dump())
         if base.policy_version == self.version:
             self._publisher.restored(self.version)
+
+    def _restored_critic(self, whole: WholeCheckpoint, device: torch.device) -> TrainablePolicy | None:
+        config = self._config
+        if "values" not in config.algorithm.needs:
+            return None
+        return restored_critic(
+            whole.shape,
+            config.critic or CriticConfig(),
+            whole.held,
+            goes_on=self._goes_on(whole),
+            steps=config.steps,
+            device=device,
+            seed=config.seed,
+            threads=config.threads,
+        )
+
+    def _goes_on(self, whole: WholeCheckpoint) -> bool:
+        """Whether the checkpoint holds the state of this same training."""
+        return whole.record.phase == self._phase and whole.held.optimizer is not None
 
     def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep]) -> None:
         base, held = whole.record, whole.held
         self.policy.load_weights(held.weights)
-        same_phase = base.phase == self._phase and held.optimizer is not None
-        self.policy.load_optimizer_state(held.optimizer or {} if same_phase else {})
+        self.policy.load_optimizer_state(held.optimizer or {} if self._goes_on(whole) else {})
         remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
         try:
-            for replayed in rerun_steps(self._log, self.policy, between):
+            for replayed in rerun_steps(self._log, self.policy, self._experiences, between, self._config.run):
                 if replayed.first_difference is not None:
                     raise TrainError(f"{self._differs(replayed, between)}, or {remedy}")
         except ReplayError as error:
@@ -114,7 +143,10 @@ class Trainer:
         set_deterministic(self._config.threads)
 
     def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
-        here = differences(between[-1].planned.environment, fingerprint(self.policy.device))
+        here = differences(
+            between[-1].planned.environment,
+            fingerprint(self.policy.device, self._config.algorithm.model_dump()),
+        )
         return (
             f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
             f"{replayed.first_difference}. What differs here: "
@@ -131,8 +163,19 @@ class Trainer:
 
     # Steps ------------------------------------------------------------------------------------
 
-    def take_step(self, selection: Selection) -> StepOutcome | None:
-        """Plan, run and commit a step on the selected samples.
+    @property
+    def in_batch(self) -> bool:
+        """Whether more steps are to be taken on the rollout batch in hand."""
+        return self._batch is not None
+
+    def begin(self, selection: Selection) -> None:
+        """Take a rollout batch in hand."""
+        demand = self._config.algorithm.demand
+        parts = mini_batches(len(selection.samples), demand, step_seed(self._config.seed, self.step))
+        self._batch = BatchInHand(selection.samples, selection.cut, self.step, parts, list(selection.drops))
+
+    def take_step(self) -> StepOutcome | None:
+        """Plan, run and commit the next step on the rollout batch in hand.
 
         Returns:
             None if its numbers are not finite and the configuration skips such samples: they become drops of
@@ -142,17 +185,23 @@ class Trainer:
             NotFiniteError: its numbers are not finite and the configuration says to stop; or the weights are
                 not finite; or too many batches in a row were skipped.
         """
-        plan = self._plan(selection.samples, selection.cut)
-        self._recorded_drops += (fresh := [*self._held_back, *selection.drops])
+        in_hand = self._batch
+        assert in_hand is not None
+        samples = [in_hand.samples[i] for i in in_hand.parts[in_hand.next]]
+        plan = self._plan(samples, in_hand)
+        self._recorded_drops += (fresh := [*self._held_back, *in_hand.drops])
+        in_hand.drops = []
         self.write(*self._drop_records(fresh), plan)
+        in_hand.next += 1
         try:
-            batch = batch_of(plan, {s.leaf_turn_id: s for s in selection.samples})
-            result = run_step(self.policy, plan, batch)
+            batch = self._experiences.batch(plan, {s.leaf_turn_id: s for s in in_hand.samples})
+            result = run_step(self.policy, plan, batch, critic=self.critic)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
             if not isinstance(error, NotFiniteError) or not self._skips(error):
                 raise
-            self._hold_back(selection.samples, error)
+            self._hold_back(samples, error)
+            self._end_batch()
             return None
         self._recorded_drops, self._held_back, self._skipped = [], [], 0
         self.version += 1
@@ -161,7 +210,15 @@ class Trainer:
             StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, result.metrics)
         )
         self.step, self.done = self.step + 1, self.done + 1
+        in_hand.committed += 1
+        self._taken = in_hand.committed
+        self._end_batch()
         return outcome
+
+    def _end_batch(self) -> None:
+        """Let go of the rollout batch if its last step was taken."""
+        if self._batch is not None and self._batch.next == len(self._batch.parts):
+            self._batch = None
 
     def _skips(self, error: NotFiniteError) -> bool:
         """Whether the step's samples are to be dropped. Not possible if the weights were updated already."""
@@ -204,7 +261,7 @@ class Trainer:
         if drops:
             self.write(*self._drop_records(drops))
 
-    def _plan(self, samples: list[Sample], cut: Cut) -> StepPlanned:
+    def _plan(self, samples: list[Sample], in_hand: BatchInHand) -> StepPlanned:
         config = self._config
         seed = step_seed(config.seed, self.step)
         recipe = config.recipe.model_dump(mode="json")
@@ -214,7 +271,7 @@ class Trainer:
             policy=config.policy,
             policy_version=self.version,
             phase=self._phase,
-            cut=format_cut(cut),
+            cut=format_cut(in_hand.cut),
             recipe=recipe,
             recipe_digest=digest_json(recipe),
             samples=[s.reference for s in samples],
@@ -223,30 +280,57 @@ class Trainer:
             optimizer=config.optimizer.model_dump(mode="json"),
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
-            input_digests=input_digests(self.policy, seed),
+            input_digests=self._experiences.input_digests(config.algorithm, seed),
             environment=self._environment,
+            rollout_batch=in_hand.described(config.micro_batch_size),
+            critic=self._critic_plan(),
         )
+
+    def _critic_plan(self) -> Json | None:
+        """What the next manifest says of the critic."""
+        if self.critic is None:
+            return None
+        config = self._config.critic or CriticConfig()
+        return {
+            "optimizer": config.model_dump(mode="json"),
+            "learning_rate": self.critic.learning_rate(self.done),
+            "alone": self.done < config.alone_steps,
+        }
 
     # Checkpoints and engines ------------------------------------------------------------------
 
     def publish(self) -> None:
-        """After a step: write a checkpoint and sync the engines, if either is due."""
-        config, last = self._config, self.done == self._config.steps
-        sync = config.sync is not None and (last or self.done % config.sync.sync_every == 0)
+        """After the last step on a rollout batch: write a checkpoint and sync the engines, if either is
+        due."""
+        if self.in_batch:
+            return
+        config, last = self._config, self.done >= self._config.steps
+        sync = config.sync is not None and (last or self._due(config.sync.sync_every))
         self.served = self.version if sync or config.sync is None else self.served
         self._publisher.publish(
             self.policy,
             self.version,
             self._like,
             self._phase,
-            checkpoint=last or self.done % config.checkpoint_every == 0,
+            checkpoint=last or self._due(config.checkpoint_every),
             sync=sync,
+            critic=self.critic,
         )
+
+    def _due(self, every: int) -> bool:
+        """Whether the steps on the last rollout batch reached or passed a multiple of `every`."""
+        return self.done // every > (self.done - self._taken) // every
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of this version, unless there is one."""
         self._publisher.publish(
-            self.policy, self.version, self._like, self._phase, checkpoint=True, sync=False
+            self.policy,
+            self.version,
+            self._like,
+            self._phase,
+            checkpoint=True,
+            sync=False,
+            critic=self.critic,
         )
 
     def sync_current(self) -> None:

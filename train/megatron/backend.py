@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from rollbook.train.megatron.weight_names import stream_weights
 
 LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(logits [B, T, V], micro-batch) -> scalar loss of the micro-batch, already normalized."""
+Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+"""(logits [B, T, V], micro-batch) -> a value of each token, [B, T - 1]."""
 
 
 class TrainablePolicy:
@@ -139,15 +142,12 @@ class TrainablePolicy:
 
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             micro = next(batches)
-            tokens = torch.from_numpy(micro.tokens).to(self.device)
-            positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-            logits = model(tokens, positions, None)[..., : self.shape.vocab]
 
             def scaled_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
                 # Megatron divides by the number of micro-batches; the loss is normalized already.
                 return loss_of(output, micro) * count, {}
 
-            return logits, scaled_loss
+            return self._logits(model, micro), scaled_loss
 
         longest = max(m.tokens.shape[1] for m in micro_batches)
         get_forward_backward_func()(
@@ -159,6 +159,40 @@ class TrainablePolicy:
             micro_batch_size=micro_batches[0].tokens.shape[0],
             forward_only=False,
         )
+
+    def forward(self, micro_batches: tuple[MicroBatch, ...], read: Read) -> list[torch.Tensor]:
+        """A forward pass alone: what is read of each micro-batch."""
+        with torch.no_grad():
+            return [read(self._logits(self._parts.wrapped, micro), micro) for micro in micro_batches]
+
+    @contextlib.contextmanager
+    def using(self, weights: Tensors) -> Iterator[None]:
+        """Other weights in place of its own, for forward passes.
+
+        Raises:
+            ModelError: they are another architecture's.
+        """
+        parameters = list(self._parts.module.parameters())
+        own = [parameter.detach().clone() for parameter in parameters]
+        try:
+            self.load_weights(weights)
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, own, strict=True):
+                    parameter.copy_(value)
+
+    def _logits(self, model: Any, micro: MicroBatch) -> torch.Tensor:
+        """Logits of the vocabulary's tokens, [B, T, V]; or the scores of each token."""
+        tokens = torch.from_numpy(micro.tokens).to(self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        logits: torch.Tensor = model(tokens, positions, None)[..., : self.shape.outputs]
+        return logits
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients together, of which no step is taken."""
+        norms = [gradient.norm() for gradient in self.gradients().values()]
+        return float(torch.stack(norms).norm())
 
     def optimizer_step(self, learning_rate: float) -> float:
         """Clip and take one Adam step; the gradient norm before clipping."""

@@ -13,6 +13,7 @@ from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.reshard import RankLayout, check_layout, one_rank
+from rollbook.train.megatron.score_head import ScoreHead
 from rollbook.train.megatron.shape import ModelShape
 
 # Before CUDA is first used: these change bits on a GPU, so a replayable run sets them from step 0.
@@ -90,10 +91,11 @@ def build_module(shape: ModelShape, layout: RankLayout) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     check_layout(shape, layout)
+    config = _transformer_config(shape, layout)
     if len(set(layout.stages)) > 1:
         raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
-    return GPTModel(
-        config=_transformer_config(shape, layout),
+    module = GPTModel(
+        config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=shape.experts.count if shape.experts else None,
             moe_grouped_gemm=False,
@@ -104,10 +106,13 @@ def build_module(shape: ModelShape, layout: RankLayout) -> Any:
         max_sequence_length=shape.context,
         pre_process=layout.first,
         post_process=layout.last,
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=shape.tied and not shape.scores,
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
     )
+    if shape.scores and layout.last:
+        module.output_layer = ScoreHead(shape.hidden, shape.scores)
+    return module
 
 
 def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:

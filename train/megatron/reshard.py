@@ -120,5 +120,11 @@ def rank_weights(
         rank = layout.tensor_rank if size > 1 else 0
         if _stage_of(weight, layout) == layout.stage:
             yield _local_name(weight, layout, layout.stage), shard(weight, fitting, shape, rank, size)
-        if weight.megatron.startswith("embedding.") and shape.tied and layout.last and not layout.first:
+        if (
+            weight.megatron.startswith("embedding.")
+            and shape.tied
+            and not shape.scores
+            and layout.last
+            and not layout.first
+        ):
             yield "output_layer.weight", shard(weight, fitting, shape, rank, size)

@@ -39,7 +39,8 @@ class Experts:
 class ModelShape:
     """The values of a config.json that determine the model.
 
-    `ffn` is the inner width of a dense layer, which a model of experts does not use.
+    `ffn` is the inner width of a dense layer, which a model of experts does not use. `scores` is 0 for a
+    model that predicts tokens; otherwise the number of values that its head `score` gives each token instead.
     """
 
     family: str
@@ -55,6 +56,12 @@ class ModelShape:
     rope_theta: float
     tied: bool
     experts: Experts | None = None
+    scores: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Values that the model gives each token: one for each of the vocabulary, or its scores."""
+        return self.scores or self.vocab
 
     @property
     def padded_vocab(self) -> int:

@@ -58,7 +58,10 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
     for layer in range(shape.layers):
         weights += [*_attention(shape, layer), *_feed_forward(shape, layer)]
     weights.append(_one("decoder.final_layernorm", "model.norm", "replicated", (shape.hidden,), last))
-    if not shape.tied:
+    if shape.scores:
+        head = (shape.scores, shape.hidden)
+        weights.append(_one("output_layer", "score", "replicated", head, last))
+    elif not shape.tied:
         weights.append(_one("output_layer", "lm_head", "vocab", vocab, last))
     return tuple(weights)
 

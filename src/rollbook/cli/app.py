@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 app.add_typer(replay_app, name="replay")
+recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
+app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.command(cls=ServeCommand)(serve)
@@ -87,7 +89,7 @@ def sql(
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, paths,
-    outliers, bodies; policies, syncs, steps, samples, drops, lineage, ledger.
+    outliers, bodies; policies, syncs, steps, metrics, samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
     from rollbook.cli.sql import run_query
@@ -172,14 +174,50 @@ def samples(
     trajectory: Annotated[
         str | None, typer.Option(help="Only this trajectory: the client's name or the id.")
     ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="What this recipe, or the recipe of this CONFIG, keeps and drops.")
+    ] = None,
     as_of: AsOf = "head",
     run: Run = None,
     json: AsJson = False,
 ) -> None:
-    """Print training samples: tokens, loss mask, logprobs, policy versions of each path."""
+    """Print training samples: tokens, loss mask, logprobs, policy versions of each path.
+
+    With --recipe: which of them a training would use at the cut, and which rule drops each of the others.
+
+    rollbook samples --store runs --trajectory task-7 --json
+    rollbook samples --store runs --recipe grpo.toml --as-of step:12
+    """
+    if recipe is not None:
+        from rollbook.cli.recipes import print_recipe
+
+        if trajectory is not None:
+            raise typer.BadParameter(
+                "goes without --recipe, which is about all of a run", param_hint="--trajectory"
+            )
+        print_recipe(store, recipe, as_of, run, json)
+        return
     from rollbook.cli.samples import print_samples
 
     print_samples(store, trajectory, as_of, run, json)
+
+
+@recipe_app.command("diff")
+def recipe_diff(
+    a: Annotated[Path, typer.Argument(help="A recipe file, or a CONFIG.")],
+    b: Annotated[Path, typer.Argument(help="The other one.")],
+    store: StoreOption,
+    as_of: AsOf = "head",
+    run: Run = None,
+    json: AsJson = False,
+) -> None:
+    """How the samples that two recipes keep at a cut differ, and by which rules.
+
+    rollbook recipe diff grpo.toml fresh.toml --store runs --as-of step:12
+    """
+    from rollbook.cli.recipes import print_difference
+
+    print_difference(store, a, b, as_of, run, json)
 
 
 @app.command()
@@ -225,7 +263,7 @@ def train(
     cannot, --abandon-after VERSION goes on all the same: what later steps consumed may be used again.
     The keys of CONFIG are in docs/configuration.md.
     """
-    from rollbook.train.config.config import load_config
+    from rollbook.train.config.files import load_config
 
     settings = load_config(config, set_ or [])
     if show_config:
@@ -241,18 +279,66 @@ def train(
         run_training(settings, store, source.value, as_of, lane, progress, abandon_after)
 
 
+@app.command()
+def preflight(
+    config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
+    store: Annotated[
+        Path | None,
+        typer.Option(envvar="ROLLBOOK_STORE", help="The log to train on; absent: none is looked at."),
+    ] = None,
+    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
+    as_of: AsOf = "head",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Check a CONFIG before a training: model, memory, batch, data, rewards, staleness, evaluation.
+
+    Exit code 1: a check is red, so the training would fail or teach nothing.
+
+    rollbook preflight grpo.toml --store runs --source tail
+    """
+    from rollbook.cli.preflight import run_preflight
+    from rollbook.train.config.files import load_config
+
+    raise typer.Exit(run_preflight(load_config(config, set_ or []), store, source.value, as_of, json))
+
+
+@app.command()
+def doctor(
+    store: StoreOption,
+    run: Run = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    as_of: AsOf = "head",
+    json: AsJson = False,
+) -> None:
+    """Name the failures of which a training's log has signs: what was seen, in which steps, and what acts on
+    it.
+
+    Exit code 0: no sign of failure; 1: some. The numbers are in the view `metrics`.
+
+    rollbook doctor --store runs --run math-1
+    """
+    from rollbook.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(store, run, policy, as_of, json))
+
+
 @replay_app.command("step")
 def replay_step(
     step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
     store: StoreOption,
     run: Run = None,
     policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    trust_parts: Annotated[
+        bool,
+        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Re-run a past optimizer step from the log and compare every stage bit for bit."""
     from rollbook.cli.replay import replay_command
 
-    raise typer.Exit(replay_command(step, store, run, policy, json))
+    raise typer.Exit(replay_command(step, store, run, policy, trust_parts, json))
 
 
 @app.command("export")

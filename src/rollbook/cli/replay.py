@@ -14,11 +14,13 @@ from rollbook.cli.terminal import Console, print_json
 from rollbook.replay.step import StepReplay, replay_step
 
 
-def replay_command(step: int, path: Path, run: str | None, policy: str, as_json: bool) -> int:
+def replay_command(
+    step: int, path: Path, run: str | None, policy: str, trust_parts: bool, as_json: bool
+) -> int:
     """Replay a step and print the comparison; the exit code, 0 if bit for bit and 1 if not."""
     log = store.open(path)
     with of_run(log, run):
-        result = replay_step(log, step, run, policy)
+        result = replay_step(log, step, run, policy, trust_parts=trust_parts)
     if as_json:
         values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
         print_json(values)

@@ -31,6 +31,18 @@ def check_run(log: Store, run: str, cut: Cut | None = None) -> None:
         raise CutError(f"no run {visible(run)!r}; there are: {listed}{more}")
 
 
+def only_run(log: Store) -> str:
+    """The run of a store that holds one.
+
+    Raises:
+        CutError: it holds none, or several.
+    """
+    runs = sorted({event.run for event in log.events_of([RunOpened.KIND, TrajectoryOpened.KIND])})
+    if len(runs) != 1:
+        raise CutError(f"the store holds {len(runs)} runs: name one with --run")
+    return runs[0]
+
+
 def _like(name: str, wanted: str) -> float:
     return SequenceMatcher(None, name.lower(), wanted.lower()).ratio()
 

@@ -25,6 +25,8 @@ SHOWN = {
     "loss": "loss {:.4f}",
     "reward": "reward {:.3f}",
     "gradient_norm": "gradient norm {:.3g}",
+    "entropy": "entropy {:.3g}",
+    "kl": "KL {:.2g}",
     "engine_logprob_gap": "engine gap {:.2g}",
     "samples": "{} samples",
     "trained_tokens": "{} trained tokens",

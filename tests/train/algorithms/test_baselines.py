@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import trajectory_advantages
-from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient, PolicyGradient
+from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.rollouts import Rollouts
 
 REWARD = st.floats(-100, 100, width=32)
 SAMPLES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=40)
@@ -25,7 +27,8 @@ def _advantages(algorithm: GroupPolicyGradient, *groups: list[float]) -> list[li
     """Advantages of groups of trajectories of one sample each."""
     names = [f"g{i}" for i, group in enumerate(groups) for _ in group]
     rewards = np.array([r for group in groups for r in group])
-    found = algorithm.advantages(rewards, names, [f"t{i}" for i in range(len(names))]).tolist()
+    of = Rollouts(rewards, names, [f"t{i}" for i in range(len(names))], np.ones(len(names), np.int64))
+    found = algorithm.advantages(of).values.tolist()
     return [[found.pop(0) for _ in group] for group in groups]
 
 
@@ -78,11 +81,13 @@ def test_a_loop_over_groups_says_the_same(
 ) -> None:
     """Interleaved groups, and trajectories of several samples, which count once."""
     reward = {(g, t): rewards[7 * g + t] for g, t in samples}
-    found = _algorithm(baseline, deviation).advantages(
+    of = Rollouts(
         np.array([reward[one] for one in samples]),
         [f"g{g}" for g, _ in samples],
         [f"t{g}.{t}" for g, t in samples],
+        np.ones(len(samples), np.int64),
     )
+    found = _algorithm(baseline, deviation).advantages(of).values
     for (group, trajectory), advantage in zip(samples, found, strict=True):
         members = sorted({one for one in samples if one[0] == group})
         expected = _expected(

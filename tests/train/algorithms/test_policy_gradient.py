@@ -29,7 +29,10 @@ def _trained(fabric: Any, log: Store, algorithm: dict[str, Any]) -> list[Any]:
 
 def test_there_are_these() -> None:
     """In the order of the page."""
-    assert NAMES == ["policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo"]
+    assert [
+        *("grpo", "policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "decoupled_ppo", "ppo"),
+    ] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

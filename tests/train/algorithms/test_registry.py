@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,10 +13,10 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened, StepCommitted, StepPlanned
-from rollbook.train.algorithms.advantages import Floats
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
+from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import parse_config
 
@@ -24,21 +24,24 @@ from rollbook.train.config.config import parse_config
 class Doubled(Algorithm):
     """REINFORCE on pairs of trajectories, twice as strong: no algorithm that anybody needs."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"rewards"})
-
     name: Literal["doubled"]
     """Says which algorithm it is."""
     samples: int = 4
     """Samples per step."""
 
     @property
+    def needs(self) -> frozenset[Need]:
+        """A reward."""
+        return frozenset({"rewards"})
+
+    @property
     def demand(self) -> Demand:
         """Samples, each by itself."""
         return Demand(self.samples)
 
-    def advantages(self, rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Floats:
+    def advantages(self, of: Rollouts) -> Advantages:
         """Twice the reward."""
-        return 2 * rewards
+        return Advantages(2 * of.rewards)
 
     def loss(self, inputs: LossInputs) -> Any:
         """Minus the advantage-weighted logprob."""
@@ -83,7 +86,7 @@ def test_a_third_algorithm_trains_with_its_own_loss(taught: Store, fabric: Any) 
 def test_its_demand_is_recorded_and_read_by_admission(taught: Store) -> None:
     """`run.opened` says the numbers, and whoever admits reads them, of an algorithm it never heard of."""
     (opened,) = _of(taught, RunOpened)[-1:]
-    assert opened.config["demand"] == {"groups": 4, "group_size": 1}
+    assert opened.config["demand"] == {"groups": 4, "group_size": 1, "epochs": 1, "mini_batches": 1}
     tail = opened.config | {"source": "tail", "recipe": {"max_staleness": 1, "splits": ["train"]}}
     training = training_of(RunOpened("train", tail))
     assert training is not None
@@ -95,12 +98,12 @@ def test_its_demand_is_recorded_and_read_by_admission(taught: Store) -> None:
 
 def test_an_unknown_algorithm_is_an_error_everywhere(taught: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a CONFIG, in a manifest, and in the replay of a step that another release recorded."""
-    with pytest.raises(ConfigError, match=r"'ppo'.*does not match any of the expected tags: 'sft', 'grpo'"):
-        parse_config({"model": "m", "steps": 1, "algorithm": {"name": "ppo"}}, "test")
-    with pytest.raises(TrainError, match=r"algorithm 'ppo' is unknown to this release \(sft, grpo"):
-        recorded_algorithm({"name": "ppo"})
-    with pytest.raises(TrainError, match=r"algorithm 'grpo', key 'dual_clip': .* \(got 3\)"):
-        recorded_algorithm({"name": "grpo", "dual_clip": 3})
+    with pytest.raises(ConfigError, match=r"'trpo'.*does not match any of the expected tags: 'sft', 'grpo'"):
+        parse_config({"model": "m", "steps": 1, "algorithm": {"name": "trpo"}}, "test")
+    with pytest.raises(TrainError, match=r"algorithm 'trpo' is unknown to this release \(sft, grpo"):
+        recorded_algorithm({"name": "trpo"})
+    with pytest.raises(TrainError, match=r"algorithm 'grpo', key 'dual_clap': .* \(got 3\)"):
+        recorded_algorithm({"name": "grpo", "dual_clap": 3})
     monkeypatch.delitem(ALGORITHMS, "doubled")  # type: ignore[arg-type]
     with pytest.raises(TrainError, match="algorithm 'doubled' is unknown to this release"):
         replay_step(taught, 0)
@@ -110,6 +113,7 @@ def test_what_each_algorithm_says_of_itself() -> None:
     """Demand, needs and epochs, by which everybody else decides."""
     assert Sft(name="sft", batch_size=7).demand == Demand(7, 1)
     assert Grpo(name="grpo", groups=3, group_size=5).demand == Demand(3, 5)
-    assert (Sft.needs, Sft.epochs) == (frozenset(), True)
-    assert (Grpo.needs, Grpo.epochs) == ({"logprobs", "rewards", "groups"}, False)
-    assert Sft(name="sft").advantages(np.array([np.nan, 3.0]), ["a", "b"], ["a", "b"]).tolist() == [1.0, 1.0]
+    assert (Sft(name="sft").needs, Sft.cycles) == (frozenset(), True)
+    assert (Grpo(name="grpo").needs, Grpo.cycles) == ({"logprobs", "rewards", "groups"}, False)
+    of = Rollouts(np.array([np.nan, 3.0]), ["a", "b"], ["a", "b"], np.array([1, 2]))
+    assert Sft(name="sft").advantages(of).values.tolist() == [1.0, 1.0]

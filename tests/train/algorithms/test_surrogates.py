@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.algorithm import LossInputs
-from rollbook.train.algorithms.policy_gradient import PolicyGradient
+from rollbook.train.algorithms.combinations import PolicyGradient
 from rollbook.train.algorithms.surrogates import SURROGATES, Clips
 
-CLIPS = Clips(0.2, 0.3)
+CLIPS = Clips(0.2, 0.3, beta=0.7)
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(0, 2**31))
 
 
@@ -51,6 +51,8 @@ def _expected(name: str, row: list[tuple[float, float, float]], clips: Clips) ->
     mean = math.exp(sum(new - old for new, old, _ in row) / len(row))
     if name == "reinforce":
         return [-a * new for new, _, a in row]
+    if name == "dro":
+        return [clips.beta / 2 * (new - old) ** 2 - a * new for new, old, a in row]
     if name == "cispo":
         weights = [min(max(math.exp(new - old), 1 - clips.low), 1 + clips.high) for new, old, _ in row]
         return [-w * a * new for w, (new, _, a) in zip(weights, row, strict=True)]
@@ -71,7 +73,7 @@ def test_values_are_those_of_scalar_code(name: str, shape: tuple[int, int, int],
 
 @given(SHAPES)
 @settings(max_examples=20, deadline=None)
-@pytest.mark.parametrize("name", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "dro"])
 def test_gradients_are_the_derivatives(name: str, shape: tuple[int, int, int]) -> None:
     """Against finite differences; a point at a kink has probability 0."""
     inputs = _inputs(*shape)

@@ -12,7 +12,8 @@ from rollbook.demo.run import GRPO_CONFIG, SFT_CONFIG
 from rollbook.store.errors import ConfigError, RollbookError
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import SyncConfig, load_config, parse_config
+from rollbook.train.config.config import SyncConfig, parse_config
+from rollbook.train.config.files import load_config
 
 GOOD = 'model = "m"\nsteps = 3\n[algorithm]\nname = "sft"\n'
 
@@ -62,10 +63,10 @@ def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
         ({"run": "../other"}, "run: "),
         ({"policy": ""}, "policy: "),
         ({"device": "tpu"}, "device: "),
-        ({"algorithm": {"name": "ppo"}}, "algorithm: "),
+        ({"algorithm": {"name": "trpo"}}, "algorithm: "),
         ({"algorithm": {}}, "algorithm: "),
         ({"algorithm": 3}, "algorithm: "),
-        ({"algorithm": {"name": "grpo", "group_size": 1}}, "algorithm.group_size: "),
+        ({"algorithm": {"name": "grpo", "group_size": 0}}, "algorithm.group_size: "),
         ({"algorithm": {"name": "grpo", "clip_low": -0.1}}, "algorithm.clip_low: "),
         ({"recipe": {"max_staleness": -1}}, "recipe.max_staleness: "),
         ({"recipe": {"splits": ["train", "eval"]}}, "recipe.splits.1: "),

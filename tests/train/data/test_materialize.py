@@ -23,6 +23,7 @@ from rollbook.store.log import turn_tokens
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.sealer import Sealer
+from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.references import NOWHERE, References, find_references
 from rollbook.train.data.samples import Sample, all_samples
@@ -58,7 +59,7 @@ def _folded(log: Store) -> dict[str, Sample]:
 
 def _found(log: Store) -> tuple[References, list[Sample]]:
     head = log.head()
-    references = find_references(log, head, "demo", SPLITS, "agent")
+    references = find_references(log, head, "demo", RecipeConfig(splits=SPLITS))
     made = Materializer(log, head, references, "demo")
     order = np.random.default_rng(1).permutation(len(references))
     samples = {int(i): s for i, s in zip(order, made.samples(order), strict=True)}
@@ -104,7 +105,7 @@ def test_tokens_are_read_again_from_scratch(
     if disk == "full":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1, 1, 0))
     head = recorded_forests.head()
-    references = find_references(recorded_forests, head, "demo", SPLITS, "agent")
+    references = find_references(recorded_forests, head, "demo", RecipeConfig(splits=SPLITS))
     made = Materializer(recorded_forests, head, references, "demo")
     folded = _folded(recorded_forests)
     for _ in range(2):

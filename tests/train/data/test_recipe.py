@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.recipe import ModelLimits, is_candidate, select
+from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, all_samples
 
 GRPO = Grpo(name="grpo", group_size=2)
@@ -159,3 +163,66 @@ def test_a_reward_that_is_no_number(fabric: Any, reward: float) -> None:
         ("t1", "reward_not_finite", {"reward": str(reward)})
     ]
     assert len(select(_samples(fabric, *members), RecipeConfig(), SFT, 0)[0]) == 3, "it learns from none"
+
+
+MEMBER = st.tuples(st.sampled_from(["g", "h", None]), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]))
+
+
+@given(st.lists(MEMBER, max_size=14), st.sampled_from([0.01, 0.25, 0.5, 0.75, 1.0]))
+def test_the_best_of_groups_are_those_of_a_loop(members: list[Any], fraction: float) -> None:
+    """Trajectories of several samples count once; those in no group are their own; the first of equals
+    stay."""
+    rewards = {(group, number): reward for group, number, reward in members}
+    samples = [
+        _candidate(f"{group}{number}", group, rewards[group, number], i)
+        for i, (group, number, _) in enumerate(members)
+    ]
+    recipe = RecipeConfig(top_fraction=fraction, drop_zero_variance=False)
+    kept, drops = select(samples, recipe, Sft(name="sft"), 0)
+    expected = set()
+    for group in {sample.group or sample.trajectory_id for sample in samples}:
+        mine = {s.trajectory_id: s.reward for s in samples if (s.group or s.trajectory_id) == group}
+        count = max(math.ceil(fraction * len(mine) - 1e-9), 1)
+        expected |= set(sorted(mine, key=lambda one: -mine[one])[:count])
+    assert [s for s in samples if s.trajectory_id in expected] == kept
+    assert {drop.rule for drop in drops} <= {"top_fraction"}
+
+
+@given(st.lists(MEMBER, max_size=14))
+def test_flat_groups_are_those_of_a_loop(members: list[Any]) -> None:
+    """Those in no group are one."""
+    samples = [
+        _candidate(f"{group}{number}", group, reward, i) for i, (group, number, reward) in enumerate(members)
+    ]
+    kept, drops = select(samples, RecipeConfig(), Grpo(name="grpo"), 0)
+    values: dict[Any, set[float]] = {}
+    for sample in samples:
+        values.setdefault(sample.group, set()).add(sample.reward)
+    assert kept == [sample for sample in samples if len(values[sample.group]) > 1]
+    assert {drop.rule for drop in drops} <= {"zero_variance"}
+
+
+def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> SampleRef:
+    """A reference that no other rule drops."""
+    return SampleRef(
+        run="r",
+        trajectory_id=trajectory,
+        leaf_turn_id=f"{leaf}",
+        name=trajectory,
+        group=group,
+        split="train",
+        reward=reward,
+        trained=1,
+        unknown=0,
+        exact=True,
+        oldest_version=0,
+        newest_version=0,
+        success=None,
+        truncated=False,
+        chosen=True,
+        erased=False,
+        length=2,
+        lowest_token=1,
+        highest_token=2,
+        learnable=1,
+    )

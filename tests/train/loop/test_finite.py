@@ -26,6 +26,7 @@ from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.phase import family_names
 from rollbook.train.data.batch import Batch, build_batch, partition
+from rollbook.train.data.experience import experience_of
 from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop import step as steps
 from rollbook.train.loop import trainer
@@ -44,7 +45,7 @@ def samples(fabric: Any) -> list[Sample]:
 
 
 def _batch(samples: list[Sample], algorithm: Any = GRPO, size: int | None = None) -> Batch:
-    return build_batch(samples, algorithm, partition(len(samples), size))
+    return build_batch(experience_of(samples, algorithm), partition(len(samples), size))
 
 
 def _of(log: Store, *kinds: type[Any]) -> list[Any]:
@@ -170,10 +171,10 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, *spoiled: int, stage: str = "losses"
     """Have the batches with these numbers, counted from 0 in the order in which they are run, overflow."""
     run, count = trainer.run_step, iter(range(1000))
 
-    def spoils(policy: Any, plan: Any, batch: Any) -> Any:
+    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
         if next(count) in spoiled:
             raise NotFiniteError(f"{stage} of token 1 is inf: the step is not committed", stage)
-        return run(policy, plan, batch)
+        return run(policy, plan, batch, **options)
 
     monkeypatch.setattr(trainer, "run_step", spoils)
 

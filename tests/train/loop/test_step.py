@@ -12,11 +12,13 @@ from weight_maps import to_huggingface
 
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.store.fold.trajectory import fold
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.data.batch import partition
+from rollbook.train.data.batch import build_batch, partition
+from rollbook.train.data.experience import experience_of
 from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop.loop import gap_alarm
-from rollbook.train.loop.step import STAGES, StepResult, batch_of, input_digests, run_step, step_seed
+from rollbook.train.loop.step import StepResult, input_digests, run_step, step_seed
 from rollbook.train.loop.trainer import StepOutcome
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape
@@ -76,7 +78,7 @@ def _run(
         learning_rate=1e-3,
     )
     input_digests(policy, 0)
-    batch = batch_of(plan, {s.leaf_turn_id: s for s in samples})
+    batch = build_batch(experience_of(samples, recorded_algorithm(algorithm)), plan.partition)
     return policy, run_step(policy, plan, batch)
 
 
@@ -171,7 +173,7 @@ def test_the_alarm_rings_where_the_engines_gap_is_large(
 def test_a_step_has_every_stage_and_no_memory(fabric: Any) -> None:
     """The digests cover each stage after the inputs; the same step on a fresh policy has the same ones."""
     first, second = (_run(fabric, _samples(fabric), {"name": "sft"}, 2)[1] for _ in range(2))
-    assert set(first.digests) == set(STAGES[3:])
+    assert set(first.digests) == set(fabric.EVERY_STEPS_STAGES[3:])
     assert first == second
     other = _run(fabric, _samples(fabric), {"name": "sft"}, 4)[1]
     assert other.digests["samples"] != first.digests["samples"]

@@ -1,0 +1,48 @@
+"""Shaping of rewards: penalties by hand, and what they make of advantages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.rollouts import Rollouts
+from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
+
+
+def test_the_overlong_penalty_by_hand() -> None:
+    """A buffer of 4 before 10: nothing up to 6, all from 10 on."""
+    found = overlong_penalty(np.array([1, 6, 7, 9, 10, 50]), 10, 4)
+    assert found.tolist() == [0, 0, -0.25, -0.75, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "expected"), [(0.5, [2, 1, -2]), (0.0, [2, 0, 0]), (-1.5, [2, -1.5, -1.5])]
+)
+def test_stopping_properly_by_hand(coefficient: float, expected: list[float]) -> None:
+    """Multiplied by a coefficient, or replaced by a negative one, where a trajectory was cut off."""
+    found = stopped_properly(np.array([2.0, 2.0, -4.0]), np.array([False, True, True]), coefficient)
+    assert found.tolist() == expected
+
+
+def test_a_trajectory_is_as_long_as_all_of_its_samples() -> None:
+    """Two samples of 5 tokens are one trajectory of 10, cut off if one of them was; clipping comes last."""
+    of = Rollouts(
+        rewards=np.array([1.0, 1.0, 1.0]),
+        groups=["g"] * 3,
+        trajectories=["a", "a", "b"],
+        lengths=np.array([5, 5, 2]),
+        truncated=np.array([False, True, False]),
+    )
+    keys = {"baseline": "none", "deviation": "none", "overlong_length": 10, "overlong_buffer": 4}
+
+    def advantages(**more: object) -> list[float]:
+        made = PolicyGradient.model_validate({"name": "policy_gradient"} | keys | more)
+        found: list[float] = made.advantages(of).values.tolist()
+        return found
+
+    assert advantages() == [0, 0, 1]
+    assert advantages(overlong_factor=3.0) == [-2, -2, 1]
+    assert advantages(overlong_factor=3.0, reward_clip=(-1.0, 0.5)) == [-1, -1, 0.5]
+    assert advantages(truncated_reward=0.5) == [-0.5, -0.5, 1]
+    assert advantages(truncated_reward=-2.0, overlong_length=None) == [-2, -2, 1]

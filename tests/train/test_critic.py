@@ -1,0 +1,152 @@
+"""A critic: trained beside the policy, restored with it, and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import StepCommitted, StepPlanned
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.data.batch import collate_tokens
+from rollbook.train.data.experience import trained_masks
+from rollbook.train.data.samples import all_samples
+from rollbook.train.loop.critic import critic_shape, first_weights, token_scores
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.shape import read_shape
+
+Stores = Callable[..., Store]
+PPO = {"name": "ppo", "groups": 8, "mini_batches": 2, "discount": 0.9, "gae_decay": 0.8}
+CRITIC = {"lr": 0.01, "alone_steps": 2}
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+@pytest.fixture
+def settings(fabric: Any) -> Any:
+    """Three rollout batches of eight samples, two steps on each."""
+    return fabric.config(fabric.GRPO, steps=6, algorithm=PPO, critic=CRITIC)
+
+
+def _of(log: Store, kind: Any) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, kind)]
+
+
+def test_it_learns_and_the_policy_waits(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """Values are 0 at first; the policy's weights change only after the steps in which the critic learns
+    alone."""
+    log = recorded()
+    fabric.train(log, settings)
+    plans, steps = _of(log, StepPlanned), _of(log, StepCommitted)
+    assert [plan.critic["alone"] for plan in plans] == [True, True, False, False, False, False]
+    weights = [plans[0].input_digests["input_weights"], *(step.digests["weights"] for step in steps)]
+    assert weights[0] == weights[1] == weights[2]
+    assert len(set(weights)) == 5
+    assert len({step.digests["critic_weights"] for step in steps}) == 6
+    metrics = [step.metrics for step in steps]
+    assert metrics[0]["value_mean"] == 0.0
+    assert metrics[0]["explained_variance"] == pytest.approx(0)
+    assert metrics[2]["value_mean"] != 0
+    assert all(one["value_loss"] > 0 and one["critic_gradient_norm"] > 0 for one in metrics)
+    assert all(one["gradient_norm"] > 0 for one in metrics)
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_steps_replay(fabric: Any, recorded: Stores, settings: Any, step: int) -> None:
+    """Bit for bit, the critic's stages too, from checkpoints with the critic in them."""
+    log = recorded()
+    fabric.train(log, settings)
+    result = replay_step(log, step)
+    assert result.bit_for_bit, result.differs_in
+    assert result.from_version == step // 2 * 2
+    assert {"values", "returns", "value_losses", "critic_gradients", "critic_weights"} <= result.stages.keys()
+
+
+def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """The critic goes on from the checkpoint with its optimizer's state."""
+    whole, broken = recorded("whole"), recorded("broken")
+    fabric.train(whole, settings)
+    run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
+    for killed_at in (3, 4):
+        with pytest.MonkeyPatch.context() as patch:
+
+            def killed(policy: Any, plan: Any, batch: Any, at: int = killed_at, **options: Any) -> Any:
+                if plan.step == at:
+                    raise Killed
+                return run_step(policy, plan, batch, **options)
+
+            patch.setattr("rollbook.train.loop.trainer.run_step", killed)
+            with pytest.raises(Killed):
+                fabric.train(broken, settings)
+    fabric.train(broken, settings)
+    assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
+
+
+def test_abandoned_steps_give_the_critic_back(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """Gone back to version 4, the next step starts from the critic of then, and replays."""
+    log = recorded()
+    fabric.train(log, settings)
+    fabric.train(log, settings, abandon_after=4)
+    steps = _of(log, StepCommitted)
+    assert [step.policy_version for step in steps] == [1, 2, 3, 4, 5, 6, 8, 9]
+    plans = _of(log, StepPlanned)
+    for stage in ("critic_input_weights", "critic_input_optimizer"):
+        assert plans[6].input_digests[stage] == plans[4].input_digests[stage]
+    assert replay_step(log, 7).bit_for_bit
+
+
+def test_a_damaged_critic_is_not_gone_on_from(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """A checkpoint with one flipped bit in its critic is passed over."""
+    log = recorded()
+    fabric.train(log, settings.model_copy(update={"steps": 4}))
+    file = log.path / "checkpoints/demo/actor/v00000004/critic.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(Exception, match="critic damaged: "):
+        read_checkpoint(log.path / "checkpoints/demo/actor/v00000004")
+    fabric.train(log, settings)
+    assert replay_step(log, 3).bit_for_bit
+
+
+def test_values_are_those_of_transformers(fabric: Any, recorded: Stores) -> None:
+    """A random head on the tiny model: Megatron's scores are those of the sequence classifier in
+    transformers."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = fabric.model_folder()
+    shape = critic_shape(read_shape(folder))
+    head = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(1))
+    weights = first_weights(read_weights(folder), shape) | {"score.weight": head}
+    critic = TrainablePolicy(shape, OptimizerConfig(), steps=1, device=torch.device("cpu"), seed=0, threads=1)
+    critic.load_weights(weights)
+    assert set(critic.weights()) == set(weights)
+    samples = all_samples(recorded().trajectories().values())[:3]
+    micro = collate_tokens(samples, trained_masks(samples))
+    [found] = critic.forward((micro,), token_scores)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model.load_state_dict(weights, strict=False)
+    for row, sample in zip(found, samples, strict=True):
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            states = model.model(tokens).last_hidden_state[0, :-1]
+        expected = (states @ head.T)[:, 0]
+        assert torch.allclose(row[: len(expected)], expected, atol=1e-4)
+
+
+def test_a_critic_needs_an_algorithm_that_has_one(fabric: Any) -> None:
+    """GRPO has none; and steps must fill rollout batches."""
+    with pytest.raises(ConfigError, match=r'\[critic\]: algorithm "grpo" has no critic'):
+        fabric.config(fabric.GRPO, critic={})
+    with pytest.raises(ConfigError, match="steps 5 is no multiple of the 2 steps"):
+        fabric.config(fabric.GRPO, steps=5, algorithm=PPO)

@@ -1,0 +1,200 @@
+"""Several optimizer steps on one rollout batch: each with a manifest, all with the experience of its
+beginning."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.errors import TrainError
+from rollbook.store.events import CheckpointWritten, SampleDropped, StepCommitted, StepPlanned
+from rollbook.train.algorithms.algorithm import Demand
+from rollbook.train.data.mini_batches import mini_batches
+
+Stores = Callable[..., Store]
+PPO = {"name": "decoupled_ppo", "groups": 2, "group_size": 4, "epochs": 2, "mini_batches": 2, "kl": 0.1}
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+@pytest.fixture
+def settings(fabric: Any) -> Any:
+    """Two rollout batches of two groups, four steps on each; a checkpoint is due every 3 steps."""
+    return fabric.config(fabric.GRPO, steps=8, algorithm=PPO, checkpoint_every=3, micro_batch_size=3)
+
+
+def _of(log: Store, kind: Any) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, kind)]
+
+
+@given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**31))
+def test_each_epoch_is_a_permutation(count: int, epochs: int, parts: int, seed: int) -> None:
+    """Parts of sizes that differ by one at most; every sample once in each epoch; one step takes all in
+    order."""
+    found = mini_batches(count, Demand(1, 1, epochs, parts), seed)
+    if epochs == parts == 1:
+        assert found == [list(range(count))]
+    each = min(parts, count)
+    assert len(found) == epochs * each
+    for epoch in range(epochs):
+        mine = found[epoch * each : (epoch + 1) * each]
+        assert sorted(i for part in mine for i in part) == list(range(count))
+        assert max(map(len, mine)) - min(map(len, mine)) <= 1
+    assert mini_batches(count, Demand(1, 1, epochs, parts), seed) == found
+
+
+def test_each_step_has_a_manifest(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """Each sample is consumed twice; the first manifest names all of the batch; checkpoints come between
+    batches."""
+    log = recorded()
+    fabric.train(log, settings)
+    plans = _of(log, StepPlanned)
+    said = [plan.rollout_batch for plan in plans]
+    assert [(one["first_step"], one["number"], one["steps"]) for one in said] == [
+        (first, number, 4) for first in (0, 4) for number in range(4)
+    ]
+    assert ["samples" in one for one in said] == [True, False, False, False] * 2
+    for first in (0, 4):
+        whole = [ref["turn_id"] for ref in said[first]["samples"]]
+        used = Counter(ref["turn_id"] for plan in plans[first : first + 4] for ref in plan.samples)
+        assert used == Counter(dict.fromkeys(whole, 2))
+        assert {plan.cut for plan in plans[first : first + 4]} == {plans[first].cut}
+    assert [plan.policy_version for plan in plans] == list(range(8))
+    assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, 4, 8]
+    weights = [step.digests["weights"] for step in _of(log, StepCommitted)]
+    assert len(set(weights)) == 8
+
+
+def test_ratios_are_taken_to_the_batchs_beginning(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """The first step's ratio is 1 and its reference the run's model; the later ones move away from
+    both."""
+    log = recorded()
+    fabric.train(log, settings)
+    metrics = [step.metrics for step in _of(log, StepCommitted)]
+    for first in (0, 4):
+        for ratio in ("ratio_min", "ratio_max"):  # other padding, other sums
+            assert metrics[first][ratio] == pytest.approx(1, abs=1e-5)
+        assert metrics[first]["old_kl"] < 1e-10 < metrics[first + 1]["old_kl"]
+    assert metrics[0]["kl"] < 1e-10
+    assert 0 < metrics[1]["kl"] < metrics[7]["kl"]
+    digests = [step.digests for step in _of(log, StepCommitted)]
+    assert all(
+        {"proximal_logprobs", "reference_logprobs", "importance_weights"} <= one.keys() for one in digests
+    )
+    inputs = [plan.input_digests for plan in _of(log, StepPlanned)]
+    assert {one["reference_weights"] for one in inputs} == {inputs[0]["input_weights"]}
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 6])
+def test_every_step_replays(fabric: Any, recorded: Stores, settings: Any, step: int) -> None:
+    """From the checkpoint before its rollout batch, with the same experience."""
+    log = recorded()
+    fabric.train(log, settings)
+    result = replay_step(log, step)
+    assert result.bit_for_bit, result.differs_in
+    assert (result.from_version, result.reran) == (step // 4 * 4, list(range(step // 4 * 4, step + 1)))
+    assert result.metrics == fabric.steps_of(log).steps[step].committed.metrics
+
+
+@pytest.mark.parametrize("killed_at", range(1, 8))
+def test_a_kill_in_the_middle_changes_nothing(
+    fabric: Any, recorded: Stores, settings: Any, killed_at: int
+) -> None:
+    """The restart goes on with the batch in hand: the same plans and weights as without the kill."""
+    whole, broken = recorded("whole"), recorded("broken")
+    fabric.train(whole, settings)
+    with pytest.MonkeyPatch.context() as patch:
+        run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
+
+        def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+            if plan.step == killed_at:
+                raise Killed
+            return run_step(policy, plan, batch, **options)
+
+        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
+        with pytest.raises(Killed):
+            fabric.train(broken, settings)
+    fabric.train(broken, settings)
+    expected, found = (fabric.steps_of(log).steps for log in (whole, broken))
+    assert list(found) == list(range(8))
+    for step in range(8):
+        assert found[step].committed.digests == expected[step].committed.digests
+        assert found[step].planned.samples == expected[step].planned.samples
+        assert found[step].planned.attempt == (2 if step == killed_at else 1)
+    assert replay_step(broken, 7).bit_for_bit
+
+
+def test_abandoned_steps_free_the_whole_batch(fabric: Any, recorded: Stores, settings: Any) -> None:
+    """Another configuration cannot go on from the middle of a batch, only from before it, with all of its
+    samples."""
+    log = recorded()
+    with pytest.MonkeyPatch.context() as patch:
+        run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
+
+        def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+            if plan.step == 6:
+                raise Killed
+            return run_step(policy, plan, batch, **options)
+
+        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
+        with pytest.raises(Killed):
+            fabric.train(log, settings)
+    begun = _of(log, StepPlanned)[4].rollout_batch["samples"]
+    other = fabric.config(fabric.GRPO, steps=2)
+    with pytest.raises(TrainError, match="no checkpoint of version 6 to start from"):
+        fabric.train(log, other)
+    fabric.train(log, other, abandon_after=4)
+    last = _of(log, StepPlanned)[-2:]
+    assert [(plan.step, plan.rollout_batch) for plan in last] == [(6, None), (7, None)]
+    used = {ref["turn_id"] for plan in last for ref in plan.samples}
+    assert {ref["turn_id"] for ref in begun} <= used
+    assert replay_step(log, 7).bit_for_bit
+
+
+def test_a_step_that_is_not_finite_leaves_the_rest(
+    fabric: Any, recorded: Stores, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its samples are dropped, the other mini-batches go on, and what was committed replays."""
+    log = recorded()
+    run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
+    spoilt: list[int] = []
+
+    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+        if not spoilt:
+            spoilt.append(plan.step)
+            for micro in batch.micro_batches:
+                micro.advantages[micro.loss_mask] = np.nan
+        return run_step(policy, plan, batch, **options)
+
+    monkeypatch.setattr("rollbook.train.loop.trainer.run_step", spoils)
+    fabric.train(log, settings.model_copy(update={"on_not_finite": "skip", "steps": 3}))
+    plans = _of(log, StepPlanned)
+    assert [(p.step, p.attempt, p.rollout_batch["number"]) for p in plans] == [
+        (0, 1, 0),
+        (0, 2, 1),
+        (1, 1, 2),
+        (2, 1, 3),
+    ]
+    dropped = {d.turn_id for d in _of(log, SampleDropped) if d.rule == "not_finite"}
+    assert dropped == {ref["turn_id"] for ref in plans[0].samples}
+    assert plans[1].rollout_batch["samples"] == plans[0].rollout_batch["samples"]
+    assert replay_step(log, 2).bit_for_bit
+
+
+def test_a_missing_reference_is_told_before_a_step_is_planned(fabric: Any, recorded: Stores) -> None:
+    """There is no checkpoint of version 7."""
+    log = recorded()
+    said = r"algorithm.reference_version 7: run 'demo' has no checkpoint of that version"
+    with pytest.raises(TrainError, match=said):
+        fabric.train(log, fabric.config(fabric.GRPO, algorithm=PPO | {"reference_version": 7}, steps=4))
+    assert not _of(log, StepPlanned)

@@ -1,0 +1,88 @@
+"""Parts of one's own: functions and algorithms that a CONFIG names as `module:name`.
+
+They are imported when a CONFIG is read, or when a replay is told to trust what a manifest names: a log by
+itself runs no code. What they were is recorded by the digest of their source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from rollbook.store.errors import TrainError
+from rollbook.store.events import Json
+
+NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+KEYS = ("name", "baseline", "surrogate", "correction", "kl_estimator", "normalizer")
+"""Keys of an algorithm that may name a part of one's own."""
+
+OwnPart = Annotated[str, Field(pattern=f"^{NAMED.pattern}$")]
+"""`module:name` of a part that is not Rollbook's."""
+
+_T = TypeVar("_T")
+_loaded: dict[str, Any] = {}
+"""Name -> part, of those that were loaded in this process."""
+
+
+def named_parts(algorithm: Json) -> list[str]:
+    """The parts of one's own that an algorithm's keys name."""
+    values = (algorithm.get(key) for key in KEYS)
+    return [value for value in values if isinstance(value, str) and NAMED.fullmatch(value)]
+
+
+def load_part(name: str) -> Any:
+    """Import a part, from what is installed or lies in the current folder.
+
+    Raises:
+        TrainError: there is none of that name, or it cannot be imported.
+    """
+    if name not in _loaded:
+        module, _, attribute = name.partition(":")
+        here = str(Path.cwd())
+        if here not in sys.path:  # a command has only its own folder there; what is installed comes first
+            sys.path.append(here)
+        try:
+            _loaded[name] = getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # the part's own code ran
+            raise TrainError(f"part {name!r} cannot be loaded: {error!r}") from error
+    return _loaded[name]
+
+
+def part(table: Mapping[str, _T], name: str) -> _T:
+    """The part of a name: one of a table, or one that was loaded.
+
+    Raises:
+        TrainError: it is another's, and was not loaded.
+    """
+    return table[name] if name in table else loaded(name)
+
+
+def loaded(name: str) -> Any:
+    """A part that was loaded before.
+
+    Raises:
+        TrainError: it was not.
+    """
+    if name not in _loaded:
+        raise TrainError(
+            f"the log names code of its own, {name!r}: it is imported and run only where you say so "
+            "(--trust-parts)"
+        )
+    return _loaded[name]
+
+
+def sources(algorithm: Json) -> dict[str, str]:
+    """Part -> sha256 of the file that it is defined in; of loaded ones."""
+    found = {}
+    for name in named_parts(algorithm):
+        file = inspect.getsourcefile(loaded(name))
+        found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "no source"
+    return found

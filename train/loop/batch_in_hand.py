@@ -1,0 +1,74 @@
+"""The rollout batch on which a training takes its steps, and how an interrupted one is found again in the
+log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollbook.store import Store
+from rollbook.store.cut import Cut, parse_cut
+from rollbook.store.events import Json
+from rollbook.store.fold.history import History, all_samples
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.batch import partition
+from rollbook.train.data.mini_batches import mini_batches
+from rollbook.train.data.recipe import Drop
+from rollbook.train.data.samples import Sample
+from rollbook.train.loop.rerun import samples_at_cut
+from rollbook.train.loop.step import step_seed
+
+
+@dataclass(slots=True)
+class BatchInHand:
+    """A rollout batch on which steps are being taken.
+
+    Attributes:
+        first_step: number of the first of them.
+        parts: positions of the samples of each.
+        drops: to be recorded with the next plan.
+        next: which of the parts comes next.
+        committed: how many steps on it are.
+    """
+
+    samples: list[Sample]
+    cut: Cut
+    first_step: int
+    parts: list[list[int]]
+    drops: list[Drop] = field(default_factory=list)
+    next: int = 0
+    committed: int = 0
+
+    def described(self, micro_batch_size: int | None) -> Json | None:
+        """What the manifest of its next step says of it."""
+        if len(self.parts) == 1:
+            return None
+        said: Json = {"first_step": self.first_step, "number": self.next, "steps": len(self.parts)}
+        if self.committed:
+            return said
+        return said | {
+            "samples": [sample.reference for sample in self.samples],
+            "partition": partition(len(self.samples), micro_batch_size),
+        }
+
+
+def unfinished(log: Store, history: History, phase: str, config: TrainConfig) -> BatchInHand | None:
+    """The rollout batch on which a training was taking steps when it was interrupted, if it was.
+
+    Raises:
+        ReplayError: the log does not hold one of its samples, or its tokens were erased.
+    """
+    taken = history.in_hand()
+    if not taken or taken[-1].planned.phase != phase:
+        return None
+    first, last = taken[0].planned, taken[-1].planned
+    assert last.rollout_batch is not None
+    named, found = all_samples(first), samples_at_cut(log, first, config.run)
+    begun = int(last.rollout_batch["first_step"])
+    return BatchInHand(
+        [found[ref["turn_id"]] for ref in named],
+        parse_cut(first.cut),
+        begun,
+        mini_batches(len(named), config.algorithm.demand, step_seed(config.seed, begun)),
+        next=last.rollout_batch["number"] + 1,
+        committed=len(taken),
+    )

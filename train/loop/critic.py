@@ -1,0 +1,146 @@
+"""The critic: a policy's weights with a head of values, trained beside the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import torch
+
+from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors
+from rollbook.store.events import Json, StepPlanned
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.checkpoints.checkpoint import Checkpoint
+from rollbook.train.config.config import CriticConfig
+from rollbook.train.data.batch import Batch, MicroBatch
+from rollbook.train.loop.finite import check_tensors, check_tokens
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.shape import ModelShape
+
+SCORE = "score.weight"
+
+
+def critic_shape(shape: ModelShape) -> ModelShape:
+    """The shape of a policy's critic: one value for each token."""
+    return replace(shape, scores=1)
+
+
+def first_weights(policy: Tensors, shape: ModelShape) -> Tensors:
+    """The weights that a critic starts with: the policy's, and a head that gives 0."""
+    own = {name: tensor for name, tensor in policy.items() if name != "lm_head.weight"}
+    return own | {SCORE: torch.zeros(1, shape.hidden)}
+
+
+def restored_critic(
+    shape: ModelShape,
+    config: CriticConfig,
+    held: Checkpoint,
+    *,
+    goes_on: bool,
+    steps: int,
+    device: torch.device,
+    seed: int,
+    threads: int,
+) -> TrainablePolicy:
+    """The critic as it was when a checkpoint was written, or as it starts from the checkpoint's policy.
+
+    Args:
+        goes_on: whether the checkpoint is one of the training that the critic is of.
+        steps: that its schedule spans.
+    """
+    critic = TrainablePolicy(
+        critic_shape(shape), config, steps=steps, device=device, seed=seed, threads=threads
+    )
+    if goes_on and held.critic is not None:
+        critic.load_weights(held.critic)
+        critic.load_optimizer_state(held.critic_optimizer or {})
+    else:
+        critic.load_weights(first_weights(held.weights, shape))
+    return critic
+
+
+def recorded_critic(plan: StepPlanned) -> CriticConfig:
+    """The critic's configuration that a manifest holds."""
+    assert plan.critic is not None
+    return CriticConfig.model_validate_json(orjson.dumps(plan.critic["optimizer"]))
+
+
+def critic_inputs(critic: TrainablePolicy) -> Json:
+    """Digests of what the critic starts a step from."""
+    return {
+        "critic_input_weights": critic.weights_digest(),
+        "critic_input_optimizer": critic.optimizer_digest(),
+    }
+
+
+def token_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """The value of the state that each token was sampled in, [B, T - 1], of scores [B, T, 1]."""
+    return scores[:, :-1, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class CriticResult:
+    """Digests of the critic's stages, and its metrics."""
+
+    digests: Json
+    metrics: Json
+
+
+def run_critic(
+    critic: TrainablePolicy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
+) -> CriticResult:
+    """The critic's forward, backward and optimizer step: the mean loss over the batch's trained tokens.
+
+    Raises:
+        NotFiniteError: it names the stage, and the sample or tensor, in which it began.
+    """
+    assert plan.critic is not None
+    losses: list[torch.Tensor] = []
+    tokens = max(batch.trained_tokens, 1)
+
+    def loss_of(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        mask, old, returns = (
+            _placed(array, scores.device) for array in (micro.loss_mask, micro.old_values, micro.returns)
+        )
+        loss = torch.where(mask, algorithm.value_loss(token_scores(scores, micro), old, returns), 0.0)
+        losses.append(loss.detach())
+        return loss.sum() / tokens
+
+    critic.forward_backward(batch.micro_batches, loss_of)
+    if finite:
+        check_tokens("value_losses", losses, batch, plan.partition)
+        check_tensors("critic_gradients", critic.gradients().items())
+    gradients = digest_tensors(critic.gradients())
+    norm = critic.optimizer_step(plan.critic["learning_rate"])
+    if finite:
+        check_tensors("critic_weights", critic.stream_weights())
+    digests = {
+        "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
+        "critic_gradients": gradients,
+        "critic_optimizer": critic.optimizer_digest(),
+        "critic_weights": critic.weights_digest(),
+    }
+    total = sum(float(loss.sum()) for loss in losses)
+    metrics = {"value_loss": total / tokens, "critic_gradient_norm": norm} | _explained(batch)
+    return CriticResult(digests, metrics)
+
+
+def _placed(array: npt.NDArray[Any] | None, device: torch.device) -> torch.Tensor:
+    assert array is not None
+    return torch.from_numpy(array[:, 1:]).to(device)
+
+
+def _explained(batch: Batch) -> Json:
+    """Mean value, and the share of the returns' variance that the old values explain; None if that is 0."""
+    values, returns = batch.experience.scores.values, batch.experience.advantages.returns
+    assert values is not None
+    assert returns is not None
+    spread = float(np.var(returns))
+    left = float(np.var(returns - values))
+    return {
+        "value_mean": float(values.mean(dtype=np.float64)) if len(values) else None,
+        "explained_variance": 1 - left / spread if spread > 0 else None,
+    }

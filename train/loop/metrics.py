@@ -1,0 +1,136 @@
+"""The metrics of a step, from what its tokens came to. Recorded with the step, and again by its replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollbook.store.events import Json
+from rollbook.train.data.batch import Batch, MicroBatch
+
+
+@dataclass(slots=True)
+class TokenValues:
+    """Values of the trained tokens of all micro-batches, collected as they are computed, one after the other.
+
+    Attributes:
+        engine_gaps: logprob less the engine's; log_ratios: less the old one's; reference_gaps: less the
+            reference's.
+        entropies: in nats; low, high: where a clip is at work; ages: versions since the token was sampled.
+    """
+
+    engine_gaps: list[torch.Tensor] = field(default_factory=list)
+    log_ratios: list[torch.Tensor] = field(default_factory=list)
+    reference_gaps: list[torch.Tensor] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    low: list[torch.Tensor] = field(default_factory=list)
+    high: list[torch.Tensor] = field(default_factory=list)
+    ages: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, mask: torch.Tensor, micro: MicroBatch, version: int, **values: torch.Tensor | None) -> None:
+        """Take the values of a micro-batch's trained tokens, each [B, T - 1]."""
+        sampled = torch.from_numpy(micro.versions[:, 1:])[mask.cpu()]
+        self.ages.append(torch.where(sampled >= 0, version - sampled, -1))
+        for name, tensor in values.items():
+            if tensor is not None:
+                getattr(self, name).append(tensor.detach()[mask].cpu())
+
+
+def of_batch(batch: Batch) -> Json:
+    """Metrics of what a step was given: rewards, lengths, advantages."""
+    experience = batch.experience
+    rewards = batch.rewards[np.isfinite(batch.rewards)]
+    lengths = np.array([int(mask.sum()) for mask in experience.masks])
+    return {
+        "trained_tokens": batch.trained_tokens,
+        "samples": len(batch.samples),
+        "reward": float(sum(rewards.tolist()) / len(rewards)) if len(rewards) else None,
+        "reward_std": float(rewards.std()) if len(rewards) else None,
+        "flat_groups": _flat_groups(batch),
+        "length_mean": float(lengths.mean()),
+        "length_max": int(lengths.max()),
+        "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
+    }
+
+
+def _flat_groups(batch: Batch) -> float | None:
+    """Share of groups of two and more trajectories whose rewards are all equal; None without such groups."""
+    rewards: dict[str, dict[str, float]] = {}
+    for sample, reward in zip(batch.samples, batch.rewards.tolist(), strict=True):
+        if sample.group is not None and np.isfinite(reward):
+            rewards.setdefault(sample.group, {})[sample.trajectory_id] = reward
+    several = [set(of.values()) for of in rewards.values() if len(of) > 1]
+    return sum(len(one) == 1 for one in several) / len(several) if several else None
+
+
+def of_tokens(values: TokenValues) -> Json:
+    """Metrics of what the step's tokens came to.
+
+    `kl` is the mean of k3 of the policy in training to the reference, `old_kl` that to the old policy
+    (Schulman 2020). `staleness` is of tokens whose version is known.
+    """
+    found: Json = {}
+    ratios = _joined(values.log_ratios).double().clamp(-20, 20)
+    if ratios.numel():
+        found |= {
+            "ratio_mean": float(ratios.exp().mean()),
+            "ratio_min": float(ratios.exp().min()),
+            "ratio_max": float(ratios.exp().max()),
+            "old_kl": _k3(ratios),
+        }
+    if values.low:
+        found |= {"clipped_low": _share(values.low), "clipped_high": _share(values.high)}
+    if values.reference_gaps:
+        found["kl"] = _k3(_joined(values.reference_gaps).double().clamp(-20, 20))
+    if values.entropies:
+        found["entropy"] = float(_joined(values.entropies).double().mean())
+    ages = _joined(values.ages)
+    known = ages[ages >= 0].double()
+    found |= {
+        "staleness_mean": float(known.mean()) if known.numel() else None,
+        "staleness_max": int(known.max()) if known.numel() else None,
+    }
+    return found | _engine_gaps(values)
+
+
+def _engine_gaps(values: TokenValues) -> Json:
+    """Gaps between the engines' logprobs and the trainer's, separated into staleness and mismatch.
+
+    The log-ratio of a token that version v sampled is log p(now) - log p(engine at v), which is
+
+        [log p(now) - log p(trainer at v)] + [log p(trainer at v) - log p(engine at v)]
+
+    The first is staleness, and exactly zero where v is the version that this step starts from. The second is
+    the mismatch of engine and trainer (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"; verl's rollout_probs_diff): sums in another order on a healthy engine, and large
+    where it serves other weights than it says. So tokens of the step's own version measure it alone.
+
+    Returns:
+        `engine_logprob_gap`, `engine_logprob_gap_mean`: greatest and mean absolute log-ratio of the trained
+        tokens of this version; `stale_logprob_gap`: the greatest of older ones. Null where there are none.
+    """
+    if not values.engine_gaps:
+        return {}
+    gaps, now = _joined(values.engine_gaps).abs(), _joined(values.ages) == 0
+    own, older = gaps[now], gaps[~now]
+    return {
+        "engine_logprob_gap": float(own.max()) if own.numel() else None,
+        "engine_logprob_gap_mean": float(own.mean()) if own.numel() else None,
+        "stale_logprob_gap": float(older.max()) if older.numel() else None,
+    }
+
+
+def _joined(parts: list[Any]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _share(parts: list[torch.Tensor]) -> float:
+    return float(_joined(parts).double().mean())
+
+
+def _k3(log_ratios: torch.Tensor) -> float:
+    """Mean of exp(-d) - 1 + d."""
+    return float(((-log_ratios).exp() - 1 + log_ratios).mean())

@@ -1,0 +1,121 @@
+"""Scores: what the trainer's and the reference's weights say of a rollout batch, in forward passes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors
+from rollbook.store import Store
+from rollbook.store.errors import ModelError, TrainError
+from rollbook.store.events import CheckpointWritten
+from rollbook.store.fold.history import History
+from rollbook.store.inside import place_inside
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.data.batch import MicroBatch, Partition, collate_tokens, token_values
+from rollbook.train.data.experience import Bools, Scores
+from rollbook.train.data.samples import Sample
+from rollbook.train.loop.critic import token_scores
+from rollbook.train.megatron.backend import Read, TrainablePolicy
+
+
+@dataclass(slots=True)
+class References:
+    """Weights of a policy's earlier versions, read when they are first asked for, of which the last is
+    kept."""
+
+    log: Store
+    history: History
+    _held: tuple[int, Tensors] | None = field(default=None)
+
+    def weights(self, version: int) -> Tensors:
+        """The weights of a version.
+
+        Raises:
+            TrainError: there is no checkpoint of it.
+            ModelError: it is damaged.
+        """
+        if self._held is None or self._held[0] != version:
+            self._held = (version, self._read(version))
+        return self._held[1]
+
+    def digest(self, version: int) -> str:
+        """Digest of its weights, as the log has it.
+
+        Raises:
+            TrainError: there is no checkpoint of it.
+        """
+        return self._record(version).weights_digest
+
+    def _record(self, version: int) -> CheckpointWritten:
+        found = [c for c in self.history.checkpoints if c.policy_version == version]
+        if not found:
+            there = ", ".join(str(v) for v in sorted({c.policy_version for c in self.history.checkpoints}))
+            raise TrainError(
+                f"algorithm.reference_version {version}: run {self.history.run!r} has no checkpoint of that "
+                f"version of policy {self.history.policy!r} (it has: {there or 'none'})"
+            )
+        return found[-1]
+
+    def _read(self, version: int) -> Tensors:
+        record = self._record(version)
+        path = place_inside(self.log.path, record.path)
+        weights = read_checkpoint(path).weights
+        if digest_tensors(weights) != record.weights_digest:
+            raise ModelError(f"{path}: its weights are not those the log names")
+        return weights
+
+
+def score(
+    policy: TrainablePolicy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    masks: Sequence[Bools],
+    parts: Partition,
+    references: References,
+    critic: TrainablePolicy | None = None,
+) -> Scores:
+    """What the algorithm needs of models: of the weights in place, of the reference policy, and of the
+    critic.
+
+    Args:
+        masks: the trained tokens of each sample.
+        parts: the rollout batch's micro-batches: bits depend on how samples are padded.
+    """
+    micro_batches = tuple(
+        collate_tokens([samples[i] for i in part], [masks[i] for i in part]) for part in parts[0]
+    )
+    old = reference = values = None
+    if "old" in algorithm.needs:
+        old = _packed(policy, micro_batches, parts, _logprobs)
+    if algorithm.reference is not None:
+        with policy.using(references.weights(algorithm.reference)):
+            reference = _packed(policy, micro_batches, parts, _logprobs)
+    if "values" in algorithm.needs:
+        assert critic is not None
+        values = _packed(critic, micro_batches, parts, token_scores)
+    return Scores(old, reference, values)
+
+
+def _packed(
+    policy: TrainablePolicy, micro_batches: tuple[MicroBatch, ...], parts: Partition, read: Read
+) -> Singles:
+    """What is read of the trained tokens of all samples, in their order, float32 [P]."""
+    found: dict[int, Singles] = {}
+    read_of = policy.forward(micro_batches, read)
+    for micro, part, values in zip(micro_batches, parts[0], read_of, strict=True):
+        found |= zip(part, token_values(micro, values.cpu().numpy()), strict=True)
+    return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
+
+
+def _logprobs(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    tokens, temperatures = (
+        torch.from_numpy(array).to(logits.device) for array in (micro.tokens, micro.temperatures)
+    )
+    return token_logprobs(logits, tokens, temperatures)
