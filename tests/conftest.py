@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -23,6 +24,10 @@ from rollbook.store.fold.trajectory import prompt_sha256
 
 ROOT = Path(__file__).parents[1]
 BARE_NAMES = ("store", "ingest", "train", "replay")
+
+# A first call imports; a busy machine pauses. Neither is what a property says.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_unconfigure() -> None:
@@ -225,6 +230,7 @@ def _upkeep_records() -> list[Any]:
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
         kinds.StepAbandoned(0, 1, "actor", 1, 0, 2),
         kinds.SegmentRepaired("serve", 3, "00000003-00000003.1", 10, 12, "checksum mismatch"),
+        kinds.PreferenceAdded("t1", "t2", 0.5, "judge", "nightly-judge"),
     ]
 
 

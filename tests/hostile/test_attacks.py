@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 ATTACK_S = 0.8
 LONGEST_MS = 30_000
-"""Of an honest request: this tells one that hangs from one on a busy machine; the benchmark has the figure."""
+"""Of an honest request: one that hangs takes longer, one on a busy machine does not."""
 QUIET_S, LEAST = 2.0, 0.2
 """So much of a quiet time's honest requests are answered under any attack."""
 MEMORY = 512 << 20

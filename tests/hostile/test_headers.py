@@ -113,7 +113,7 @@ def _send(proxy: Proxy, data: bytes) -> Answer:
 
 
 @given(method=METHODS, target=TARGETS, lines=LINES, key=st.booleans(), framed=st.booleans())
-@settings(max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, database=None, suppress_health_check=list(HealthCheck))
 def test_arbitrary_headers_get_a_documented_status(
     proxy: Proxy, method: bytes, target: bytes, lines: list[tuple[bytes, ...]], key: bool, framed: bool
 ) -> None:
@@ -134,7 +134,7 @@ def test_arbitrary_headers_get_a_documented_status(
 
 
 @given(raw=st.binary(max_size=300))
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
 def test_bytes_that_are_no_http_get_a_client_error(proxy: Proxy, raw: bytes) -> None:
     """What is no HTTP at all."""
     assert _send(proxy, raw + b"\r\n\r\n").status in STATUSES

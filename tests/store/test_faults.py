@@ -172,7 +172,7 @@ def _until(what: Callable[[], bool]) -> None:
     counts=st.lists(st.integers(1, 12), min_size=1, max_size=12),
     pipelined=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_disk_that_fails_for_a_while(
     tmp_path_factory: Any, spells: list[tuple[int, int, Fault]], counts: list[int], pipelined: bool
 ) -> None:
@@ -565,7 +565,7 @@ def _record(store: Store, appends: list[list[Event]], done: int) -> Recorder:
 
 
 @given(data=st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_a_machine_that_stops(recording: Recording, tmp_path_factory: Any, data: Any) -> None:
     """Whatever of what was not flushed is on the disk after a power cut, no acknowledged event is missing."""
     moment = recording.moments[data.draw(st.integers(0, len(recording.moments) - 1), "moment")]

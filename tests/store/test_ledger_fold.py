@@ -96,7 +96,7 @@ def _history(seed: int, size: int = 60, **options: Any) -> History:
 
 
 @given(SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_view_and_the_fold_are_one(ask: Any, seed: int) -> None:
     """Over any history, at its end and at any cut, both say the same, and no token is unaccounted for."""
     history, rng = _history(seed), random.Random(seed)
@@ -145,7 +145,7 @@ def _attempt(run: str, record: Any) -> tuple[str, str, int, int]:
 
 
 @given(SEEDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_trained_is_what_the_loss_masks_were(seed: int) -> None:
     """Trained tokens are those in the masks of the samples that the trainer made at each plan's cut."""
     history = _history(seed, 80, odd=False)

@@ -29,7 +29,7 @@ def test_tokens_with_bytes_to_fall_back_to(byte_fallback: Tokenizer) -> None:
 
 
 @given(st.binary(max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_make_the_text_again(byte_level: Tokenizer, data: bytes) -> None:
     """For any text, its tokens' pieces put together are what is seen of it: nothing is dropped."""
     text = data.decode("latin-1").replace("\n", "").replace("\t", "")

@@ -251,7 +251,7 @@ def test_the_fold_hears_of_every_kind_it_knows() -> None:
 
 
 @given(data=st.data(), size=st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_count_is_the_same_in_any_order_of_lanes(data: st.DataObject, size: int) -> None:
     """As it happens, and read lane by lane afterwards, the trainer's lane first, in the middle or last."""
     story = Story(size)
@@ -276,7 +276,7 @@ def test_the_count_is_the_same_in_any_order_of_lanes(data: st.DataObject, size: 
 
 
 @given(data=st.data(), size=st.integers(1, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_nothing_is_kept_of_what_was_used(data: st.DataObject, size: int) -> None:
     """Once every unit was used or dropped the fold is empty again."""
     story = Story(size)

@@ -397,7 +397,7 @@ SAMPLING = Sampling(99, 1.0, 7)
     noise=st.lists(st.sampled_from([": ping", "event: message", "id: 7", "retry: 5", ""]), max_size=4),
     done=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_packets_may_be_cut_anywhere(
     runner: Any, raw: Any, sizes: Any, counts: Any, incremental: bool, feed: str, noise: Any, done: bool
 ) -> None:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.ingest.engines.weights.digests import tensor_bytes
@@ -65,7 +65,6 @@ def test_a_tensor_without_elements_has_a_checksum() -> None:
     assert _in_pieces(Sha256Checksum(), empty, []) == hashlib.sha256().hexdigest()[:16]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3 * TILE), st.lists(st.integers(0, 3 * TILE), max_size=5))
 def test_any_split_is_the_same(size: int, cuts: list[int]) -> None:
     """The bytes count, not the pieces they come in."""
@@ -74,7 +73,6 @@ def test_any_split_is_the_same(size: int, cuts: list[int]) -> None:
         assert _in_pieces(make(), data, cuts) == _in_pieces(make(), data, [])
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2 * TILE), st.data())
 def test_one_bit_changes_it(size: int, data: st.DataObject) -> None:
     """Whichever byte it is in."""

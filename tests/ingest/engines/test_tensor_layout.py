@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
@@ -138,7 +138,6 @@ def _expected(size: int = 1) -> Expected:
     return Expected(_engine(_tensors(), size), Sha256Checksum, 4)
 
 
-@settings(deadline=None)
 @given(st.permutations(sorted(DENSE)), st.sampled_from([1, 2, 4]))
 def test_parts_may_come_in_any_order(names: list[str], size: int) -> None:
     """Parts of a merged tensor may come in any order, in memory that is used again after each."""

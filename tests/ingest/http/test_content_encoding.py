@@ -44,7 +44,7 @@ ENCODERS = {
 
 
 @pytest.mark.parametrize("encoding", ENCODERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.binary(max_size=2000))
 def test_what_was_encoded_comes_back(encoding: str, data: bytes) -> None:
     """Every coding, once or twice; up to the limit to the byte, and not beyond."""

@@ -99,7 +99,7 @@ def _all(feed: Feed, rests: Callable[[], bool]) -> list[bytes]:
     return parts
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), size=st.sampled_from([1, 3000, 100_000]))
 def test_a_feed_may_rest_at_any_time(
     log: Store, seed: int, size: int, monkeypatch: pytest.MonkeyPatch

@@ -98,7 +98,6 @@ def _check_recorded(proxy: Any, reply: Any, kind: str) -> None:
 @given(data=st.data())
 @settings(
     max_examples=25,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
@@ -134,7 +133,7 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("kind", streamed.KINDS)
 @given(data=st.data(), value=JSON)
-@settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, database=None, suppress_health_check=list(HealthCheck))
 def test_anything_anywhere_in_a_sound_body(proxy: Any, kind: str, data: Any, value: Any) -> None:
     """One place of a request that has everything holds any JSON instead."""
     body = json.loads(json.dumps(FULL[kind]))
@@ -148,7 +147,7 @@ def test_anything_anywhere_in_a_sound_body(proxy: Any, kind: str, data: Any, val
 
 
 @given(raw=st.binary(max_size=60) | JSON.map(_raw), kind=st.sampled_from(streamed.KINDS))
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60, database=None)
 def test_any_bytes_get_a_client_error(proxy: Any, raw: bytes, kind: str) -> None:
     """JSON that is no request, and what is no JSON."""
     _check(proxy, proxy.ask(streamed.PATHS[kind], raw), streamed.PATHS[kind])

@@ -399,7 +399,7 @@ def test_a_new_name_is_asked_of_the_log_only_where_the_filter_cannot_say(
 
 
 @given(names=st.lists(st.text(max_size=20), max_size=50), others=st.lists(st.text(max_size=20), max_size=50))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_filter_forgets_no_name(names: list[str], others: list[str]) -> None:
     """Of what it was given it holds all; of a few others, in so much room, none."""
     held = NameFilter(1 << 16)

@@ -199,9 +199,7 @@ def _check(proxy: Any, kind: str, body: Any) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(
-    max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=False
-)
+@settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck), derandomize=False)
 def test_a_200_means_that_every_text_is_there(proxies: Any, kind: str, data: Any) -> None:
     """Whatever shape a message has, and whatever the template makes of it."""
     body = data.draw(BODIES[kind])
@@ -215,7 +213,7 @@ def test_many_of_the_bodies_are_answered(proxy: Any, kind: str) -> None:
     statuses: list[int] = []
 
     @given(BODIES[kind])
-    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
     def draw(body: Any) -> None:
         statuses.append(_check(proxy, kind, body))
 

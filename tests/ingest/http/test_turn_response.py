@@ -87,7 +87,7 @@ def _same(kind: str, whole: Any, joined: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_stream_says_what_the_whole_reply_says(proxy: Any, tools: Any, kind: str, data: Any) -> None:
     """Whatever is sampled and however it is cut: texts, reasoning, calls, logprobs, finish and usage."""
     count = data.draw(st.integers(1, 3), "choices") if kind in ("chat", "completions") else 1

@@ -99,7 +99,7 @@ def test_syncs_are_told_in_the_order_in_which_they_were(lanes: Lanes, first: str
 
 
 @given(data=st.data(), size=st.integers(1, 3), sealed=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_restored_counts_as_what_was_seen(
     data: st.DataObject, size: int, sealed: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -74,7 +74,7 @@ UNKNOWN = st.dictionaries(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(first=UNKNOWN, second=UNKNOWN, model=st.none() | st.text())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_fields_nobody_knows_are_kept(proxy: Any, kind: str, first: Any, second: Any, model: Any) -> None:
     """Of any form, in the body and inside its messages: the log gives back what was sent, key for key."""
     name = f"w{next(NAMES)}"

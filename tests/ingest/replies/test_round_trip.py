@@ -170,7 +170,7 @@ def test_parallel_calls_come_back_in_order(corpus: dict[str, str], name: str) ->
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(called=NAMES, arguments=ARGUMENTS)
 @example(called="f", arguments={"a": "", "b": "\n", "k": "</parameter>"})
 def test_any_arguments_come_back(

@@ -85,7 +85,7 @@ def _check_law(name: str, text: str, tools: Any, in_reasoning: bool) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS, offered=st.booleans(), in_reasoning=st.booleans())
 @example(text="So: \n<tool_call>{oops</tool_call>", offered=True, in_reasoning=False)
 @example(text=" \n<think> Hm \n</think>\n\n A <tool_c", offered=True, in_reasoning=False)

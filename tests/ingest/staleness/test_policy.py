@@ -89,7 +89,7 @@ class Loop:
 
 @pytest.mark.parametrize("order", ["windowed", "fifo"])
 @given(data=st.data(), batch=counts, limit=limits, longest=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_is_ever_too_old_and_nothing_waits_for_ever(
     order: Order, data: st.DataObject, batch: int, limit: int, longest: int
 ) -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_ever_too_old_and_nothing_waits_for_ever(
 
 
 @given(data=st.data(), batch=counts, limit=limits)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_age_waits_for_none(data: st.DataObject, batch: int, limit: int) -> None:
     """It may lose slow units, uses none that is too old, and takes a step as soon as a batch is ready."""
     loop = Loop(StalenessPolicy(batch, limit, "age"))

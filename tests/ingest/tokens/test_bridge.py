@@ -67,7 +67,7 @@ def test_parallel_tool_results_follow_in_the_order_sent(chat: Chat) -> None:
 MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "system"]), "content": TEXT})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(MESSAGE, min_size=1, max_size=3), st.lists(MESSAGE, min_size=1, max_size=3), TEXT, st.booleans()
 )

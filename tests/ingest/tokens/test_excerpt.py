@@ -102,7 +102,6 @@ def _same(one: Any, other: Any) -> bool:
 # The same conversations each time: excerpts are claimed for what agents have, not for all that can be drawn.
 @settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -125,7 +124,7 @@ def test_an_excerpt_gives_the_bridge_of_the_whole(
         assert _same(*found), tokenizer.template_source
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(conversations())
 def test_an_excerpt_is_of_the_conversation(conversation: tuple[list[Any], Any, list[Any]]) -> None:
     """Its messages are the conversation's own, in order; the ends of both are the same."""

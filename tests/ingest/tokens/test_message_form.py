@@ -148,7 +148,7 @@ FIELDS = ["content", "name", "tool_calls", "tool_call_id", "refusal", "function_
     st.sampled_from(["system", "user", "assistant", "tool"]),
     st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_message_has_its_form_or_none(role: str, fields: dict[str, Any]) -> None:
     """Only our own error is raised; a form is the form of itself, and of the same text for matching."""
     message = fields | {"role": role}
@@ -359,7 +359,7 @@ READERS = ("qwen3", "gemma4", "gemma4_v2", "muse_glimmer", "gptoss", "llama3_1",
 
 
 @given(st.sampled_from(READERS), MESSAGES, MESSAGES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_requests_that_match_render_alike(real_chat: RealChat, name: str, one: Any, other: Any) -> None:
     """What goes on from a turn is, up to there, the same prompt under this template."""
     tokenizer = real_chat(name)

@@ -43,7 +43,7 @@ def _floats(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ARGUMENTS)
 def test_arguments_rewritten_by_a_client_stay_the_same(arguments: dict[str, Any]) -> None:
     """Key order, white space, escapes, 10.0 for 10 and a parsed object do not change a call."""
@@ -54,7 +54,7 @@ def test_arguments_rewritten_by_a_client_stay_the_same(arguments: dict[str, Any]
     assert plain == normal(_call(arguments))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ARGUMENTS, ARGUMENTS)
 def test_other_arguments_are_another_call(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Two calls are the same only if their arguments are equal JSON values."""
@@ -155,7 +155,7 @@ def test_the_chain_covers_every_prefix() -> None:
     assert chain_all([{"role": "user", "content": "01"}])[-1] != chain_all(messages[:2])[-1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": TEXT}), max_size=5))
 def test_equal_messages_have_equal_chains(messages: list[dict[str, Any]]) -> None:
     """The chain is a function of the messages' values alone."""

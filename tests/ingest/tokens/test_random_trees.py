@@ -370,7 +370,6 @@ def test_whatever_clients_do_the_log_is_what_the_engine_saw(chats: dict[str, Cha
     profile = settings(
         max_examples=20,
         stateful_step_count=25,
-        deadline=None,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

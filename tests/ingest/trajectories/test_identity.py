@@ -108,7 +108,7 @@ SEGMENT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="
 
 
 @given(SEGMENT, st.none() | SEGMENT, st.none() | SEGMENT, st.dictionaries(SEGMENT, SEGMENT, max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_goes_through_a_path(name: str, group: Any, task: Any, labels: Any) -> None:
     """Whatever is escaped comes out as it went in."""
     parts = [quote(name, safe="")]
@@ -254,7 +254,7 @@ def test_metadata_of_another_form_is_kept(proxy: Any, name: str, metadata: Any) 
 
 
 @given(SEGMENT, st.none() | st.binary(min_size=1, max_size=9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_key_names_its_trajectory(name: str, secret: bytes | None) -> None:
     """What a key is made of comes out of it, with a secret and without."""
     assert key_name(trajectory_key(name, "run", secret)) == name
@@ -444,7 +444,7 @@ HEADER = st.text(st.characters(codec="latin-1", exclude_categories=("Cc",)), max
     st.dictionaries(st.sampled_from(["metadata", "prompt_cache_key"]), st.none() | st.text() | st.just({})),
     st.none() | st.text(max_size=20) | st.text(max_size=9).map("trajectory:".__add__),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_identity_is_total(said: Any, headers: Any, body: Any, key: str | None) -> None:
     """Anything gives an identity or a 400; the same twice; and what it says can be written down."""
     status = 200

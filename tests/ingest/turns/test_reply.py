@@ -162,7 +162,7 @@ def test_half_a_character_is_replaced(chat: Chat) -> None:
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(TEXT, st.dictionaries(TEXT, TEXT | st.integers() | st.none())), min_size=1, max_size=3)
 )

@@ -63,7 +63,7 @@ EVENT = st.builds(Event, RECORD, TEXT, TEXT, INT)
 
 
 @given(st.lists(EVENT, min_size=1, max_size=6), st.integers(0, 2**40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_record_comes_back_bit_for_bit(plain: Any, events: list[Event], first: int) -> None:
     """Any mix of kinds decodes, after serialization, to the same values, arrays compared as bytes."""
     payload = encode(events, first).serialize()
@@ -83,7 +83,7 @@ def test_the_examples_hold_every_kind(kind: str, story: Any, upkeep: Any, plain:
 
 
 @given(st.lists(EVENT, min_size=2, max_size=6), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_slices_decode_as_their_own_rows(plain: Any, events: list[Event], data: Any) -> None:
     """A slice of a batch decodes to just those events: offsets are the slice's, not the buffer's."""
     start = data.draw(st.integers(0, len(events) - 1))
@@ -130,7 +130,7 @@ def test_as_json_holds_envelope_and_record(story: Any) -> None:
 
 
 @given(EVENT, st.none() | st.integers(0, 2**64 - 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_json_comes_back_bit_for_bit(plain: Any, event: Event, bits: int | None) -> None:
     """JSON text of any event gives the event again: every float, each NaN's payload, -0.0 and infinities."""
     if isinstance(event.record, RewardAssigned) and bits is not None:

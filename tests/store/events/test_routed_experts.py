@@ -21,7 +21,7 @@ from rollbook.store.events.routed_experts import pack
     start=st.integers(0, 10**6),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_packed_comes_back(shape: Any, bits: int, start: int, data: Any) -> None:
     """Any ids of any shape, in the fewest bits that hold the largest of them."""
     ids = data.draw(arrays.arrays(np.int32, shape, elements=st.integers(0, 2**bits - 1)))

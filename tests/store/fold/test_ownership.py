@@ -73,7 +73,7 @@ def _told(trajectory: Trajectory) -> object:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_reading_order_does_not_matter(ownership: list[tuple[int, int]]) -> None:
     """Every order of the lanes gives what one lane alone would: turns, prompts, rewards, the last writer."""
     events = _written(ownership)

@@ -79,7 +79,7 @@ def _folded(records: list[Record]) -> Trajectory:
 
 
 @given(TURNS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_forests_fold_to_what_was_sent(turns: Any) -> None:
     """Every turn's whole prompt, messages and path come back exactly, in any forest of turns."""
     records, sent = _build("t", turns)
@@ -99,7 +99,7 @@ def test_forests_fold_to_what_was_sent(turns: Any) -> None:
 
 
 @given(TURNS, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_changed_delta_is_noticed(turns: Any, data: Any) -> None:
     """When a stored id of a path is another one, the prompts it belongs to raise CorruptionError."""
     records, _ = _build("t", [(p, [7, *delta], made, words, True) for p, delta, made, words, _ in turns])
@@ -133,7 +133,7 @@ def _values(trajectory: Trajectory) -> Any:
 
 
 @given(st.lists(TURNS, min_size=2, max_size=3), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_interleaving_does_not_matter(forests: Any, rng: Any) -> None:
     """Trajectories fold the same however their events are mixed, as long as each one's keep their order."""
     queues = []

@@ -126,7 +126,7 @@ def _said(file: Path) -> list[bytes]:
     return said
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TRAJECTORY, max_size=3))
 def test_chats_and_rewards_come_back(trajectories: Any) -> None:
     """Whatever was recorded, forks and repeated histories included, line by line; and once more."""

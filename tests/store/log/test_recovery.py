@@ -249,7 +249,7 @@ ANY_SEGMENT = st.one_of(
 
 @given(data=ANY_SEGMENT, acknowledged=st.integers(0, 600), events=st.integers(0, 3))
 @example(data=_framed([b"", b"\xff\xff\xff\xff\x08\0\0\0junkjunk"]), acknowledged=256, events=1)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_arbitrary_bytes_raise_only_our_errors(
     tmp_path_factory: Any, data: bytes, acknowledged: int, events: int
 ) -> None:
@@ -271,7 +271,7 @@ def test_arbitrary_bytes_raise_only_our_errors(
 
 
 @given(st.binary(min_size=1, max_size=300))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_junk_after_the_end_is_cut_off(store: Store, lane: Path, junk: bytes) -> None:
     """Whatever follows the last acknowledged frame, recovery removes it and keeps every event."""
     last = lane / "00000003.wal"

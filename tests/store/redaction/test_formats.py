@@ -85,7 +85,7 @@ def test_what_only_begins_like_a_key(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([key for _, key in ALL]) | st.text(max_size=8), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_nothing_is_missed_by_the_quick_look(parts: list[str]) -> None:
     """Where the quick look says no there is no key, in small and in large texts."""
     text = " ".join(parts)

@@ -129,7 +129,7 @@ HARMLESS = st.recursive(
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=4), HARMLESS, st.integers(0, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_planted_secret_survives(shapes: list[Any], around: Any, depth: int) -> None:
     """In any shape, at any depth, beside anything; twice is as once, JSON stays JSON, the rest stays."""
     planted: Any = [shape(SECRET) for shape in shapes]
@@ -145,7 +145,7 @@ def test_no_planted_secret_survives(shapes: list[Any], around: Any, depth: int) 
 
 
 @given(HARMLESS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_holds_no_secret_is_the_same_object(value: Any) -> None:
     """Nothing is copied, and nothing is changed."""
     assert SCRUB.value(value) is value

@@ -108,7 +108,7 @@ def _read(history: History, step: int, phase: str) -> set[str]:
     st.sets(st.integers(0, 7)),
     st.dictionaries(st.integers(1, 7), st.integers(0, 7), max_size=3),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_needs_are_what_a_replay_reads(steps: Any, retired: set[int], back: dict[int, int]) -> None:
     """For any phases, checkpoints, retired and abandoned steps: the union of what each replay reads."""
     history = _told(steps, back)
@@ -160,7 +160,7 @@ def test_a_step_without_an_end(failed: bool) -> None:
 @given(
     st.lists(STEP, min_size=1, max_size=8), st.dictionaries(st.integers(1, 7), st.integers(0, 7), max_size=3)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_an_erasure_ends_is_what_reads_it(steps: Any, back: dict[int, int]) -> None:
     """For any phases, checkpoints and abandoned steps: the replays that read it, and going on if it does."""
     history = _told(steps, back)

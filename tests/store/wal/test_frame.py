@@ -51,7 +51,7 @@ def test_frames_come_back_as_written(payloads: list[bytes]) -> None:
 
 
 @given(st.binary(min_size=1, max_size=200))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_flipped_byte_is_detected(payload: bytes) -> None:
     """Changing any single byte of a frame, header, payload, reserved or padding, is detected."""
     frame = _frames([payload])[0]
@@ -63,7 +63,7 @@ def test_any_flipped_byte_is_detected(payload: bytes) -> None:
 
 
 @given(st.binary(min_size=1, max_size=130))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_frame_cut_short_is_detected(payload: bytes) -> None:
     """No proper prefix of a frame reads as a frame."""
     frame = _frames([payload])[0]

@@ -55,7 +55,7 @@ REFUSALS = (struct.error, ValueError, TypeError, AttributeError, OverflowError)
 
 
 @given(st.lists(EVENTS, min_size=1, max_size=12))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_rows_say_what_a_batch_says(events: list[Event]) -> None:
     """What is taken as rows reads back as the batch of the same events, bit for bit; else both refuse.
 

@@ -6,7 +6,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import trajectory_advantages
@@ -74,7 +74,6 @@ def _expected(baseline: str, deviation: str, rewards: list[float], at: int) -> f
     st.lists(REWARD, min_size=35, max_size=35),
     st.sampled_from(["group_mean", "leave_one_out", "none"]),
 )
-@settings(deadline=None)
 @pytest.mark.parametrize("deviation", ["unbiased", "biased", "none"])
 def test_a_loop_over_groups_says_the_same(
     deviation: str, samples: list[tuple[int, int]], rewards: list[float], baseline: str

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
@@ -55,7 +55,6 @@ def test_by_hand() -> None:
 
 
 @given(ROWS)
-@settings(deadline=None)
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_loop_says_the_same(name: str, rows: list[list[float]]) -> None:
     """Over random ratios and lengths, samples without a token among them."""

@@ -87,7 +87,7 @@ def test_clipping_by_hand(ratio: float, advantage: float, expected: float) -> No
     st.floats(0, 1),
     st.floats(0, 1),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_surrogate_equals_the_scalar_one(
     logprob: float, old: float, advantage: float, low: float, high: float
 ) -> None:

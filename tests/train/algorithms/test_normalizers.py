@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
@@ -32,7 +32,6 @@ def test_values_by_hand(name: str, expected: float) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31), st.data())
-@settings(deadline=None)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_micro_batches_and_order_do_not_matter(
     name: str, rows: int, columns: int, seed: int, data: Any

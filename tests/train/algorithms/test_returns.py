@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.returns import (
@@ -46,7 +46,6 @@ def test_gae_by_hand() -> None:
 
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE)
-@settings(deadline=None)
 def test_returns_are_those_of_a_loop(lengths: list[int], seed: int, discount: float) -> None:
     """Each sample by itself; samples without a trained token have none."""
     rows = _rows(lengths, seed)
@@ -62,7 +61,6 @@ def test_returns_are_those_of_a_loop(lengths: list[int], seed: int, discount: fl
 
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE, SHARE)
-@settings(deadline=None)
 def test_gae_is_that_of_a_loop(lengths: list[int], seed: int, discount: float, decay: float) -> None:
     """As the paper sums it: powers of discount times decay over the temporal differences."""
     rewards, values = _rows(lengths, seed), _rows(lengths, seed + 1)
@@ -77,7 +75,6 @@ def test_gae_is_that_of_a_loop(lengths: list[int], seed: int, discount: float, d
 
 
 @given(LENGTHS, st.integers(0, 2**31))
-@settings(deadline=None)
 def test_with_decay_1_the_critics_target_is_the_return(lengths: list[int], seed: int) -> None:
     """A + V telescopes to the discounted return, whatever the values are."""
     rewards, values, of = _flat(_rows(lengths, seed)), _flat(_rows(lengths, seed + 1)), np.array(lengths)

@@ -61,7 +61,6 @@ def _expected(name: str, row: list[tuple[float, float, float]], clips: Clips) ->
 
 
 @given(SHAPES, st.sampled_from([CLIPS, Clips(0.2, 0.3, 1.5), Clips(1.0, 0.2), Clips(0.0, 0.0)]))
-@settings(deadline=None)
 @pytest.mark.parametrize("name", SURROGATES)
 def test_values_are_those_of_scalar_code(name: str, shape: tuple[int, int, int], clips: Clips) -> None:
     """Every surrogate, with and without dual clip, over random ratios."""
@@ -72,7 +71,7 @@ def test_values_are_those_of_scalar_code(name: str, shape: tuple[int, int, int],
 
 
 @given(SHAPES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "dro"])
 def test_gradients_are_the_derivatives(name: str, shape: tuple[int, int, int]) -> None:
     """Against finite differences; a point at a kink has probability 0."""
@@ -91,7 +90,6 @@ def _gradient(loss: torch.Tensor, inputs: LossInputs) -> Any:
 
 
 @given(SHAPES)
-@settings(deadline=None)
 def test_gspos_gradient_is_that_of_the_sequence_objective(shape: tuple[int, int, int]) -> None:
     """The mean over a sample's tokens has the gradient of min(s A, clip(s) A), s the geometric mean ratio."""
     inputs = _inputs(*shape)
@@ -108,7 +106,6 @@ def test_gspos_gradient_is_that_of_the_sequence_objective(shape: tuple[int, int,
 
 
 @given(SHAPES)
-@settings(deadline=None)
 def test_cispos_gradient_is_the_clipped_weight(shape: tuple[int, int, int]) -> None:
     """-clip(r) A for each token, clipped or not."""
     inputs = _inputs(*shape)
@@ -118,7 +115,6 @@ def test_cispos_gradient_is_the_clipped_weight(shape: tuple[int, int, int]) -> N
 
 
 @given(SHAPES)
-@settings(deadline=None)
 @pytest.mark.parametrize("name", SURROGATES)
 def test_masked_tokens_have_no_effect(name: str, shape: tuple[int, int, int]) -> None:
     """Neither on the values of trained tokens, nor on their gradients."""

@@ -274,7 +274,7 @@ def test_a_group_without_rewards_is_waited_for(fabric: Any) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 2), st.sampled_from([0.1, 0.5, 0.9]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_loop_under_admission_never_stands_still(
     fabric: Any, seed: int, batch: int, limit: int, flat: float
 ) -> None:

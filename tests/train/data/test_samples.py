@@ -48,7 +48,7 @@ def _forest(fabric: Any, drawn: Any) -> tuple[list[Any], Trajectory]:
 
 
 @given(st.lists(TURN, min_size=1, max_size=7))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_each_sampled_token_is_trained_in_exactly_one_sample(fabric: Any, drawn: Any) -> None:
     """In any forest, a delivered turn's tokens have the mask in one sample, every other token in none."""
     turns, trajectory = _forest(fabric, drawn)
@@ -85,7 +85,7 @@ def _same_as_sampled(sample: Sample, place: slice, turn: Any) -> None:
 
 
 @given(st.lists(TURN, min_size=1, max_size=7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_arrays_line_up(fabric: Any, drawn: Any) -> None:
     """All arrays of a sample have one length and their types, and are neutral where nothing is trained."""
     _, trajectory = _forest(fabric, drawn)

@@ -60,7 +60,7 @@ def _take(source: EpochSource, steps: int) -> list[str]:
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_epoch_holds_every_sample_once(count: int, size: int, seed: int) -> None:
     """Whatever the batch size, each run of as many samples as there are is a permutation of them."""
     epochs = 3
@@ -70,7 +70,7 @@ def test_each_epoch_holds_every_sample_once(count: int, size: int, seed: int) ->
 
 
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_epochs_go_on_where_they_stopped(count: int, size: int, done: int) -> None:
     """After `done` steps come those that would have come without a stop, for the same seed."""
     whole = _epochs(count, size, 5, range(done + 4))
@@ -290,7 +290,7 @@ def test_a_cut_ends_when_no_batch_is_left(fabric: Any, store: Store) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_each_sample_comes_out_once(fabric: Any, data: st.DataObject) -> None:
     """However trajectories of groups interleave and split into polls, each is used at most once."""
     names = data.draw(

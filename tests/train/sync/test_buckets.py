@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.ingest.engines.embedded.sent_tensors import read_sent
@@ -22,7 +22,6 @@ def _named(described: list[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[s
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=20), st.integers(1, 400))
-@settings(deadline=None)
 def test_buckets_hold_all_tensors_bit_for_bit(
     described: list[tuple[tuple[int, ...], torch.dtype]], size: int
 ) -> None:
