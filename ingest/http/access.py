@@ -65,6 +65,7 @@ class Rule:
 OPERATORS = frozenset({Role.operator})
 READERS = OPERATORS | {Role.reader}
 AGENTS = OPERATORS | {Role.writer, Role.trajectory}
+JUDGES = OPERATORS | {Role.judge}
 ALL = frozenset(Role)
 ANY = "*"
 
@@ -83,6 +84,7 @@ RULES = (
     Rule("POST", "/v1/trajectories/{name:path}/finish", AGENTS),
     Rule("POST", "/v1/trajectories/{name:path}/rewards", AGENTS | {Role.judge}),
     Rule("POST", "/v1/trajectories/{name:path}/labels", AGENTS | {Role.judge}),
+    Rule("POST", "/v1/preferences", JUDGES),
     # The agents' APIs; all of them where requests only pass.
     Rule(ANY, "/v1/{path:path}", AGENTS),
     Rule(ANY, "/t/{said:path}", AGENTS),
@@ -90,7 +92,9 @@ RULES = (
 OTHERWISE = Rule(ANY, "", OPERATORS)
 """The rule for paths that no other rule fits, such as routes that do not exist."""
 
-JUDGES_KINDS = frozenset({"trajectory.opened", "trajectory.finished", "reward.assigned", "label.added"})
+JUDGES_KINDS = frozenset(
+    {"trajectory.opened", "trajectory.finished", "reward.assigned", "preference.added", "label.added"}
+)
 """What a judge may read of the log: which trajectories there are, and what was said of them."""
 AGENT = "agent"
 """The source of what an agent says of itself, which recipes train on by default."""

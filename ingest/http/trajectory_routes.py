@@ -1,4 +1,4 @@
-"""Routes about trajectories: open one, end it, reward it, label it."""
+"""Routes about trajectories: open one, end it, reward it, label it, prefer it to another."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import all_durable
 from rollbook.ingest.requests.fields import (
     AddLabel,
+    AddPreference,
     AssignReward,
     FinishTrajectory,
     Model,
@@ -27,7 +28,7 @@ from rollbook.ingest.requests.fields import (
 from rollbook.ingest.requests.large_work import beside
 from rollbook.ingest.trajectories.rewards import assigned_reward, turn_of_reply
 from rollbook.store.errors import RequestError
-from rollbook.store.events import Json, LabelAdded
+from rollbook.store.events import Json, LabelAdded, PreferenceAdded
 from rollbook.store.fold.trajectory import Trajectory
 
 REMARK_BYTES = 4 << 20
@@ -60,6 +61,7 @@ def add_trajectory_routes(
     desk = _Desk(recorder, door, guard, room)
     _add_course(app, desk)
     _add_remarks(app, desk)
+    _add_preferences(app, desk)
 
 
 def _add_course(app: FastAPI, desk: _Desk) -> None:
@@ -119,6 +121,25 @@ def _add_remarks(app: FastAPI, desk: _Desk) -> None:
         check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
         [event] = await desk.recorder.write(record)
         return {"id": name, "trajectory_id": trajectory_id, "event_id": event.event_id}
+
+
+def _add_preferences(app: FastAPI, desk: _Desk) -> None:
+    """What judges say of two trajectories, at any time."""
+
+    @app.post("/v1/preferences", status_code=201)
+    async def prefer(request: Request) -> Json:
+        caller, body = caller_of(request), await desk.read(request, AddPreference)
+        check_source(caller, body.source)
+        chosen, rejected = [
+            (await _recorded(desk.recorder, name)).opened.trajectory_id
+            for name in (body.chosen, body.rejected)
+        ]
+        if chosen == rejected:
+            text = f"chosen and rejected are both {body.chosen!r}: a preference is between two trajectories"
+            raise RequestError(422, "same_trajectory", text)
+        record = PreferenceAdded(chosen, rejected, body.margin, body.source, caller.name)
+        [event] = await desk.recorder.write(record)
+        return {"trajectory_id": chosen, "rejected_trajectory_id": rejected, "event_id": event.event_id}
 
 
 def _is_finished(recorder: Recorder, trajectory: Trajectory) -> bool:

@@ -91,6 +91,16 @@ class AddLabel(BaseModel):
     turn: str | None = Field(None, max_length=NAME_LENGTH)
 
 
+class AddPreference(BaseModel):
+    """Body of POST /v1/preferences: the names of two trajectories, and how much better the first one is."""
+
+    model_config = ConfigDict(extra="forbid")
+    chosen: str = Field(min_length=1, max_length=256)
+    rejected: str = Field(min_length=1, max_length=256)
+    margin: Reward | None = None
+    source: str = Field("label", min_length=1, max_length=256)
+
+
 def json_object(raw: bytes) -> Json:
     """A body as a JSON object, of a depth and a weight that everything behind it can take.
 

@@ -9,6 +9,7 @@ from typing import Any
 from rollbook.store.events.about import About
 from rollbook.store.events.rollouts import (
     LabelAdded,
+    PreferenceAdded,
     RewardAssigned,
     RunOpened,
     TrajectoryAdopted,
@@ -72,6 +73,7 @@ Record = (
     | EngineControlled
     | StepAbandoned
     | SegmentRepaired
+    | PreferenceAdded
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -230,6 +230,23 @@ class RewardAssigned:
 
 
 @dataclass(frozen=True, slots=True)
+class PreferenceAdded:
+    """This trajectory was preferred to another, `rejected_trajectory_id`, by as much as `margin` says.
+
+    `source` is whose preference it is, `by` whose key added it. It is kept and dropped with the trajectory
+    that was chosen.
+    """
+
+    KIND: ClassVar[str] = "preference.added"
+    ABOUT: ClassVar[About] = About(of="trajectory")
+    trajectory_id: str
+    rejected_trajectory_id: str
+    margin: float | None = None
+    source: str = "label"
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryAdopted:
     """This lane writes the trajectory from here on; `from_lane` ends with `last_event_id` of it."""
 

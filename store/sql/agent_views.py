@@ -62,6 +62,23 @@ REWARDS = View(
 )
 
 
+PREFERENCES = View(
+    "preferences",
+    "Two trajectories of which one was preferred.",
+    f"""
+    SELECT p.run, p.trajectory_id, p.rejected_trajectory_id, c.trajectory, r.trajectory AS rejected, p.margin,
+           p.source, p.event_id, p.time, p.lane, p.key
+    FROM (SELECT run, trajectory_id, {text("rejected_trajectory_id")} AS rejected_trajectory_id,
+                 CAST({text("margin")} AS DOUBLE) AS margin, {text("source")} AS source, event_id, time, lane,
+                 {text("by")} AS key
+          FROM internal.mark_events WHERE kind = 'preference.added') p
+    LEFT JOIN {_NAMES} c ON c.trajectory_id = p.trajectory_id
+    LEFT JOIN {_NAMES} r ON r.trajectory_id = p.rejected_trajectory_id
+    """,
+    columns.PREFERENCES,
+)
+
+
 def _in_force(which: str) -> str:
     """The agent's reward that is not superseded, one row per trajectory and turn (null: of the whole
     trajectory)."""

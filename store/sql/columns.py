@@ -70,6 +70,20 @@ REWARDS = (
     ViewColumn("key", "VARCHAR", "name of the API key that assigned it; null where keys are not checked"),
 )
 
+PREFERENCES = (
+    RUN,
+    ViewColumn("trajectory_id", "VARCHAR", "the trajectory that was chosen"),
+    ViewColumn("rejected_trajectory_id", "VARCHAR", "the one that it was preferred to"),
+    ViewColumn("trajectory", "VARCHAR", "name of the chosen one; null where it is not in the log"),
+    ViewColumn("rejected", "VARCHAR", "name of the other"),
+    ViewColumn("margin", "DOUBLE", "by how much it is better; null where that was not said"),
+    ViewColumn("source", "VARCHAR", "whose preference it is; label by default"),
+    ViewColumn("event_id", "VARCHAR", "of the event"),
+    ViewColumn("time", "TIMESTAMP", "when it was added, UTC"),
+    LANE,
+    ViewColumn("key", "VARCHAR", "name of the API key that added it; null where keys are not checked"),
+)
+
 _USAGE = "as the upstream's usage reports, with `--engine upstream`"
 
 TURNS = (

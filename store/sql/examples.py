@@ -193,6 +193,17 @@ FROM rewards
 ORDER BY trajectory, lane, seq""",
     ),
     Example(
+        "How often do preferences and rewards agree?",
+        "Of pairs whose two trajectories have a reward, by who preferred.",
+        """\
+SELECT p.source, count(*) AS pairs, avg((c.reward > r.reward)::INT) AS agree, avg(p.margin) AS margin
+FROM preferences p
+JOIN trajectories c USING (trajectory_id)
+JOIN trajectories r ON r.trajectory_id = p.rejected_trajectory_id
+WHERE c.reward IS NOT NULL AND r.reward IS NOT NULL
+GROUP BY p.source ORDER BY pairs DESC""",
+    ),
+    Example(
         "Where did every sampled token go?",
         "Per policy version the terms add up to what was sampled: trained, dropped (by which rule),\n"
         "waiting, in flight (the trajectory is open), or kept out (evaluation, undelivered and others).\n"

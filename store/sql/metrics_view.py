@@ -31,6 +31,8 @@ RECORDED = (
     ),
     ViewColumn("engine_logprob_gap_mean", "DOUBLE", "the same, mean"),
     ViewColumn("stale_logprob_gap", "DOUBLE", "the same for older versions, greatest"),
+    ViewColumn("preference_accuracy", "DOUBLE", "share of pairs whose chosen sample is rated higher"),
+    ViewColumn("preference_margin", "DOUBLE", "mean rating of chosen samples less that of rejected ones"),
     ViewColumn("value_loss", "DOUBLE", "mean loss of the critic"),
     ViewColumn("value_mean", "DOUBLE", "mean value of trained tokens, before the step"),
     ViewColumn("explained_variance", "DOUBLE", "share of the returns' variance that the values explain"),

@@ -15,6 +15,7 @@ VIEWS: tuple[View, ...] = (
     agent_views.EVENTS,
     agent_views.RUNS,
     agent_views.REWARDS,
+    agent_views.PREFERENCES,
     agent_views.TURNS,
     agent_views.TRAJECTORIES,
     agent_views.TOKENS,

@@ -97,6 +97,7 @@ def _upkeep_records() -> list[Any]:
         kinds.SegmentRepaired("elsewhere", 2, "00000002-00000002.1", 4, 8, "checksum mismatch"),
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
+        kinds.PreferenceAdded("id-task-1-0", "id-task-2-0", 1.0, "a person"),
     ]
 
 

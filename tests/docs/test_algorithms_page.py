@@ -14,6 +14,7 @@ from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.normalizers import NORMALIZERS
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.ppo import Ppo
+from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.surrogates import SURROGATES
@@ -31,14 +32,14 @@ def _rows(page: str, head: str) -> list[list[str]]:
 
 
 def test_each_row_has_the_defaults(page: str) -> None:
-    """Every algorithm but `sft`, with its parts and clips; `grpo` has those of `policy_gradient`."""
+    """Every policy gradient, with its parts and clips; `grpo` has those of `policy_gradient`."""
     found = {}
     for names, baseline, deviation, surrogate, clips, normalizer, source in _rows(page, "| name | baseline"):
         low, high = map(float, clips.split(","))
         parts = [text.strip("`") for text in (baseline, deviation, surrogate, normalizer)]
         found |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
         assert "arXiv:" in source
-    assert set(found) == set(ALGORITHMS) - {"sft"}
+    assert set(found) == set(ALGORITHMS) - {"sft", "dpo"}
     for name, kind in ALGORITHMS.items():
         if issubclass(kind, GroupPolicyGradient):
             a = kind.model_validate({"name": name})
@@ -51,10 +52,10 @@ def test_every_part_is_explained(page: str) -> None:
     """Each by the name that a CONFIG has for it; what peers they equal is `make test-parity`'s to hold."""
     rows = _rows(page, "| part | is")
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    families = (BASELINES, SURROGATES, CORRECTIONS, KL_ESTIMATORS, NORMALIZERS)
+    families = (BASELINES, SURROGATES, CORRECTIONS, KL_ESTIMATORS, NORMALIZERS, PREFERENCE_LOSSES)
     parts = {*(name for family in families for name in family), "unbiased", "biased"} - {"none"}
     assert parts <= named
-    assert named - parts <= {*Ppo.model_fields, *ALGORITHMS, "gae"}
+    assert named - parts <= {*Ppo.model_fields, *Dpo.model_fields, *ALGORITHMS, "gae"}
     assert all(len(row) == 5 and all(row[:2]) for row in rows)
 
 

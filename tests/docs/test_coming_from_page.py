@@ -99,5 +99,5 @@ def test_named_configuration_keys_and_columns_exist(page: str) -> None:
 
 def test_there_are_no_other_algorithms(root: Path) -> None:
     """The page names what there is; the README leads here."""
-    assert not {"dpo", "reward_model"} & set(ALGORITHMS), "docs/coming-from.md says that there is none"
+    assert not {"reward_model"} & set(ALGORITHMS), "docs/coming-from.md says that there is none"
     assert "(docs/coming-from.md)" in (root / "README.md").read_text()

@@ -42,7 +42,7 @@ def test_the_commands_run(
 
 
 def test_every_rule_is_there(page: str) -> None:
-    """Those of samples, and the two of groups."""
+    """Those of samples, those of groups, and those of pairs."""
     table = page[page.index("| rule |") :].split("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(named) == sorted([*RULES, "top_fraction", "zero_variance"])
+    assert sorted(named) == sorted([*RULES, "top_fraction", "zero_variance", "unpaired", "pair_broken"])

@@ -15,28 +15,16 @@ def _pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:n], values[n : 2 * n]
 
 
-def _log_ratios(case: Case, *, mean: bool) -> torch.Tensor:
-    """log(policy / reference) of each sample, summed or averaged over its tokens, [B]."""
-    sums = ((case.logprobs - case.reference) * case.floats).sum(-1)
-    return sums / case.floats.sum(-1) if mean else sums
+def rpo(case: Case, beta: float = 0.1, weight: float = 1.0) -> torch.Tensor:
+    """DPO's loss plus `weight` times the mean cross-entropy of the chosen sample's tokens.
 
-
-def dpo(case: Case, beta: float = 0.1) -> torch.Tensor:
-    """mean log(1 + exp(-beta (h_chosen - h_rejected))), h = log(policy / reference).
-
-    Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
+    Source: Pang et al. 2024, "Iterative Reasoning Preference Optimization" (arXiv:2404.19733), equation 2.
     """
-    chosen, rejected = _pairs(_log_ratios(case, mean=False))
-    return torch.nn.functional.softplus(-beta * (chosen - rejected)).mean()
-
-
-def ipo(case: Case, beta: float = 0.1, *, mean: bool = False) -> torch.Tensor:
-    """mean (h_chosen - h_rejected - 1 / (2 beta))^2.
-
-    Source: Azar et al. 2023 (arXiv:2310.12036), equation 17. `mean`: h is a mean over tokens.
-    """
-    chosen, rejected = _pairs(_log_ratios(case, mean=mean))
-    return (chosen - rejected - 1 / (2 * beta)).square().mean()
+    sums = [(of * case.floats).sum(-1) for of in (case.logprobs - case.reference, -case.logprobs)]
+    chosen, rejected = _pairs(sums[0])
+    lengths = _pairs(case.floats.sum(-1))[0]
+    losses = torch.nn.functional.softplus(-beta * (chosen - rejected))
+    return (losses + weight * _pairs(sums[1])[0] / lengths).mean()
 
 
 def bradley_terry(case: Case, *, margin: bool = False) -> torch.Tensor:

@@ -22,6 +22,7 @@ from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.logprobs import entropies
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
@@ -125,6 +126,18 @@ def kl(case: Case, estimator: str) -> torch.Tensor:
     return KL_ESTIMATORS[estimator](case.logprobs - case.reference)[case.mask].mean()
 
 
+def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
+    """DPO's loss of the batch, as `run_step` makes it; a pair is a sample of the first half and one of the
+    second."""
+    of, n = recorded_algorithm({"name": "dpo"} | keys), len(case.mask) // 2
+    order = torch.arange(2 * n).reshape(2, n).T.ravel()
+    tensors = (case.logprobs, case.old, case.advantages, case.mask)
+    logprobs, old, advantages, mask = (tensor[order] for tensor in tensors)
+    inputs = LossInputs(logprobs, old, advantages, mask, reference_logprobs=case.reference[order])
+    total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
+    return total / max(of.divisor(Totals(int(mask.sum()), 2 * n)), 1)
+
+
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """The mean entropy of distributions given by logits [B, T, V]."""
     return entropies(logits.log_softmax(-1)).mean()
@@ -155,7 +168,11 @@ def parts() -> list[Part]:
         if name != "none"
     ]
     keys = (Part(key, "", "", _default_of(key)) for key in _KEYS)
-    return [*found, *keys, Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
+    usual = Dpo.model_fields["preference_loss"].default
+    of_pairs = [_told(name, of, "`dpo`" if name == usual else "–") for name, of in PREFERENCE_LOSSES.items()]
+    of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
+    of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
+    return [*found, *keys, *of_ppo, *of_pairs, *of_dpo]
 
 
 _FAMILIES: dict[str, Mapping[str, Any]] = {
@@ -177,11 +194,18 @@ _KEYS = (
 )
 
 
+_DPO_KEYS = ("length_normalized", "label_smoothing", "sft_weight")
+
+
 def _part(name: str, of: Any, key: str) -> Part:
+    return _told(name, of, _users(name, key))
+
+
+def _told(name: str, of: Any, default: str) -> Part:
     told = of.__doc__ if isinstance(of, FunctionType) and of.__doc__ else ""
     first = re.split(r"[;.]\s|, \[", told)[0].strip().rstrip(".")
     sources = ", ".join(dict.fromkeys(re.findall(r"arXiv:\d+\.\d+", told)))
-    return Part(name, first, sources, _users(name, key))
+    return Part(name, first, sources, default)
 
 
 def _users(value: str, key: str) -> str:

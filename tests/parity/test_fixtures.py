@@ -282,7 +282,7 @@ FIXTURES = (
         _PAIR,
         _LN(1 + math.exp(-0.1)),
         {
-            "formula": formulas.dpo,
+            "ours": ours.pair_loss,
             "OpenRLHF": with_openrlhf.dpo,
             "TRL": with_trl.dpo,
             "AReaL": with_areal.dpo,
@@ -294,7 +294,10 @@ FIXTURES = (
         "ipo, of sums",
         _PAIR,
         16.0,
-        {"formula": formulas.ipo, "OpenRLHF": partial(with_openrlhf.dpo, ipo=True)},
+        {
+            "ours": partial(ours.pair_loss, preference_loss="ipo"),
+            "OpenRLHF": partial(with_openrlhf.dpo, ipo=True),
+        },
         [[-8.0, -8.0], [8.0, 8.0]],
     ),
     Fixture(
@@ -302,8 +305,8 @@ FIXTURES = (
         _PAIR,
         4.5**2,
         {
-            "formula": partial(formulas.ipo, mean=True),
-            "TRL": partial(with_trl.dpo, ipo=True),
+            "ours": partial(ours.pair_loss, preference_loss="ipo", length_normalized=True),
+            "TRL": partial(with_trl.dpo, kind="ipo"),
             "AReaL": partial(with_areal.dpo, ipo=True),
         },
         [[-4.5, -4.5], [4.5, 4.5]],

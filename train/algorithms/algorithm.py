@@ -7,7 +7,7 @@ name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
@@ -16,8 +16,9 @@ from rollbook.train.table import Table
 if TYPE_CHECKING:
     import torch
 
-Need = Literal["logprobs", "rewards", "groups", "old", "reference", "values", "entropy"]
+Need = Literal["logprobs", "rewards", "groups", "pairs", "old", "reference", "values", "entropy"]
 """What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, a group.
+Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch.
 Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
 the critic's value of the state that it was sampled in (`values`); the entropy of its distribution."""
 
@@ -71,9 +72,11 @@ class Demand:
 class Algorithm(Table):
     """An algorithm with its configuration. Subclasses have a `name`, a literal, as their first key."""
 
-    cycles: ClassVar[bool] = False
-    """Whether training goes over the samples of a cut again and again; if not, each batch of them is used
-    once."""
+    @property
+    def cycles(self) -> bool:
+        """Whether training goes over the samples of a cut again and again; if not, each batch of them is used
+        once."""
+        return False
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -133,6 +136,11 @@ class Algorithm(Table):
         """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
         clips."""
         return None
+
+    def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
+        """Numbers of the micro-batch's samples or pairs by name, each [n]: their mean is a metric of the
+        step."""
+        return {}
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum of a micro-batch's losses [B, T - 1], which are 0 outside the mask."""

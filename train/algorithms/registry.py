@@ -27,6 +27,7 @@ from rollbook.train.algorithms.combinations import (
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded, named_parts
 from rollbook.train.algorithms.ppo import Ppo
+from rollbook.train.algorithms.preferences import Dpo
 from rollbook.train.algorithms.sft import Sft
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {
@@ -42,6 +43,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
     "decoupled_ppo": DecoupledPpo,
     "ppo": Ppo,
+    "dpo": Dpo,
 }
 """Name -> algorithm, in the order in which pages show them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 class Sft(Algorithm):
     """Supervised fine-tuning: cross-entropy on the recorded completions."""
 
-    cycles: ClassVar[bool] = True
-
     name: Literal["sft"]
     """The algorithm that the other keys of the table belong to."""
     batch_size: Positive = 64
     """Samples per step."""
+
+    @property
+    def cycles(self) -> bool:
+        """It goes over its samples again and again."""
+        return True
 
     @property
     def demand(self) -> Demand:

@@ -64,6 +64,13 @@ class RecipeConfig(Table):
     where: str | None = None
     """Only trajectories for which this SQL condition on the view `trajectories` holds; with --source cut."""
 
+    preference_sources: tuple[str, ...] = ()
+    """Only preferences of these sources; empty: of all."""
+
+    def takes_preference(self, source: str) -> bool:
+        """Whether preferences of a source count."""
+        return not self.preference_sources or source in self.preference_sources
+
     @property
     def asks_sql(self) -> bool:
         """Whether a key is a condition in SQL."""
@@ -227,6 +234,11 @@ class TrainConfig(Table):
     def _fitting(self) -> TrainConfig:
         if self.critic is not None and "values" not in self.algorithm.needs:
             raise ValueError(f'[critic]: algorithm "{self.algorithm.algorithm_name}" has no critic')
+        if "pairs" in self.algorithm.needs and (self.micro_batch_size or 2) % 2:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "
+                "choose an even number"
+            )
         steps = self.algorithm.demand.steps
         if self.steps % steps:
             raise ValueError(
@@ -279,6 +291,8 @@ def _say(error: Any) -> str:
         return f"unknown key: {_meant(error['loc'])}"
     if error["type"] == "missing":
         return "is missing"
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # of a whole table
+        return shown(str(error["ctx"]["error"]))
     return shown(f"{error['msg']} (got {error['input']!r})")
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.recipe import Drop, sort_out
+from rollbook.train.data.recipe import Drop
 from rollbook.train.data.references import SampleRef, find_references
+from rollbook.train.data.units import sort_units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,11 +23,13 @@ class Applied:
 
     Attributes:
         version: of the policy, by which staleness was decided.
+        pairs: the chosen and the rejected sample of each pair; None where the algorithm takes samples.
     """
 
     kept: list[SampleRef]
     drops: list[Drop]
     version: int
+    pairs: list[tuple[SampleRef, SampleRef]] | None = None
 
     @property
     def rules(self) -> Counter[str]:
@@ -53,9 +58,15 @@ def apply_recipe(
     if version is None:
         version = fold_history(log.events_of(KINDS, cut), run, policy).version
     found = find_references(log, cut, run, recipe)
-    numbers, candidates = found.candidates()
-    kept, drops = sort_out(candidates, recipe, algorithm, version)
-    refs = found.refs(numbers)
+    sorted_out = sort_units(found, log, cut, run, recipe, algorithm, version)
+    kept = np.unique(sorted_out.units)
+    refs = dict(zip(kept.tolist(), found.refs(kept), strict=True))
+    pairs = None
+    if "pairs" in algorithm.needs:
+        pairs = [(refs[chosen], refs[rejected]) for chosen, rejected in sorted_out.units.tolist()]
     return Applied(
-        [refs[at] for at in kept], [Drop(refs[at], rule, detail) for at, rule, detail in drops], version
+        list(refs.values()),
+        sorted_out.named(found),
+        version,
+        pairs,
     )

@@ -14,11 +14,11 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.within_groups import Members, below_top, best_and_worst, flat, in_several
 
 NOWHERE = -1
 """Stands for an unknown version."""
@@ -215,6 +215,8 @@ RULES: Mapping[str, _Rule] = {
         lambda of, held, at: {"reward": str(float(of.rewards[at]))},
     ),
     "no_logprobs": _Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
+    # A preference is between trajectories: of one with several samples it does not say which is meant.
+    "several_paths": _Rule(lambda of, held: _where_needed("pairs", in_several(of.trajectories), held)),
 }
 """The rules by name, in the order in which they are applied: the first that matches counts."""
 
@@ -230,12 +232,15 @@ def sort_out(
     algorithm: Algorithm,
     version: int,
     limits: ModelLimits | None = None,
+    *,
+    whole_groups: bool = True,
 ) -> tuple[Ints, list[tuple[int, str, Json]]]:
     """Indexes of the candidates to train on, in order, and (index, rule, detail) of the others.
 
     Args:
         version: the trainer's input policy version.
         limits: of the model; None where they are not known, and so not held against anything.
+        whole_groups: whether the candidates of groups are all there, so that they can be compared.
     """
     held = _Held(recipe, algorithm, version, limits or UNLIMITED)
     left = np.ones(len(of.erased), np.bool_)
@@ -245,58 +250,34 @@ def sort_out(
         drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
         left &= ~dropped
     drops.sort(key=lambda drop: drop[0])
-    if recipe.top_fraction is not None:
-        below = _below_top(of, left, recipe.top_fraction)
-        drops += [
-            (int(at), "top_fraction", {"reward": float(of.rewards[at])}) for at in np.flatnonzero(below)
-        ]
-        left &= ~below
-    if "groups" in algorithm.needs and recipe.drop_zero_variance:
-        flat = _flat(of, left)
-        drops += [
-            (int(at), "zero_variance", {"reward": float(of.rewards[at])}) for at in np.flatnonzero(flat)
-        ]
-        left &= ~flat
-    return np.flatnonzero(left), drops
+    return _of_groups(of, left, drops, held) if whole_groups else (np.flatnonzero(left), drops)
 
 
-def _below_top(of: Candidates, left: Bools, fraction: float) -> Bools:
-    """Which of those that are left are not of their group's best trajectories; of equal rewards the first
-    count."""
-    at = np.flatnonzero(left)
-    alone = np.array([group is None for group in of.groups[at]], np.bool_)
-    names = np.where(alone, of.trajectories[at], of.groups[at])
-    groups = _codes(names) * 2 + alone
-    trajectories = _codes(of.trajectories[at])
-    first = np.unique(trajectories, return_index=True)[1]
-    order = first[np.lexsort((first, -of.rewards[at][first], groups[first]))]
-    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    sizes = np.diff(begins, append=len(order))
-    rank = np.arange(len(order)) - np.repeat(begins, sizes)
-    best = rank < np.repeat(np.maximum(np.ceil(fraction * sizes - 1e-9), 1), sizes)
-    below = left.copy()
-    below[at] = np.isin(trajectories, trajectories[order[best]], invert=True)
-    return below
+def _of_groups(
+    of: Candidates, left: Bools, drops: list[tuple[int, str, Json]], held: _Held
+) -> tuple[Ints, list[tuple[int, str, Json]]]:
+    """What is kept of those that are left, and all drops, by rules that compare the samples of a group."""
 
+    def drop(rule: str, dropped: Bools) -> None:
+        nonlocal left
+        drops.extend((int(at), rule, {"reward": float(of.rewards[at])}) for at in np.flatnonzero(dropped))
+        left = left & ~dropped
 
-def _flat(of: Candidates, left: Bools) -> Bools:
-    """Which of those that are left are in groups whose rewards are all equal."""
-    at = np.flatnonzero(left)
-    groups, rewards = _codes(of.groups[at]), of.rewards[at]
-    order = np.argsort(groups, kind="stable")
-    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    if not len(begins):
-        return np.zeros_like(left)
-    least, greatest = (extreme.reduceat(rewards[order], begins) for extreme in (np.minimum, np.maximum))
-    flat = left.copy()
-    flat[at] = (least == greatest)[groups]
-    return flat
-
-
-def _codes(values: npt.NDArray[np.object_]) -> Ints:
-    """A number from 0 for each distinct text, in the order of first occurrence; None is a text too."""
-    encoded = pa.array(values, pa.string()).dictionary_encode(null_encoding="encode")
-    return np.asarray(encoded.indices.to_numpy(), np.int64)
+    members = Members(of.groups, of.trajectories, of.rewards)
+    if held.recipe.top_fraction is not None:
+        drop("top_fraction", below_top(members, left, held.recipe.top_fraction))
+    if "groups" not in held.algorithm.needs:
+        return np.flatnonzero(left), drops
+    pairs = "pairs" in held.algorithm.needs
+    if held.recipe.drop_zero_variance or pairs:
+        drop("zero_variance", flat(members, left))
+    if not pairs:
+        return np.flatnonzero(left), drops
+    kept = best_and_worst(members, left).ravel()
+    unpaired = left.copy()
+    unpaired[kept] = False
+    drop("unpaired", unpaired)
+    return kept, drops
 
 
 def select(
@@ -305,14 +286,13 @@ def select(
     algorithm: Algorithm,
     version: int,
     limits: ModelLimits | None = None,
+    *,
+    whole_groups: bool = True,
 ) -> tuple[list[C], list[Drop]]:
-    """Candidates to train on, in order, and the dropped ones.
-
-    Args:
-        version: the trainer's input policy version.
-        limits: of the model; None where they are not known, and so not held against anything.
-    """
-    kept, drops = sort_out(_columns(candidates), recipe, algorithm, version, limits)
+    """Candidates to train on, in order, and the dropped ones. Arguments as of `sort_out`."""
+    kept, drops = sort_out(
+        _columns(candidates), recipe, algorithm, version, limits, whole_groups=whole_groups
+    )
     named = [Drop(candidates[at], rule, detail) for at, rule, detail in drops]
     return [candidates[at] for at in kept], named
 

@@ -1,8 +1,8 @@
 """Sources of a step's samples: the log at a cut, or its tail. Both serve the same loop.
 
-A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut goes over the
-samples in epochs, each a permutation decided by the seed. Everything else uses each prompt
-group (or single sample) once, in the order in which they became complete.
+A sample can be used once its trajectory is finished. Supervised fine-tuning at a cut, and training on
+recorded preferences, go over them in epochs, each a permutation decided by the seed. Everything else uses
+each prompt group (or single sample) once, in the order in which they became complete.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
+from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.references import find_references
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
+from rollbook.train.data.units import sort_units
 
 
 class EpochSource:
-    """Supervised samples at a cut, in epochs; any step's batch can be computed at once.
+    """Samples at a cut, or pairs of them, in epochs; any step's batch can be computed at once.
 
     Only the log positions of tokens are kept in memory. The tokens of the next step are read while the
     current step runs.
@@ -52,11 +53,10 @@ class EpochSource:
         recipe = config.recipe
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
         self._found = find_references(log, cut, config.run, recipe)
-        numbers, candidates = self._found.candidates()
-        kept, drops = sort_out(candidates, recipe, config.algorithm, version, limits)
-        self._kept = numbers[kept]
-        named = [Drop(self._found.ref(int(numbers[at])), rule, detail) for at, rule, detail in drops]
-        self._drops = [] if done else named  # drops are recorded once, with the first step
+        applied = sort_units(self._found, log, cut, config.run, recipe, config.algorithm, version, limits)
+        self._units = applied.units
+        # Drops are recorded once, with the first step.
+        self._drops = [] if done else applied.named(self._found)
         self._samples = Materializer(log, cut, self._found, config.run)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
@@ -65,7 +65,7 @@ class EpochSource:
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """The next slice of the endless row of epochs; None where there is no sample at all."""
-        if not len(self._kept):
+        if not len(self._units):
             return None
         step, ahead = self._next, self._ahead
         self._next += 1
@@ -90,7 +90,7 @@ class EpochSource:
 
     def _slice(self, step: int) -> npt.NDArray[np.int64]:
         """Numbers of the samples of a step, by its own number in this source."""
-        return self._kept[epoch_slice(step, self._size, len(self._kept), self._seed)]
+        return self._units[epoch_slice(step, self._size, len(self._units), self._seed)].ravel()
 
     def _read(self, step: int) -> list[Sample]:
         return self._samples.samples(self._slice(step).tolist())

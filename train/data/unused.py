@@ -98,9 +98,8 @@ def _dropped(
     fresh: Sequence[SampleRef], config: TrainConfig, version: int, limits: ModelLimits | None
 ) -> str | None:
     """The rule by which the recipe drops all that is left of a trajectory, or None."""
-    # Zero variance is counted by groups below.
-    recipe = config.recipe.model_copy(update={"drop_zero_variance": False})
-    kept, drops = select(fresh, recipe, config.algorithm, version, limits)
+    # What compares the members of groups is counted by groups below.
+    kept, drops = select(fresh, config.recipe, config.algorithm, version, limits, whole_groups=False)
     return None if kept else f"are dropped by the rule {drops[0].rule}"
 
 
@@ -108,7 +107,9 @@ def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
     """Why the usable samples do not fill a step."""
     algorithm, reasons = config.algorithm, Counter[str]()
     if "groups" not in algorithm.needs:
-        if left:
+        if left and "pairs" in algorithm.needs:
+            reasons["are in no recorded preference of which both sides can be trained on"] = len(left)
+        elif left:
             reasons[f"are left: a step takes {algorithm.demand.groups} samples"] = len(left)
         return reasons
     groups: dict[str, list[list[SampleRef]]] = defaultdict(list)
@@ -118,7 +119,7 @@ def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
         rewards = {sample.reward for samples in members for sample in samples}
         if len(members) < algorithm.demand.group_size:
             text = f"are in groups of fewer than {algorithm.demand.group_size} (algorithm.group_size)"
-        elif len(rewards) == 1 and config.recipe.drop_zero_variance:
+        elif len(rewards) == 1 and (config.recipe.drop_zero_variance or "pairs" in algorithm.needs):
             text = "are in groups whose rewards are all equal (recipe.drop_zero_variance)"
         else:
             text = f"are left: a step takes {algorithm.demand.groups} groups (algorithm.groups)"

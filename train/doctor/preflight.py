@@ -93,7 +93,9 @@ def _algorithm(config: TrainConfig) -> list[Check]:
     size = demand.groups * demand.group_size
     said = f"{size} trajectories a rollout batch, in {demand.groups} groups; {demand.steps} steps on each"
     found = [Check("batch", "green", said)]
-    if "groups" in algorithm.needs and demand.group_size < 4:
+    if "pairs" in algorithm.needs:
+        found = [Check("batch", "green", f"{demand.groups} pairs a step")]
+    elif "groups" in algorithm.needs and demand.group_size < 4:
         said = f"groups of {demand.group_size}: a baseline of so few says little"
         found = [Check("batch", "yellow", said, "algorithm.group_size")]
     elif "values" not in algorithm.needs and not algorithm.cycles and size < 8:
@@ -126,9 +128,11 @@ def _data(config: TrainConfig, applied: Applied, source: str) -> list[Check]:
         key = (ref.group or ref.trajectory_id) if grouped else ref.leaf_turn_id
         members.setdefault(key, set()).add(ref.trajectory_id)
     whole = sum(len(of) >= demand.group_size for of in members.values()) if grouped else len(members)
+    unit = "whole groups" if applied.pairs is None else "pairs"
+    whole = whole if applied.pairs is None else len(applied.pairs)
     dropped = ", ".join(f"{rule} {count}" for rule, count in applied.rules.most_common()) or "none"
     said = (
-        f"{len(applied.kept)} samples, {whole} whole groups where a rollout batch takes {demand.groups}; "
+        f"{len(applied.kept)} samples, {whole} {unit} where a rollout batch takes {demand.groups}; "
         f"dropped: {dropped}"
     )
     empty: Verdict = "red" if source == "cut" else "yellow"

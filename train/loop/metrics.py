@@ -20,6 +20,7 @@ class TokenValues:
         engine_gaps: logprob less the engine's; log_ratios: less the old one's; reference_gaps: less the
             reference's.
         entropies: in nats; low, high: where a clip is at work; ages: versions since the token was sampled.
+        measured: what the algorithm measures of samples or pairs, by name.
     """
 
     engine_gaps: list[torch.Tensor] = field(default_factory=list)
@@ -29,6 +30,12 @@ class TokenValues:
     low: list[torch.Tensor] = field(default_factory=list)
     high: list[torch.Tensor] = field(default_factory=list)
     ages: list[torch.Tensor] = field(default_factory=list)
+    measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def measure(self, values: dict[str, torch.Tensor]) -> None:
+        """Take what the algorithm measures of a micro-batch."""
+        for name, tensor in values.items():
+            self.measured.setdefault(name, []).append(tensor.detach().cpu())
 
     def add(self, mask: torch.Tensor, micro: MicroBatch, version: int, **values: torch.Tensor | None) -> None:
         """Take the values of a micro-batch's trained tokens, each [B, T - 1]."""
@@ -87,6 +94,7 @@ def of_tokens(values: TokenValues) -> Json:
         found["kl"] = _k3(_joined(values.reference_gaps).double().clamp(-20, 20))
     if values.entropies:
         found["entropy"] = float(_joined(values.entropies).double().mean())
+    found |= {name: _share(parts) for name, parts in values.measured.items()}
     ages = _joined(values.ages)
     known = ages[ages >= 0].double()
     found |= {
@@ -128,6 +136,7 @@ def _joined(parts: list[Any]) -> torch.Tensor:
 
 
 def _share(parts: list[torch.Tensor]) -> float:
+    """The mean of all values."""
     return float(_joined(parts).double().mean())
 
 

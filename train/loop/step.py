@@ -202,6 +202,7 @@ def _note(
 ) -> None:
     """Keep what the metrics of a micro-batch are made of."""
     exact = "logprobs" in algorithm.needs
+    seen.measure(algorithm.measures(inputs))
     low, high = algorithm.clipped(inputs) or (None, None)
     reference = inputs.reference_logprobs
     seen.add(

@@ -35,7 +35,7 @@ def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json:
         print_json(where | _as_json(applied))
         return
     said = f"{visible(named.name)}, run {visible(where['run'])} at {where['cut'] or 'its beginning'}"
-    say(f"{said}, version {applied.version}: {_counted(applied.kept)}")
+    say(f"{said}, version {applied.version}: {_counted(applied)}")
     _print_rules(applied)
     _print_samples(applied.kept)
 
@@ -88,11 +88,13 @@ def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tup
     return applied, {"run": run, "cut": format_cut(cut), "policy_version": applied.version}
 
 
-def _counted(refs: list[SampleRef]) -> str:
+def _counted(applied: Applied) -> str:
+    refs = applied.kept
     groups = {ref.group for ref in refs if ref.group is not None}
     of = len({ref.trajectory_id for ref in refs})
     trained = sum(ref.trained for ref in refs)
-    return f"keeps {len(refs)} samples of {of} trajectories in {len(groups)} groups, {trained} trained tokens"
+    within = f"{len(groups)} groups" if applied.pairs is None else f"{len(applied.pairs)} pairs"
+    return f"keeps {len(refs)} samples of {of} trajectories in {within}, {trained} trained tokens"
 
 
 def _print_rules(applied: Applied) -> None:
@@ -138,7 +140,12 @@ def _as_json(applied: Applied) -> dict[str, Any]:
         | {"trajectory": ref.name, "group": ref.group, "reward": ref.reward, "trained": ref.trained}
         for ref in applied.kept
     ]
-    return {"kept": kept, "dropped": drops}
+    found: dict[str, Any] = {"kept": kept, "dropped": drops}
+    if applied.pairs is not None:
+        found["pairs"] = [
+            {"chosen": chosen.reference, "rejected": rejected.reference} for chosen, rejected in applied.pairs
+        ]
+    return found
 
 
 def _reasons(refs: Iterable[SampleRef], other: Applied) -> dict[str, str]:

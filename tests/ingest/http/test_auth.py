@@ -43,6 +43,7 @@ GUARDED = [
     ("POST", "/v1/trajectories/x/finish"),
     ("POST", "/v1/trajectories/x/rewards"),
     ("POST", "/v1/trajectories/x/labels"),
+    ("POST", "/v1/preferences"),
     ("GET", "/v1/events"),
     ("GET", "/v1/cursors/me"),
     ("PUT", "/v1/cursors/me"),

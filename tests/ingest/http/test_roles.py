@@ -67,6 +67,7 @@ MATRIX = {
     ("POST", "/v1/trajectories/x/finish"): "owt",
     ("POST", "/v1/trajectories/x/rewards"): "owjt",
     ("POST", "/v1/trajectories/x/labels"): "owjt",
+    ("POST", "/v1/preferences"): "oj",
     ("GET", "/v1/models"): "owt",
     ("GET", "/v1/models/org/m"): "owt",
     ("GET", "/v1/responses/resp_1"): "owt",

@@ -391,6 +391,35 @@ def test_a_reward_that_does_not_fit_is_refused(http: httpx.Client, server: Any, 
     assert [r.reward for _, r in _trajectory(server, name).rewards] == [1.0]
 
 
+def test_preferences_between_trajectories(http: httpx.Client, server: Any, name: str) -> None:
+    """By name, at any time; what does not fit is refused with a code, and nothing is recorded."""
+    other = f"{name}-other"
+    for one in (name, other):
+        _chat(http, one, USER)
+    assert _finish(http, name).status_code == 200
+    said = http.post("/v1/preferences", json={"chosen": name, "rejected": other, "margin": 2, "source": "me"})
+    plain = http.post("/v1/preferences", json={"chosen": other, "rejected": name})
+    assert (said.status_code, plain.status_code) == (201, 201)
+    for status, code, body in (
+        (404, "unknown_trajectory", {"chosen": name, "rejected": f"{name}-nobody"}),
+        (404, "unknown_trajectory", {"chosen": f"{name}-nobody", "rejected": name}),
+        (422, "same_trajectory", {"chosen": name, "rejected": name}),
+        (400, "bad_request", {"chosen": name}),
+        (400, "bad_request", {"chosen": name, "rejected": other, "margin": "much"}),
+        (400, "bad_request", {"chosen": name, "rejected": other, "source": ""}),
+        (400, "bad_request", {"chosen": name, "rejected": other, "margins": 1}),
+    ):
+        answer = http.post("/v1/preferences", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body
+    columns = "trajectory, rejected, margin, source, event_id"
+    query = f"select {columns} from preferences where ? in (trajectory, rejected) order by event_id"
+    rows = _sql(server, query, name)
+    assert rows == [
+        (name, other, 2.0, "me", said.json()["event_id"]),
+        (other, name, None, "label", plain.json()["event_id"]),
+    ]
+
+
 @pytest.mark.parametrize("rewards", [[], [1.0], [1.0, 2.0, 3.0], {"chatcmpl-no": 1.0}, {"": 1.0}])
 def test_rewards_that_do_not_fit_are_422_and_finish_nothing(
     http: httpx.Client, server: Any, name: str, rewards: Any

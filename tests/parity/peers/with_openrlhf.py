@@ -88,10 +88,10 @@ def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:n], values[n : 2 * n]
 
 
-def dpo(case: Case, *, ipo: bool = False, beta: float = 0.1) -> torch.Tensor:
+def dpo(case: Case, *, ipo: bool = False, beta: float = 0.1, smoothing: float = 0.0) -> torch.Tensor:
     """DPO's or IPO's loss of pairs: each sample of the first half against one of the second."""
     sums = [(of * case.floats).sum(-1) for of in (case.logprobs, case.reference)]
-    return losses.DPOLoss(beta, ipo=ipo)(*_halves(sums[0]), *_halves(sums[1]))[0]
+    return losses.DPOLoss(beta, smoothing, ipo)(*_halves(sums[0]), *_halves(sums[1]))[0]
 
 
 def bradley_terry(case: Case, *, margin: bool = False) -> torch.Tensor:

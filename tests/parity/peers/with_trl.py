@@ -155,8 +155,8 @@ def _pairs(values: torch.Tensor) -> torch.Tensor:
     return values[: len(values) // 2 * 2]
 
 
-def dpo(case: Case, *, ipo: bool = False, beta: float = 0.1) -> torch.Tensor:
-    """DPO's or IPO's loss of pairs: each sample of the first half against one of the second.
+def dpo(case: Case, kind: str = "sigmoid", beta: float = 0.1) -> torch.Tensor:
+    """A loss of pairs, `loss_type` DPO's: each sample of the first half against one of the second.
 
     The first column of what the trainer sees is a prompt's, of which there is no loss.
     """
@@ -179,7 +179,7 @@ def dpo(case: Case, *, ipo: bool = False, beta: float = 0.1) -> torch.Tensor:
         ld_alpha=None,
         precompute_ref_logps=False,
         f_divergence_type="reverse_kl",
-        loss_types=["ipo" if ipo else "sigmoid"],
+        loss_types=[kind],
         loss_weights=[1.0],
         beta=beta,
         use_weighting=False,

@@ -183,6 +183,6 @@ DIFFERENCES = (
         "TRL ipo",
         "OpenRLHF sums over tokens, TRL and AReaL average",
         partial(with_openrlhf.dpo, ipo=True),
-        partial(with_trl.dpo, ipo=True),
+        partial(with_trl.dpo, kind="ipo"),
     ),
 )

@@ -40,27 +40,61 @@ CRITIC = tuple(
     )
 )
 
-PAIRS = (
+_IPO = {"preference_loss": "ipo"}
+PREFERENCES = (
     *(
-        Row("dpo", peer, name, formulas.dpo, of, double=double)
+        Row("sigmoid", peer, name, ours.pair_loss, of, double=double)
         for peer, name, of, double in (
             ("OpenRLHF", "DPOLoss", with_openrlhf.dpo, 1e-12),
             ("TRL", "sigmoid", with_trl.dpo, 1e-12),
             ("AReaL", "sigmoid", with_areal.dpo, None),
         )
     ),
-    Row("ipo", "OpenRLHF", "ipo [sums]", formulas.ipo, partial(with_openrlhf.dpo, ipo=True)),
+    Row(
+        "label_smoothing",
+        "OpenRLHF",
+        "label_smoothing",
+        partial(ours.pair_loss, label_smoothing=0.2, beta=0.3),
+        partial(with_openrlhf.dpo, smoothing=0.2, beta=0.3),
+    ),
+    Row(
+        "length_normalized",
+        "TRL",
+        "sigmoid_norm",
+        partial(ours.pair_loss, length_normalized=True, beta=2.0),
+        partial(with_trl.dpo, kind="sigmoid_norm", beta=2.0),
+    ),
+    Row(
+        "ipo",
+        "OpenRLHF",
+        "ipo [sums]",
+        partial(ours.pair_loss, **_IPO),
+        partial(with_openrlhf.dpo, ipo=True),
+    ),
     *(
         Row(
-            "ipo",
+            "length_normalized",
             peer,
-            "ipo [means over tokens]",
-            partial(formulas.ipo, mean=True),
-            partial(of, ipo=True),
-            double=d,
+            "ipo",
+            partial(ours.pair_loss, length_normalized=True, **_IPO),
+            of,
+            double=double,
         )
-        for peer, of, d in (("TRL", with_trl.dpo, 1e-12), ("AReaL", with_areal.dpo, None))
+        for peer, of, double in (
+            ("TRL", partial(with_trl.dpo, kind="ipo"), 1e-12),
+            ("AReaL", partial(with_areal.dpo, ipo=True), None),
+        )
     ),
+    Row(
+        "sft_weight",
+        "formula",
+        "equation 2",
+        partial(ours.pair_loss, sft_weight=0.7),
+        partial(formulas.rpo, weight=0.7),
+    ),
+)
+
+PAIRS = (
     *(
         Row(
             "bradley_terry",

@@ -16,7 +16,7 @@ from rollbook import store as rb
 from rollbook.cli import app as cli
 from rollbook.store import Event, Store
 from rollbook.store.errors import CutError, NotAStoreError
-from rollbook.store.events import RewardAssigned, StepPlanned, TrajectoryOpened
+from rollbook.store.events import PreferenceAdded, RewardAssigned, StepPlanned, TrajectoryOpened
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sql.views import VIEWS
@@ -34,7 +34,8 @@ def _rows(store: Store, query: str, **options: Any) -> list[tuple[Any, ...]]:
 
 def test_the_views_are_the_documented_ones() -> None:
     """Every view has its name, a sentence, and only reads views before it."""
-    names = ["events", "runs", "rewards", "turns", "trajectories", "tokens", "outliers", "paths", "bodies"]
+    names = ["events", "runs", "rewards", "preferences", "turns", "trajectories", "tokens"]
+    names += ["outliers", "paths", "bodies"]
     names += ["policies", "syncs", "steps", "metrics", "samples", "drops", "lineage", "ledger"]
     assert [v.name for v in VIEWS] == names
     assert all(v.doc.endswith(".") for v in VIEWS)
@@ -169,6 +170,19 @@ def test_rewards_marks_the_superseded(told: Store) -> None:
         ("alpha", None, 0.5, "agent", "e-serve-11", True, "serve", 11),
         ("alpha", None, 1.0, "agent", "e-serve-12", False, "serve", 12),
         ("alpha", None, 0.75, "judge", "e-serve-13", False, "serve", 13),
+    ]
+
+
+def test_preferences(told: Store, upkeep: list[Event]) -> None:
+    """Both trajectories by id and by name; of one that is not in the log there is no name."""
+    with told.writer("upkeep") as writer:
+        writer.append([*upkeep, Event(PreferenceAdded("t9", "t1"), "demo", "e-last")]).result(30)
+    columns = (
+        "trajectory_id, trajectory, rejected_trajectory_id, rejected, margin, source, event_id, lane, key"
+    )
+    assert _rows(told, f"select {columns} from preferences order by event_id") == [
+        ("t9", None, "t1", "alpha", None, "label", "e-last", "upkeep", None),
+        ("t1", "alpha", "t2", "beta", 0.5, "judge", "e-upkeep-13", "upkeep", "nightly-judge"),
     ]
 
 

@@ -113,7 +113,7 @@ def test_what_each_algorithm_says_of_itself() -> None:
     """Demand, needs and epochs, by which everybody else decides."""
     assert Sft(name="sft", batch_size=7).demand == Demand(7, 1)
     assert Grpo(name="grpo", groups=3, group_size=5).demand == Demand(3, 5)
-    assert (Sft(name="sft").needs, Sft.cycles) == (frozenset(), True)
-    assert (Grpo(name="grpo").needs, Grpo.cycles) == ({"logprobs", "rewards", "groups"}, False)
+    assert (Sft(name="sft").needs, Sft(name="sft").cycles) == (frozenset(), True)
+    assert (Grpo(name="grpo").needs, Grpo(name="grpo").cycles) == ({"logprobs", "rewards", "groups"}, False)
     of = Rollouts(np.array([np.nan, 3.0]), ["a", "b"], ["a", "b"], np.array([1, 2]))
     assert Sft(name="sft").advantages(of).values.tolist() == [1.0, 1.0]

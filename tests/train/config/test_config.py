@@ -76,9 +76,9 @@ def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: "),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1: is missing"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1: "),
-        ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, "optimizer: Value error, min_lr"),
-        ({"optimizer": {"decay": "WSD"}}, "optimizer: Value error, wsd_decay_steps"),
-        ({"optimizer": {"wsd_decay_steps": 3}}, "optimizer: Value error, wsd_decay_steps"),
+        ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, "optimizer: min_lr"),
+        ({"optimizer": {"decay": "WSD"}}, "optimizer: wsd_decay_steps"),
+        ({"optimizer": {"wsd_decay_steps": 3}}, "optimizer: wsd_decay_steps"),
         ({"sync": {}}, "sync.engines: is missing"),
     ],
 )

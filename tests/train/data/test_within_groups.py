@@ -1,0 +1,43 @@
+"""Which samples of a group are used, against the same rule written plainly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollbook.train.data.within_groups import Members, best_and_worst, in_several
+
+_MEMBERS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(0, 3), st.booleans()), max_size=30
+)
+
+
+def _members(rows: list[Any]) -> tuple[Members, np.ndarray[Any, Any]]:
+    groups = np.empty(len(rows), np.object_)
+    groups[:] = [group for group, _, _ in rows]
+    names = np.array([f"t{i}" for i in range(len(rows))], np.object_)
+    rewards = np.array([float(reward) for _, reward, _ in rows])
+    return Members(groups, names, rewards), np.array([left for *_, left in rows], np.bool_)
+
+
+@given(_MEMBERS)
+def test_the_best_and_the_worst_of_each_group(rows: list[Any]) -> None:
+    """Of those that are left; the first of equal ones; groups by their first member; none without a
+    difference."""
+    members, left = _members(rows)
+    expected = []
+    for group in dict.fromkeys(group for group, _, is_left in rows if is_left and group is not None):
+        of = [i for i, (name, _, is_left) in enumerate(rows) if is_left and name == group]
+        best, worst = max(of, key=lambda i: rows[i][1]), min(of, key=lambda i: rows[i][1])
+        if rows[best][1] > rows[worst][1]:
+            expected.append([best, worst])
+    assert best_and_worst(members, left).tolist() == expected
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=8))
+def test_trajectories_with_several_samples(names: list[str]) -> None:
+    """A sample is not alone where its trajectory's name comes twice."""
+    assert in_several(np.array(names, np.object_)).tolist() == [names.count(name) > 1 for name in names]

@@ -1,0 +1,82 @@
+"""Units of training, at a cut: the samples that a recipe keeps, or pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rollbook.store import Store
+from rollbook.store.cut import Cut
+from rollbook.store.events import Json, PreferenceAdded
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.pairs import paired
+from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
+from rollbook.train.data.references import References
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """What a recipe makes of the samples of a cut, by their numbers among the references.
+
+    Attributes:
+        units: int64 [U, 1], a sample each; or [U, 2], the chosen and the rejected sample of a pair.
+        drops: (number, rule, detail).
+    """
+
+    units: Ints
+    drops: list[tuple[int, str, Json]]
+
+    def named(self, found: References) -> list[Drop]:
+        """The drops, by name."""
+        refs = found.refs([number for number, _, _ in self.drops])
+        return [Drop(ref, rule, detail) for ref, (_, rule, detail) in zip(refs, self.drops, strict=True)]
+
+
+def sort_units(
+    found: References,
+    log: Store,
+    cut: Cut,
+    run: str,
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
+) -> Units:
+    """The units that the recipe keeps for an algorithm, in order of their samples' names or of preferences.
+
+    Args:
+        version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
+
+    Raises:
+        CorruptionError: a file is damaged.
+    """
+    numbers, candidates = found.candidates()
+    kept, drops = sort_out(candidates, recipe, algorithm, version, limits)
+    numbered = [(int(numbers[at]), rule, detail) for at, rule, detail in drops]
+    if "pairs" not in algorithm.needs:
+        return Units(numbers[kept][:, None], numbered)
+    if "groups" in algorithm.needs:
+        return Units(numbers[kept].reshape(-1, 2), numbered)
+    ids = found.trajectories["trajectory_id"].to_pylist()
+    of_each = {ids[found.trajectory[number]]: int(number) for number in numbers[kept]}
+    made = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
+    concerned = [drop for drop in numbered if ids[found.trajectory[drop[0]]] in made.named]
+    return Units(made.pairs, concerned + [(int(number), "pair_broken", {}) for number in made.alone])
+
+
+def _preferences(log: Store, cut: Cut, runs: Collection[str], recipe: RecipeConfig) -> list[PreferenceAdded]:
+    """The preferences of these runs that the recipe takes, lane by lane, each in order."""
+    return [
+        event.record
+        for event in log.events_of({PreferenceAdded.KIND}, cut)
+        if event.run in runs
+        and isinstance(event.record, PreferenceAdded)
+        and recipe.takes_preference(event.record.source)
+    ]
