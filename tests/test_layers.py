@@ -25,7 +25,7 @@ ROOMS = {
     ],
     "ingest": [
         *("engines", "staleness", "requests", "tokens", "replies", "turns", "trajectories", "admission"),
-        *("recording", "endpoints", "http", "upstream", "serve"),
+        *("recording", "endpoints", "http", "upstream", "serve", "datasets"),
     ],
     "train": ["algorithms", "config", "data", "megatron", "checkpoints", "sync", "loop", "doctor"],
 }

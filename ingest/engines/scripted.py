@@ -88,7 +88,8 @@ class ScriptedEngine:
         except Exception as error:
             raise EngineError(f"the script failed: {error!r}") from error
         try:
-            ids = self._tokenizer.encode(self._completion_text(prompt, reply))
+            text = completion_text(self._tokenizer, prompt.messages, prompt.tools, reply)
+            ids = self._tokenizer.encode(text)
         except RequestError as error:
             raise EngineError(f"the script's answer {reply!r} cannot be rendered: {error}") from error
         on_tokens(ids.tolist(), None)
@@ -113,17 +114,6 @@ class ScriptedEngine:
         on_tokens([stop], None)
         return _generation([*made, stop], "stop")
 
-    def _completion_text(self, prompt: Prompt, reply: Json) -> str:
-        asked = self._tokenizer.render(prompt.messages, prompt.tools, generate=True)
-        whole = self._tokenizer.render([*prompt.messages, reply], prompt.tools, generate=False)
-        if not whole.startswith(asked):
-            raise EngineError("the chat template does not put an answer behind its prompt")
-        ends = [self._tokenizer.decode([i], special=True) for i in self._tokenizer.stop_ids]
-        stop = max((whole.rfind(end) + len(end) for end in ends if end in whole[len(asked) :]), default=0)
-        if stop <= len(asked):
-            raise EngineError("the chat template does not end an answer with an end-of-turn token")
-        return whole[len(asked) : stop]
-
     def policy_version(self) -> int | None:
         """None: a script has no weights."""
         return None
@@ -135,6 +125,26 @@ class ScriptedEngine:
     def control(self) -> APIRouter | None:
         """None: there is nothing to control."""
         return None
+
+
+def completion_text(
+    tokenizer: Tokenizer, messages: Sequence[Json], tools: Sequence[Json] | None, reply: Json
+) -> str:
+    """What a model would have to sample for this reply: from the end of the prompt to its end-of-turn token.
+
+    Raises:
+        EngineError: the template does not put an answer behind its prompt, or does not end it.
+        RequestError: 400, the template refuses the messages.
+    """
+    asked = tokenizer.render(messages, tools, generate=True)
+    whole = tokenizer.render([*messages, reply], tools, generate=False)
+    if not whole.startswith(asked):
+        raise EngineError("the chat template does not put an answer behind its prompt")
+    ends = [tokenizer.decode([i], special=True) for i in tokenizer.stop_ids]
+    stop = max((whole.rfind(end) + len(end) for end in ends if end in whole[len(asked) :]), default=0)
+    if stop <= len(asked):
+        raise EngineError("the chat template does not end an answer with an end-of-turn token")
+    return whole[len(asked) : stop]
 
 
 def _generation(ids: list[int], finish: str) -> Generation:

@@ -42,7 +42,8 @@ class Chat:
     """A conversation whose last message is the assistant's.
 
     `origin` is the trajectory that an exported line is a path of. `marks` says of exported replies, by
-    their place in `messages`, which turn they were and its reward.
+    their place in `messages`, which turn they were and its reward. Replies among the first `context` messages
+    are no turns.
     """
 
     messages: list[Json]
@@ -51,6 +52,7 @@ class Chat:
     origin: str | None
     marks: dict[int, tuple[str, float | None]]
     digest: str
+    context: int = 0
 
 
 class _Refusal(Exception):
@@ -102,12 +104,14 @@ def _chat(value: Json, split: str) -> Chat:
         raise _Refusal(f"tools is {shown(tools)}: write a list of objects, or leave it out")
     head = _head(value, split, origin)
     marks = {} if origin is None else _marks(value.get("turns"), messages)
+    context = _context(value.get("context"), messages)
     whole: Any = [
         messages,
         request,
         [getattr(head, name) for name in Head.__slots__],
         origin,
         list(marks.items()),
+        *([context] if context else []),
     ]
     for _ in range(_WRAPPED):
         whole = [whole]
@@ -115,7 +119,7 @@ def _chat(value: Json, split: str) -> Chat:
         digest = digest_json(whole)
     except TypeError as error:
         raise _Refusal(f"it cannot be stored as JSON ({error}): nest it less deep") from error
-    return Chat(messages, request, head, origin, marks, digest)
+    return Chat(messages, request, head, origin, marks, digest, context)
 
 
 def _messages(messages: Any) -> list[Json]:
@@ -133,6 +137,17 @@ def _messages(messages: Any) -> list[Json]:
             "so remove what follows it"
         )
     return messages
+
+
+def _context(value: Any, messages: list[Json]) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(messages):
+        raise _Refusal(
+            f"context is {shown(value)}: write how many of the {len(messages)} messages come before the "
+            "first reply that counts, or leave it out"
+        )
+    return value
 
 
 def _check_calls(index: int, calls: Any) -> None:
@@ -186,7 +201,7 @@ def _labels(value: Json, exported: bool) -> Json:
     if labels is not None and not isinstance(labels, dict):
         raise _Refusal(f"labels is {shown(labels)}: write an object")
     known = {"messages", "trajectory", *REQUEST_FIELDS, *(OF_AN_EXPORT if exported else ())}
-    known |= {"group", "task", "split", "status", "labels", "reward", "success"}
+    known |= {"group", "task", "split", "status", "labels", "reward", "success", "context"}
     if value.get("trajectory") is None:
         known.add("id")
     rest = {key: entry for key, entry in value.items() if key not in known}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.store.errors import InterchangeError
-from rollbook.store.events import SPLITS, Event, Json, RunOpened
+from rollbook.store.events import SPLITS, Event, Json, Record, RunOpened
 from rollbook.store.interchange.chat_file import ChatFile, Entry
 from rollbook.store.interchange.progress import Progress, untold
 from rollbook.store.interchange.records import records_of
@@ -35,6 +35,8 @@ def import_chats(
     lane: str = "import",
     split: str = "teacher",
     progress: Progress = untold,
+    shape: Callable[[list[Record]], list[Record]] = list,
+    origin: Path | None = None,
 ) -> dict[str, Any]:
     """Append the file's chats to `run`; what was added, and what was there already.
 
@@ -42,6 +44,8 @@ def import_chats(
         store: made, if nothing is there.
         lane: the lane to write; no other process may be writing it.
         split: train, eval or teacher, for chats that name none.
+        shape: makes what is written of a trajectory's records.
+        origin: the file that `file` was made from, if it was.
 
     Raises:
         InterchangeError: the file is not as it must be, or the run has another trajectory of such a name.
@@ -59,9 +63,9 @@ def import_chats(
         log = open_store(store, create=True)
         with log.claim(f"importing into run {run}", "wait for it, and import again"):
             fresh = _fresh(log, chats)
-            turns, events = _write(log, chats, fresh, lane, progress) if fresh else (0, 0)
+            turns, events = _write(log, chats, fresh, lane, progress, shape, origin) if fresh else (0, 0)
         return {
-            "file": str(file),
+            "file": str(origin or file),
             "run": run,
             "lane": lane,
             "lines": chats.lines,
@@ -79,12 +83,7 @@ def _fresh(log: Store, chats: ChatFile) -> list[Entry]:
     Raises:
         InterchangeError: the run has another one of that name.
     """
-    query = (
-        "SELECT json_extract_string(extra, '$.name'), trajectory_id FROM events "
-        "WHERE kind = 'trajectory.opened' AND run = ?"
-    )
-    with connect(log.path) as connection:
-        there = dict(connection.execute(query, [chats.run]).fetchall())
+    there = trajectory_ids(log, chats.run)
     for entry in chats.entries:
         if there.get(entry.name, entry.trajectory_id) != entry.trajectory_id:
             raise InterchangeError(
@@ -95,16 +94,40 @@ def _fresh(log: Store, chats: ChatFile) -> list[Entry]:
     return [entry for entry in chats.entries if entry.name not in there]
 
 
-def _write(log: Store, chats: ChatFile, fresh: list[Entry], lane: str, progress: Progress) -> tuple[int, int]:
+def trajectory_ids(log: Store, run: str) -> dict[str, str]:
+    """Name -> id of all trajectories of a run."""
+    query = (
+        "SELECT json_extract_string(extra, '$.name'), trajectory_id FROM events "
+        "WHERE kind = 'trajectory.opened' AND run = ?"
+    )
+    with connect(log.path) as connection:
+        return dict(connection.execute(query, [run]).fetchall())
+
+
+def _write(
+    log: Store,
+    chats: ChatFile,
+    fresh: list[Entry],
+    lane: str,
+    progress: Progress,
+    shape: Callable[[list[Record]], list[Record]],
+    origin: Path | None,
+) -> tuple[int, int]:
     """Append trajectories; how many turns and events."""
-    config: Json = {"file": str(chats.path), "sha256": chats.sha256, "lane": lane, "split": chats.split}
+    config: Json = {
+        "file": str(origin or chats.path),
+        "sha256": chats.sha256,
+        "lane": lane,
+        "split": chats.split,
+    }
     config |= {"lines": chats.lines, "trajectories": len(chats.entries), "added": len(fresh)}
     waiting: deque[Future[int]] = deque()
     turns = count = 0
-    with log.writer(lane) as writer, progress(f"import {chats.path.name}", len(fresh)) as advance:
+    with log.writer(lane) as writer, progress(f"import {(origin or chats.path).name}", len(fresh)) as advance:
         first = [Event(RunOpened("import", config), chats.run)]
         for entry in fresh:
-            events = first + _events(chats, entry)
+            records = shape(records_of(entry.trajectory_id, entry.name, chats.chats(entry)))
+            events = first + [Event(record, chats.run) for record in records]
             first = []
             waiting.append(writer.append(events))
             turns += sum(event.kind == "turn.completed" for event in events)
@@ -123,8 +146,3 @@ def _settle(waiting: deque[Future[int]], room: int, advance: Callable[[int], Any
     while len(waiting) > room:
         waiting.popleft().result()
         advance(1)
-
-
-def _events(chats: ChatFile, entry: Entry) -> list[Event]:
-    records = records_of(entry.trajectory_id, entry.name, chats.chats(entry))
-    return [Event(record, chats.run) for record in records]

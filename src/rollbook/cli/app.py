@@ -362,17 +362,30 @@ def export_(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help='JSONL file; a line is {"messages": [...]}.')],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help='JSONL of {"messages": [...]}; with --model also JSON, Parquet and TRL\'s formats.'
+        ),
+    ],
     store: StoreOption,
     run: Annotated[str, typer.Option(help="Run to add the chats to.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model folder whose tokenizer and chat template make tokens to train on."),
+    ] = None,
     lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "import",
     split: Annotated[str, typer.Option(help="Split of chats that name none.")] = "teacher",
+    skip_bad: Annotated[bool, typer.Option(help="Leave out rows that cannot be used.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Add OpenAI-style chats as trajectories of text, without tokens; a repeated import adds nothing."""
+    """Add chats, prompts with completions, or preferences as trajectories; a repeated import adds nothing.
+
+    Without --model they are text, with it they have tokens, and SFT and DPO can train on them.
+    """
     from rollbook.cli.importing import run_import
 
-    run_import(file, store, run, lane, split, json)
+    run_import(file, store, run, lane, split, model, skip_bad, json)
 
 
 app.command()(bench)

@@ -1,0 +1,172 @@
+"""Imports a data set: chats with tokens made of their text, and the preferences between them.
+
+The file is read, converted and tokenized whole before the first event is written. Its chats, in a temporary
+file, are then imported as any others: all of a trajectory is there after a crash, or nothing, and importing
+again adds what is missing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from rollbook.ingest.datasets.files import rows_of
+from rollbook.ingest.datasets.formats import RowError, converted
+from rollbook.ingest.datasets.tokenized import tokenized
+from rollbook.ingest.engines.scripted import Tokenizer
+from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
+from rollbook.store.digest import digest_json
+from rollbook.store.errors import EngineError, InterchangeError, RequestError
+from rollbook.store.events import Event, PreferenceAdded, Record
+from rollbook.store.interchange.chats import read_chat
+from rollbook.store.interchange.importing import import_chats, trajectory_ids
+from rollbook.store.interchange.progress import Progress, untold
+from rollbook.store.interchange.records import records_of
+from rollbook.store.open import open_store
+
+SOURCE = "label"
+"""Whose word imported preferences are."""
+NOBODY = "00000000-0000-0000-0000-000000000000"
+"""Id of the trajectory by which a row is tried."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """What a file came to.
+
+    Attributes:
+        pairs: (name of the chosen trajectory, name of the rejected one, margin).
+        left_out: what was wrong with rows that were left out.
+    """
+
+    rows: int = 0
+    pairs: list[tuple[str, str, float | None]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def import_dataset(
+    file: Path,
+    store: Path,
+    run: str,
+    model: Path,
+    *,
+    lane: str = "import",
+    split: str = "teacher",
+    skip_bad: bool = False,
+    progress: Progress = untold,
+) -> dict[str, Any]:
+    """Append a file's rows to `run`; what was added, and what was there already.
+
+    Args:
+        store: made, if nothing is there.
+        model: a model folder, whose tokenizer and chat template make the tokens.
+        split: train, eval or teacher, for rows that name none.
+        skip_bad: leave rows out that cannot be used, instead of refusing the file.
+
+    Raises:
+        InterchangeError: the file is not as it must be; file, row and remedy.
+        ModelError: the model folder has no tokenizer or chat template that can be used.
+        LaneLockedError: another process writes the lane, or imports into the run.
+    """
+    tokenizer = load_chat_tokenizer(model)
+
+    def shape(records: list[Record]) -> list[Record]:
+        return tokenized(records, tokenizer)
+
+    with tempfile.NamedTemporaryFile(prefix="rollbook-import-", suffix=".jsonl") as chats:
+        with progress(f"read {file.name}", file.stat().st_size if file.is_file() else 0) as advance:
+            read = _convert(file, chats, split, tokenizer, skip_bad=skip_bad, advance=advance)
+        if not read.rows:
+            raise InterchangeError(f"{file}: {_no_row(read)}")
+        done = import_chats(
+            Path(chats.name),
+            store,
+            run,
+            lane=lane,
+            split=split,
+            progress=progress,
+            shape=shape,
+            origin=file,
+        )
+    added = _add_preferences(store, run, lane, read.pairs)
+    done |= {"rows": read.rows, "preferences": added}
+    return done | {"left_out": len(read.left_out), "first_left_out": next(iter(read.left_out), None)}
+
+
+def _no_row(read: _Read) -> str:
+    return f"no row can be used: {read.left_out[0]}" if read.left_out else "holds no row"
+
+
+def _convert(
+    file: Path,
+    chats: IO[bytes],
+    split: str,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad: bool,
+    advance: Callable[[int], Any],
+) -> _Read:
+    """Write the chats of all rows, each of which was tried.
+
+    Raises:
+        InterchangeError: a row cannot be used, and is not to be left out.
+    """
+    read, same = _Read(), Counter[str]()
+    for number, row in rows_of(file):
+        where = f"{file}, row {number}"
+        digest = digest_json(row)
+        try:
+            made = converted(row, same[digest])
+            lines = [orjson.dumps(line) for line in made.lines]
+            for line in lines:
+                chat = read_chat(line, where, split)
+                tokenized(records_of(NOBODY, "tried", [chat]), tokenizer)
+        except (RowError, RequestError, EngineError, TypeError) as error:
+            _leave_out(f"{where}: {error}", read, skip_bad=skip_bad, cause=error)
+            continue
+        except InterchangeError as error:
+            _leave_out(str(error), read, skip_bad=skip_bad, cause=error)
+            continue
+        same[digest] += 1
+        read.rows += 1
+        for line in lines:
+            chats.write(line + b"\n")
+            advance(len(line))
+        if len(made.names) == 2:
+            read.pairs.append((*made.names, made.margin))
+    chats.flush()
+    return read
+
+
+def _leave_out(what: str, read: _Read, *, skip_bad: bool, cause: Exception) -> None:
+    if not skip_bad:
+        raise InterchangeError(f"{what}; or leave such rows out with --skip-bad") from cause
+    read.left_out.append(what)
+
+
+def _add_preferences(store: Path, run: str, lane: str, pairs: list[tuple[str, str, float | None]]) -> int:
+    """Append those preferences that the run does not have; how many."""
+    if not pairs:
+        return 0
+    log = open_store(store)
+    there = {
+        (e.record.trajectory_id, e.record.rejected_trajectory_id, e.record.source)
+        for e in log.events_of({PreferenceAdded.KIND})
+        if e.run == run and isinstance(e.record, PreferenceAdded)
+    }
+    ids = trajectory_ids(log, run)
+    fresh = [
+        PreferenceAdded(ids[chosen], ids[rejected], margin, SOURCE)
+        for chosen, rejected, margin in pairs
+        if (ids[chosen], ids[rejected], SOURCE) not in there
+    ]
+    with log.writer(lane) as writer:
+        for start in range(0, len(fresh), 1000):
+            writer.append([Event(record, run) for record in fresh[start : start + 1000]]).result()
+    return len(fresh)
