@@ -145,20 +145,18 @@ def record_teacher(demo: Demo) -> None:
                 shown(min(start + 200, len(jobs)))
 
 
-def train_offline(demo: Demo) -> None:
+def train_offline(demo: Demo, steps: int = OFFLINE_STEPS) -> None:
     """Part 1, continued: supervised fine-tuning on the recorded turns."""
-    shown = demo.bar("learning offline (SFT)", OFFLINE_STEPS)
-    config = demo.config(
-        "sft.toml", SFT_CONFIG, offline_steps=OFFLINE_STEPS, decay_steps=OFFLINE_STEPS * 3 // 10
-    )
+    shown = demo.bar("learning offline (SFT)", steps)
+    config = demo.config("sft.toml", SFT_CONFIG, offline_steps=steps, decay_steps=steps * 3 // 10)
     command = rollbook_command("train", config, "--store", demo.path)
     log = store.open(demo.path)
     with Process("train-offline", command, demo.folder) as trainer:
         while trainer.child.poll() is None:
-            shown(min(log.head().get("train", 0) // 2, OFFLINE_STEPS))
+            shown(min(log.head().get("train", 0) // 2, steps))
             time.sleep(0.2)
         trainer.check()
-    shown(OFFLINE_STEPS)
+    shown(steps)
 
 
 def train_online(demo: Demo, server: Server) -> None:

@@ -13,17 +13,22 @@ from rollbook.cli.options import AsJson
 def bench(
     name: Annotated[
         str,
-        typer.Argument(help="append, hostile, loop, proxy, recover, scale, seal, sql, sync or tail."),
+        typer.Argument(
+            help="append, hostile, learning, loop, proxy, recover, scale, seal, sql, sync or tail."
+        ),
     ],
     json: AsJson = False,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where to write; default: a temporary folder here. scale keeps its stores there."),
+        typer.Option(
+            help="Where to write; default: a temporary folder here. learning and scale keep what they make."
+        ),
     ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
-            help="hostile: times 100 kills; loop: times 200; scale: times 1M turns; sql: times 100,000 turns."
+            help="hostile: times 100 kills; learning: times 30 batches; loop: times 200 kills; scale: times "
+            "1M turns; sql: times 100,000 turns."
         ),
     ] = None,
 ) -> None:
