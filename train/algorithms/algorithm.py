@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rollbook.store.events import Json
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
 from rollbook.train.table import Table
@@ -136,6 +137,15 @@ class Algorithm(Table):
         """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
         clips."""
         return None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its keys change from step to step."""
+        return False
+
+    def after(self, metrics: Json) -> Algorithm:
+        """The algorithm of the next step, given the metrics of this one: itself, but for what adapts."""
+        return self
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         """Numbers of the micro-batch's samples or pairs by name, each [n]: their mean is a metric of the

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from rollbook.store.events import Json
+from rollbook.train.algorithms.adapting import Moments, adapted
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
 from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
@@ -100,7 +103,7 @@ class GroupPolicyGradient(Algorithm):
     alone."""
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weight of the reward one trained token later."""
-    reward_clip: tuple[float, float] | None = None
+    reward_clip: Annotated[tuple[float, float], Field(strict=False)] | None = None
     """Rewards of trajectories are clipped to these bounds."""
     truncated_reward: float | None = None
     """What the reward of a trajectory that was cut off is multiplied by; below 0: what it becomes."""
@@ -122,6 +125,11 @@ class GroupPolicyGradient(Algorithm):
     not bounded. verl's default is 3."""
     dro_beta: Annotated[float, Field(ge=0)] = 0.05
     """With the surrogate `dro`: weight of its quadratic term."""
+    reward_normalization: Literal["none", "batch", "running"] = "none"
+    """Rewards of trajectories less their mean, divided by their standard deviation (plus 1e-8), before all
+    penalties: of the rollout batch, or of all rewards so far."""
+    reward_moments: Annotated[tuple[float, float, float], Field(strict=False)] | None = None
+    """Count, mean and variance of the rewards before this step: the trainer writes it into each manifest."""
     old: Old = "engine"
     correction: Correction = "none"
     correction_low: Annotated[float, Field(ge=0)] = 0.0
@@ -132,6 +140,12 @@ class GroupPolicyGradient(Algorithm):
     in AReaL and OpenRLHF; in verl they do not."""
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference policy in the loss of a token."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """The KL divergence from the reference policy (the metric `kl`) that `kl` and `reward_kl` adapt to, from
+    step to step; absent: they stay as they are."""
+    kl_horizon: Positive = 10_000
+    """With `kl_target`: samples in which a coefficient changes by as much as the divergence is off, up to a
+    fifth."""
     kl_estimator: Literal["k1", "k2", "k3"] | OwnPart = "k3"
     """How that divergence is estimated: `train/algorithms/regularizers.py`."""
     reference_version: Annotated[int, Field(ge=0)] = 0
@@ -157,6 +171,8 @@ class GroupPolicyGradient(Algorithm):
             )
         if self.reward_clip is not None and self.reward_clip[0] > self.reward_clip[1]:
             raise ValueError(f"reward_clip {list(self.reward_clip)}: write the lower bound first")
+        if self.kl_target is not None and not (self.kl or self.reward_kl):
+            raise ValueError("kl_target is what kl or reward_kl adapts to: set one of them above 0")
         if self.group_size == 1 and (self.baseline != "none" or self.deviation != "none"):
             raise ValueError(
                 'group_size 1 leaves nothing to compare: set baseline = "none" and deviation = "none"'
@@ -206,7 +222,7 @@ class GroupPolicyGradient(Algorithm):
 
     def _shaped(self, of: Rollouts) -> Floats:
         """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
-        rewards = np.asarray(of.rewards, np.float64)
+        rewards = self._normalized(np.asarray(of.rewards, np.float64))
         if self.truncated_reward is not None and of.truncated is not None:
             members = grouped(rewards, of.groups, of.trajectories)
             cut_off = np.bincount(members.of_sample, of.truncated) > 0
@@ -217,6 +233,33 @@ class GroupPolicyGradient(Algorithm):
             penalty = overlong_penalty(lengths, self.overlong_length, self.overlong_buffer)
             rewards = rewards + self.overlong_factor * penalty
         return rewards if self.reward_clip is None else rewards.clip(*self.reward_clip)
+
+    def _normalized(self, rewards: Floats) -> Floats:
+        """Rewards as the key `reward_normalization` says; the moments so far include these."""
+        if self.reward_normalization == "none":
+            return rewards
+        seen = Moments(*(self.reward_moments or ())) if self.reward_normalization == "running" else Moments()
+        return seen.with_more(Moments.of(rewards)).normalized(rewards)
+
+    @property
+    def adapts(self) -> bool:
+        """KL coefficients and the moments of rewards may."""
+        return self.kl_target is not None or self.reward_normalization == "running"
+
+    def after(self, metrics: Json) -> GroupPolicyGradient:
+        """With the KL coefficients and the reward's moments that follow from a step."""
+        changes: dict[str, Any] = {}
+        kl, samples = metrics.get("kl"), int(metrics["samples"])
+        if self.kl_target is not None and kl is not None:
+            changes = {
+                key: adapted(value, kl, self.kl_target, samples, self.kl_horizon)
+                for key, value in (("kl", self.kl), ("reward_kl", self.reward_kl))
+            }
+        if self.reward_normalization == "running" and metrics.get("reward") is not None:
+            seen = Moments(samples, metrics["reward"], metrics["reward_std"] ** 2)
+            before = Moments(*(self.reward_moments or ()))
+            changes["reward_moments"] = astuple(before.with_more(seen))
+        return self.model_copy(update=changes) if changes else self
 
     def scores(self, rewards: Floats, of: Rollouts) -> Floats:
         """What becomes of each sample's reward, [N]."""

@@ -110,7 +110,8 @@ def recorded_algorithm(values: Json) -> Algorithm:
             "recorded the step"
         )
     try:
-        return ALGORITHMS[name].model_validate(values)
+        # JSON mode: a list that was read from the log serves as a tuple.
+        return ALGORITHMS[name].model_validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

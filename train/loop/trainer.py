@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from rollbook.store.events import (
 )
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.log.writer import LaneWriter
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.data.batch import partition
 from rollbook.train.data.mini_batches import mini_batches
@@ -94,6 +96,7 @@ class Trainer:
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
+        self._algorithm = _adapted(config.algorithm, history.of_family(family))
         self._batch = unfinished(log, history, self._phase, config)
         self.served = self.version
         """The version that the engines serve; without configured engines, the last published one."""
@@ -210,6 +213,7 @@ class Trainer:
             StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, result.metrics)
         )
         self.step, self.done = self.step + 1, self.done + 1
+        self._algorithm = self._algorithm.after(result.metrics)
         in_hand.committed += 1
         self._taken = in_hand.committed
         self._end_batch()
@@ -276,7 +280,7 @@ class Trainer:
             recipe_digest=digest_json(recipe),
             samples=[s.reference for s in samples],
             partition=partition(len(samples), config.micro_batch_size),
-            algorithm=config.algorithm.model_dump(mode="json"),
+            algorithm=self._algorithm.model_dump(mode="json"),
             optimizer=config.optimizer.model_dump(mode="json"),
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
@@ -350,3 +354,11 @@ class Trainer:
     def close(self) -> None:
         """Close connections."""
         self._publisher.close()
+
+
+def _adapted(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:
+    """The algorithm of a training's next step: what adapts follows from the last one that was committed."""
+    if not algorithm.adapts or not steps:
+        return algorithm
+    last = steps[-1]
+    return recorded_algorithm(last.planned.algorithm).after(last.committed.metrics)
