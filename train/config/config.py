@@ -82,8 +82,14 @@ class RecipeConfig(Table):
 
 
 class OptimizerConfig(Table):
-    """Adam with Megatron's learning-rate schedules."""
+    """Adam, or Muon beside it, with Megatron's learning-rate schedules."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` takes the matrices of the hidden layers (arXiv:2502.16982), and leaves all else to Adam."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum, Nesterov's."""
+    muon_steps: Positive = 5
+    """Muon: iterations of Newton and Schulz that orthogonalize an update."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     """Learning rate, after the warm-up."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -109,6 +115,8 @@ class OptimizerConfig(Table):
     def _consistent(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is more than lr {self.lr:g}")
+        if self.name != "muon" and (self.muon_momentum, self.muon_steps) != (0.95, 5):
+            raise ValueError('muon_momentum and muon_steps go with name = "muon"')
         if (self.decay == "WSD") != (self.wsd_decay_steps is not None):
             raise ValueError('wsd_decay_steps goes with decay = "WSD", and only with it')
         return self

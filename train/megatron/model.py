@@ -12,6 +12,7 @@ import torch
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron import cpu_device
+from rollbook.train.megatron.muon import MuonBesideAdam
 from rollbook.train.megatron.reshard import RankLayout, check_layout, one_rank
 from rollbook.train.megatron.score_head import ScoreHead
 from rollbook.train.megatron.shape import ModelShape
@@ -200,4 +201,7 @@ def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.devic
         ),
         [wrapped],
     )
+    if wanted.name == "muon":
+        inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+        inner.optimizer = MuonBesideAdam(inner.optimizer, module, wanted)
     return MegatronParts(module, wrapped, optimizer, config, device)

@@ -1,0 +1,115 @@
+"""Muon beside Adam: whose parameters are whose, what a step is, and that a training with it is repeatable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.errors import ConfigError
+from rollbook.store.events import StepCommitted
+from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.data.batch import MicroBatch, collate_tokens
+from rollbook.train.data.experience import trained_masks
+from rollbook.train.data.samples import all_samples
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.shape import read_shape
+
+Stores = Callable[..., Store]
+LR, DECAY = 0.02, 0.1
+MATRICES = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
+
+
+def _of(log: Store) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, StepCommitted)]
+
+
+def _policy(fabric: Any, **keys: Any) -> TrainablePolicy:
+    wanted = OptimizerConfig.model_validate({"lr": LR, "clip_grad": 0.0, "weight_decay": DECAY} | keys)
+    shape = read_shape(fabric.model_folder())
+    return TrainablePolicy(shape, wanted, steps=10, device=torch.device("cpu"), seed=0, threads=1)
+
+
+def _own(policy: TrainablePolicy) -> dict[str, torch.Tensor]:
+    """The weights under Megatron's names."""
+    return dict(policy._parts.module.named_parameters())
+
+
+def _micro(log: Store) -> MicroBatch:
+    samples = [s for s in all_samples(log.trajectories().values()) if s.split == "teacher"][:4]
+    return collate_tokens(samples, trained_masks(samples))
+
+
+def _loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    tokens, temperatures = torch.from_numpy(micro.tokens), torch.from_numpy(micro.temperatures)
+    return -token_logprobs(logits, tokens, temperatures)[torch.from_numpy(micro.loss_mask[:, 1:])].mean()
+
+
+def test_a_step(fabric: Any, recorded: Stores) -> None:
+    """A matrix of a layer moves by the orthogonal factor of its gradient, scaled to Adam's size, after its
+    decay; singular values of five iterations lie around 1. All else moves as with Adam alone."""
+    log = recorded()
+    policies = [_policy(fabric, name=name) for name in ("muon", "adamw")]
+    before = {name: weight.detach().clone() for name, weight in _own(policies[0]).items()}
+    assert all(torch.equal(weight, before[name]) for name, weight in _own(policies[1]).items())
+    for policy in policies:
+        policy.forward_backward((_micro(log),), _loss)
+        policy.optimizer_step(LR)
+    muon, adam = ({name: weight.detach() for name, weight in _own(p).items()} for p in policies)
+    gradients = policies[0].gradients()
+    orthogonal = {name for name in muon if any(part in name for part in MATRICES) and muon[name].dim() == 2}
+    assert len(orthogonal) == 8
+    for name in muon:
+        if name not in orthogonal:
+            assert torch.equal(muon[name], adam[name]), name
+            continue
+        start, gradient = before[name].double(), gradients[name].double()
+        moved = (start * (1 - LR * DECAY) - muon[name].double()) / LR
+        left, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
+        seen = left.T @ moved @ right.T / (0.2 * max(gradient.shape) ** 0.5)
+        large = int((sizes > 0.05 * sizes[0]).sum())  # smaller ones take more than five iterations
+        assert large > 4, name
+        seen = seen[:large, :large]
+        assert 0.6 < float(seen.diagonal().min()) <= float(seen.diagonal().max()) < 1.3, name
+        assert float((seen - seen.diagonal().diag()).abs().max()) < 0.1, name
+
+
+def test_it_learns_and_replays(fabric: Any, recorded: Stores) -> None:
+    """The loss falls; steps from a checkpoint with its momentum replay."""
+    whole = recorded()
+    optimizer = fabric.SFT["optimizer"] | {"name": "muon"}
+    fabric.train(whole, fabric.config(fabric.SFT, optimizer=optimizer))
+    losses = [step.metrics["loss"] for step in _of(whole)]
+    assert losses[-1] < 0.75 * losses[0]
+    assert [replay_step(whole, step).differs_in for step in (0, 5, 8)] == [None] * 3
+
+
+def test_a_restart_has_its_momentum(fabric: Any, recorded: Stores) -> None:
+    """Of a training without a schedule: interrupted after each step, the same bits."""
+    whole, broken = recorded("whole"), recorded("broken")
+    changes: dict[str, Any] = {"optimizer": {"name": "muon", "lr": 0.01}, "checkpoint_every": 2}
+    fabric.train(whole, fabric.config(fabric.SFT, steps=5, **changes))
+    for steps in range(1, 6):
+        fabric.train(broken, fabric.config(fabric.SFT, steps=steps, **changes))
+    assert [s.digests for s in _of(whole)] == [s.digests for s in _of(broken)]
+
+
+def test_a_critic_may_have_it(fabric: Any, recorded: Stores) -> None:
+    """Its score head stays with Adam."""
+    log = recorded()
+    algorithm = {"name": "ppo", "groups": 8}
+    critic = {"name": "muon", "lr": 0.01}
+    fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, critic=critic))
+    assert len({step.digests["critic_weights"] for step in _of(log)}) == 2
+    assert replay_step(log, 1).bit_for_bit
+
+
+def test_its_keys_belong_to_it(fabric: Any) -> None:
+    """They are refused beside Adam."""
+    with pytest.raises(ConfigError, match='go with name = "muon"'):
+        fabric.config(fabric.SFT, optimizer={"muon_momentum": 0.9})
