@@ -13,6 +13,8 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SampleDropped, StepCommitted, StepPlanned
+from rollbook.train.data.experience import age_weights, trained_masks
+from rollbook.train.data.samples import all_samples
 
 
 @pytest.fixture
@@ -159,3 +161,36 @@ def test_groups_of_two_runs_are_two(fabric: Any, log: Store) -> None:
     plan = next(e.record for e in log.events() if isinstance(e.record, StepPlanned))
     assert len(plan.samples) == 8
     assert replay_step(log, 0, fabric.RUN).bit_for_bit
+
+
+def test_old_tokens_count_less(fabric: Any, log: Store) -> None:
+    """A token's loss is multiplied by the decay for each version of its age; the step replays."""
+    _train(fabric, log, {"age_decay": 0.5}, groups=2)
+    [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert plan.recipe["age_decay"] == 0.5
+    assert "importance_weights" in done.digests
+    result = replay_step(log, 0)
+    assert (result.bit_for_bit, "importance_weights" in result.stages) == (True, True)
+
+
+def test_weights_of_ages(fabric: Any, log: Store) -> None:
+    """By hand: ages 3 and 1, and tokens of no known version; none without a decay."""
+    samples = [s for s in all_samples(log.trajectories().values()) if s.trajectory_id in ("a0", "teach0")]
+    masks = trained_masks(samples)
+    assert age_weights(samples, masks, 3, 1.0) is None
+    found = age_weights(samples, masks, 3, 0.5)
+    assert found is not None
+    expected = [
+        0.5 ** (3 - v) if v >= 0 else 1.0 for s, m in zip(samples, masks, strict=True) for v in s.versions[m]
+    ]
+    assert found.tolist() == expected
+    assert {0.125, 0.5, 1.0} == set(expected)
+
+
+def test_a_decay_needs_versions(fabric: Any) -> None:
+    """Beside an algorithm that knows none it is refused."""
+    with pytest.raises(
+        ConfigError, match="age_decay weighs the tokens of policy gradients: sft has no versions"
+    ):
+        fabric.config(fabric.SFT, recipe={"splits": ["teacher"], "age_decay": 0.9})

@@ -46,6 +46,9 @@ class RecipeConfig(Table):
     stale_tokens: Literal["drop", "mask"] = "drop"
     """With max_staleness: drop a sample for one token that is too old, or mask such tokens, and drop a sample
     of which all are."""
+    age_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What the loss of a token is multiplied by for each version of its age; 1: old tokens count as new ones.
+    Policy gradients only."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
     refill: bool = False
@@ -242,6 +245,11 @@ class TrainConfig(Table):
     def _fitting(self) -> TrainConfig:
         if self.critic is not None and "values" not in self.algorithm.needs:
             raise ValueError(f'[critic]: algorithm "{self.algorithm.algorithm_name}" has no critic')
+        if self.recipe.age_decay < 1 and "logprobs" not in self.algorithm.needs:
+            raise ValueError(
+                "recipe.age_decay weighs the tokens of policy gradients: "
+                f"{self.algorithm.algorithm_name} has no versions to go by"
+            )
         if "pairs" in self.algorithm.needs and (self.micro_batch_size or 2) % 2:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "

@@ -128,6 +128,24 @@ def trained_masks(samples: Sequence[Sample], oldest: int | None = None) -> tuple
     )
 
 
+def age_weights(
+    samples: Sequence[Sample], masks: Sequence[Bools], version: int, decay: float
+) -> Floats | None:
+    """`decay` to the power of each trained token's age in versions, float64 [P]; None for a decay of 1.
+
+    Tokens of unknown versions count as new.
+
+    Args:
+        version: of the trainer.
+    """
+    if decay == 1:
+        return None
+    versions = np.concatenate(
+        [np.zeros(0, np.int64), *(s.versions[mask] for s, mask in zip(samples, masks, strict=True))]
+    )
+    return np.asarray(decay ** np.where(versions >= 0, version - versions, 0).astype(np.float64))
+
+
 def _without_first(mask: Bools) -> Bools:
     if not len(mask) or not mask[0]:
         return mask
@@ -141,12 +159,14 @@ def experience_of(
     algorithm: Algorithm,
     scores: Scores | None = None,
     masks: tuple[Bools, ...] | None = None,
+    token_weights: Floats | None = None,
 ) -> Experience:
     """The experience of a rollout batch. Pure.
 
     Args:
         scores: what the algorithm needs of models, of the trained tokens.
         masks: the trained tokens of each sample; absent: all that have loss.
+        token_weights: float64 [P], of the recipe; they multiply the correction's.
     """
     scores = scores or Scores()
     masks = trained_masks(samples) if masks is None else masks
@@ -157,6 +177,8 @@ def experience_of(
     )
     old = rollout if scores.old_logprobs is None else scores.old_logprobs
     weights = algorithm.weights(old.astype(np.float64) - rollout, lengths)
+    if token_weights is not None:
+        weights = token_weights if weights is None else weights * token_weights
     rollouts = Rollouts(
         rewards=rewards,
         groups=[s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples],

@@ -9,7 +9,7 @@ from rollbook.store.fold.history import all_samples
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.batch import Batch, build_batch
-from rollbook.train.data.experience import Experience, experience_of, trained_masks
+from rollbook.train.data.experience import Experience, age_weights, experience_of, trained_masks
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import critic_inputs
 from rollbook.train.loop.scoring import References, score
@@ -65,7 +65,8 @@ class Experiences:
         parts = plan.partition if plan.rollout_batch is None else plan.rollout_batch["partition"]
         masks = trained_masks(ordered, _oldest(plan))
         scores = score(self._policy, algorithm, ordered, masks, parts, self._references, self.critic)
-        self._held = experience_of(ordered, algorithm, scores, masks)
+        aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
+        self._held = experience_of(ordered, algorithm, scores, masks, aged)
         self._places = {}
         for place, ref in enumerate(all_samples(plan)):
             self._places.setdefault(ref["turn_id"], []).append(place)
