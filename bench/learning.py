@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -28,6 +28,8 @@ KEEPS_STORES = True
 """A folder that is named keeps the stores and the figure, `learning.png`."""
 GROUPS, GROUP_SIZE = 16, 8
 """Problems that are played for a rollout batch, and how often each."""
+DONE = "learnt"
+"""Empty file of a store in which all was learnt: a further run reads what is there."""
 EVERY = 5
 """Rollout batches between looks at the held-out problems."""
 
@@ -59,20 +61,18 @@ def sized(scale: float) -> Plan:
     return Plan(batches=max(round(30 * scale), 2))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Learnt:
     """What became of one algorithm.
 
     Attributes:
         curve: (optimizer steps, mean reward on the held-out problems), from before the first step on.
-        rollouts: (policy version less that of the start, mean reward of its training rollouts).
         replayed: step -> whether its replay was bit for bit.
     """
 
     name: str
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    rollouts: list[tuple[int, float]] = field(default_factory=list)
-    replayed: dict[int, bool] = field(default_factory=dict)
+    curve: list[tuple[int, float]]
+    replayed: dict[int, bool]
 
     @property
     def gain(self) -> float:
@@ -80,7 +80,7 @@ class Learnt:
         return self.curve[-1][1] - self.curve[0][1]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
     """All algorithms, and where the figure is."""
 
@@ -111,7 +111,7 @@ def _demo(path: Path, seed: int) -> Demo:
 
 def _base(path: Path, plan: Plan) -> Path:
     """A store with the teacher's conversations and a policy that imitates them; kept from an earlier run."""
-    if (path / "done").exists():
+    if (path / DONE).exists():
         return path
     shutil.rmtree(path, ignore_errors=True)
     demo = _demo(path, plan.seed)
@@ -120,40 +120,50 @@ def _base(path: Path, plan: Plan) -> Path:
     make_model(demo.folder / "model", plan.seed)
     record_teacher(demo)
     train_offline(demo, plan.offline_steps)
-    (path / "done").touch()
+    (path / DONE).touch()
     return path
 
 
 def _learn(path: Path, base: Path, course: Course, plan: Plan) -> Learnt:
-    """One algorithm, in a copy of the store."""
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(base, path)
-    demo, found = _demo(path, plan.seed), Learnt(course.name)
-    begins = path / checkpoint_name(RUN, "actor", plan.offline_steps)
-    options = ("--store", path, "--model", begins, "--run", RUN, "--threads", 2)
-    with Server("engine", demo.folder, *options) as server:
-        server.await_ready()
-        learn = _from_pairs if course.offline else _online
-        learn(demo, server, course, plan, found)
-    last = plan.offline_steps + course.steps(plan.batches) - 1
-    for step in (plan.offline_steps, last):
+    """One algorithm, in a copy of the store; one that was learnt in an earlier run is read again."""
+    if not (path / DONE).exists():
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(base, path)
+        (path / DONE).unlink()
+        demo = _demo(path, plan.seed)
+        begins = path / checkpoint_name(RUN, "actor", plan.offline_steps)
+        options = ("--store", path, "--model", begins, "--run", RUN, "--threads", 2)
+        with Server("engine", demo.folder, *options) as server:
+            server.await_ready()
+            learn = _from_pairs if course.offline else _online
+            learn(demo, server, course, plan)
+        (path / DONE).touch()
+    return Learnt(course.name, _curve(path, course), _replayed(path, course, plan))
+
+
+def _curve(path: Path, course: Course) -> list[tuple[int, float]]:
+    """The held-out rewards, as the log has them."""
+    with store.connect(path) as connection:
+        rows = connection.execute(_HELD_OUT).fetchall()
+    return [(course.steps(batch), reward) for batch, reward in rows]
+
+
+def _replayed(path: Path, course: Course, plan: Plan) -> dict[int, bool]:
+    """Whether the first and the last step are replayed bit for bit."""
+    same = {}
+    for step in (plan.offline_steps, plan.offline_steps + course.steps(plan.batches) - 1):
         command = rollbook_command("replay", "step", step, "--store", path)
-        with Process(f"replay-{step}", command, demo.folder) as replay:
-            found.replayed[step] = replay.wait() == 0
-    found.rollouts = [
-        (version - plan.offline_steps, reward)
-        for version, reward in store.connect(path).execute(_ROLLOUTS).fetchall()
-        if version >= plan.offline_steps
-    ]
-    return found
+        with Process(f"replay-{step}", command, path / "demo") as replay:
+            same[step] = replay.wait() == 0
+    return same
 
 
-_ROLLOUTS = """
-    SELECT max_version, avg(reward) FROM trajectories
-    WHERE split = 'train' AND reward IS NOT NULL GROUP BY ALL ORDER BY max_version"""
+_HELD_OUT = r"""
+    SELECT CAST(regexp_extract(trajectory, '^held-out-(\d+)-', 1) AS INT) AS batch, avg(reward)
+    FROM trajectories WHERE split = 'eval' GROUP BY batch ORDER BY batch"""
 
 
-def _online(demo: Demo, server: Server, course: Course, plan: Plan, found: Learnt) -> None:
+def _online(demo: Demo, server: Server, course: Course, plan: Plan) -> None:
     """The agent plays a batch, the trainer takes its steps, the engine gets the version."""
     each = course.steps(1)
     text = config_of(course, demo, server.url, course.steps(plan.batches))
@@ -161,27 +171,27 @@ def _online(demo: Demo, server: Server, course: Course, plan: Plan, found: Learn
         await_version(server, trainer, plan.offline_steps)
         for batch in range(plan.batches):
             if batch % EVERY == 0:
-                found.curve.append((batch * each, _held_out(demo, agent, plan, batch)))
+                _play_held_out(demo, agent, plan, batch)
             asked = demo.problems(f"online-{batch}", GROUPS, held_out=False)
             agent.work(demo.jobs(f"online-{batch}", asked, "train", GROUP_SIZE))
             await_version(server, trainer, plan.offline_steps + each * (batch + 1))
-        found.curve.append((plan.batches * each, _held_out(demo, agent, plan, plan.batches)))
+        _play_held_out(demo, agent, plan, plan.batches)
         trainer.wait()
         trainer.check()
 
 
-def _from_pairs(demo: Demo, server: Server, course: Course, plan: Plan, found: Learnt) -> None:
+def _from_pairs(demo: Demo, server: Server, course: Course, plan: Plan) -> None:
     """The first policy plays all problems, right answers are preferred to wrong ones, and the trainer learns
     from these preferences alone."""
     with Agent(demo.folder, server.url) as agent:
-        found.curve.append((0, _held_out(demo, agent, plan, 0)))
+        _play_held_out(demo, agent, plan, 0)
         _record_preferences(demo, server, agent, plan)
         for batch in [*range(2 * EVERY, plan.batches, 2 * EVERY), plan.batches]:
             text = config_of(course, demo, server.url, course.steps(batch))
             with _training(demo, text) as trainer:
                 trainer.wait()
                 trainer.check()
-            found.curve.append((course.steps(batch), _held_out(demo, agent, plan, batch)))
+            _play_held_out(demo, agent, plan, batch)
 
 
 def _training(demo: Demo, text: str, *options: str) -> Process:
@@ -190,12 +200,10 @@ def _training(demo: Demo, text: str, *options: str) -> Process:
     return Process("train", rollbook_command("train", config, "--store", demo.path, *options), demo.folder)
 
 
-def _held_out(demo: Demo, agent: Agent, plan: Plan, batch: int) -> float:
-    """Mean reward on the held-out problems, the same each time."""
-    rewards = agent.work(
-        demo.jobs(f"held-out-{batch}", demo.problems("held-out", plan.held_out, held_out=True), "eval")
-    )
-    return sum(rewards) / len(rewards)
+def _play_held_out(demo: Demo, agent: Agent, plan: Plan, batch: int) -> None:
+    """The held-out problems once more, the same each time."""
+    asked = demo.problems("held-out", plan.held_out, held_out=True)
+    agent.work(demo.jobs(f"held-out-{batch}", asked, "eval"))
 
 
 def _record_preferences(demo: Demo, server: Server, agent: Agent, plan: Plan) -> None:
