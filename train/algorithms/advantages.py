@@ -1,4 +1,8 @@
-"""Advantages from rewards. Pure numpy."""
+"""Advantages from rewards. Pure numpy, without a loop over groups.
+
+Steps are recorded with the bits of these sums: along the last axis numpy adds the numbers of a group in the
+order in which it adds those of an array of one axis.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rollbook.train.algorithms.baselines import grouped
 from rollbook.train.algorithms.rollouts import Floats
 
 
 def group_advantages(rewards_G: Floats, std_epsilon: float) -> Floats:
-    """Group-relative advantages, (r - mean) / (std + epsilon), of one group's G trajectories.
+    """Group-relative advantages, (r - mean) / (std + epsilon), of one group's G trajectories; or of K groups
+    of one size, [K, G], in rows that lie one after the other.
 
     The standard deviation is the unbiased one; a group of one has advantage 0. Source: GRPO, Shao et
     al. 2024 (arXiv:2402.03300), outcome supervision.
     """
-    if len(rewards_G) < 2:
+    if rewards_G.shape[-1] < 2:
         return np.zeros_like(rewards_G)
-    return (rewards_G - rewards_G.mean()) / (rewards_G.std(ddof=1) + std_epsilon)
+    mean = rewards_G.mean(axis=-1, keepdims=True)
+    return (rewards_G - mean) / (rewards_G.std(axis=-1, ddof=1, keepdims=True) + std_epsilon)
 
 
 def trajectory_advantages(
@@ -28,12 +35,13 @@ def trajectory_advantages(
     A trajectory counts once in its group, however many samples it was split into; all of its samples
     get its advantage.
     """
-    members: dict[str, dict[str, int]] = {}
-    for i, (group, trajectory) in enumerate(zip(groups_N, trajectories_N, strict=True)):
-        members.setdefault(group, {})[trajectory] = i
-    found: dict[tuple[str, str], float] = {}
-    for group, of_group in members.items():
-        advantages_G = group_advantages(rewards_N[list(of_group.values())], std_epsilon)
-        found |= zip(((group, t) for t in of_group), advantages_G, strict=True)
-    pairs = zip(groups_N, trajectories_N, strict=True)
-    return np.fromiter((found[pair] for pair in pairs), np.float64, len(rewards_N))
+    of = grouped(rewards_N, groups_N, trajectories_N)
+    rewards_M = np.empty(len(of.groups))
+    rewards_M[of.of_sample] = rewards_N
+    found = np.empty_like(rewards_M)
+    order, sizes = np.argsort(of.groups, kind="stable"), of.sizes.astype(np.int64)
+    begins = np.cumsum(sizes) - sizes
+    for size in np.unique(sizes):
+        members = order[begins[sizes == size][:, None] + np.arange(size)]
+        found[members] = group_advantages(rewards_M[members], std_epsilon)
+    return found[of.of_sample]

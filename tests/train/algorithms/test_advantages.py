@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import group_advantages, trajectory_advantages
 
+Doubles = npt.NDArray[np.float64]
 REWARDS = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=8)
 
 
@@ -59,6 +61,62 @@ def test_advantages_of_a_group_sum_to_zero(rewards: list[float], data: st.DataOb
     for group in set(groups):
         of_group = [a for a, g in zip(found, groups, strict=True) if g == group]
         assert abs(sum(of_group)) < 1e-6 * max(1.0, max(map(abs, of_group)))
+
+
+def _of_one_group(rewards: Doubles, epsilon: float) -> Doubles:
+    """The arithmetic of the first release, group by group, whose bits are in recorded steps."""
+    if len(rewards) < 2:
+        return np.zeros_like(rewards)
+    found: Doubles = (rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)
+    return found
+
+
+def _group_by_group(rewards: Doubles, groups: list[int], names: list[int]) -> Doubles:
+    """A loop over groups, each an array of its own: a trajectory counts by its last sample."""
+    found = np.empty(len(rewards))
+    for group in set(groups):
+        mine = [i for i, one in enumerate(groups) if one == group]
+        last = {names[i]: i for i in mine}
+        of_group = _of_one_group(rewards[list(last.values())], 1e-6)
+        by_name = dict(zip(last, of_group, strict=True))
+        for i in mine:
+            found[i] = by_name[names[i]]
+    return found
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.one_of(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([1e-300, 1.0, 1e12, 1e200]),
+    st.booleans(),
+)
+def test_the_bits_are_those_of_a_loop_over_groups(
+    seed: int, sizes: list[int], split: float, scale: float, rounded: bool
+) -> None:
+    """Groups of all sizes, interleaved, some trajectories of several samples: each bit is the one that the
+    group alone gives, so that recorded steps replay."""
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    names = np.arange(len(groups))
+    again = rng.random(len(groups)) < split
+    groups, names = np.append(groups, groups[again]), np.append(names, names[again])
+    values = np.round(rng.random(len(names)), 1) if rounded else rng.standard_normal(len(names))
+    rewards = (values * scale)[names]
+    with np.errstate(all="ignore"):
+        expected = _group_by_group(rewards, groups.tolist(), names.tolist())
+        found = trajectory_advantages(rewards, [f"g{g}" for g in groups], [f"t{n}" for n in names], 1e-6)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_many_groups_have_the_bits_of_each() -> None:
+    """The same over tens of thousands of groups of one size, for the sizes that trainings have."""
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 4, 5, 7, 8, 9, 16, 64, 129):
+        rewards = rng.standard_normal((100_000 // size, size))
+        found = group_advantages(rewards, 1e-6)
+        assert found.tobytes() == np.stack([_of_one_group(row, 1e-6) for row in rewards]).tobytes()
 
 
 @given(REWARDS)
