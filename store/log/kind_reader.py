@@ -22,17 +22,37 @@ def events_of_kinds(store: Path, kinds: Collection[str], start: Cut, end: Cut) -
     Raises:
         CorruptionError: a file that may hold one is damaged.
     """
+    for lane, batch, body in _batches(store, kinds, start, end):
+        yield from codec.decode(batch, lane, body)
+
+
+def runs_of_kinds(store: Path, kinds: Collection[str], end: Cut) -> set[str]:
+    """The runs of the events of these kinds in a cut; no event is decoded.
+
+    Raises:
+        CorruptionError: a file that may hold one is damaged.
+    """
+    found: set[str] = set()
+    for _, batch, _ in _batches(store, kinds, {}, end):
+        found.update(batch.column("run").unique().to_pylist())
+    return found
+
+
+def _batches(
+    store: Path, kinds: Collection[str], start: Cut, end: Cut
+) -> Iterator[tuple[str, pa.RecordBatch, codec.Body]]:
+    """The rows of these kinds between two cuts: lane, rows, and what gives their bodies."""
     for lane, stop in sorted(end.items()):
         first = start.get(lane, 0)
         units, sealed = while_replaced(store, lane, partial(_sealed, store, kinds, first, stop))
         for unit, rows in units:
             batch = codec.conform(rows.drop_columns("lane").combine_chunks().to_batches()[0])
-            yield from codec.decode(batch, lane, partial(unit_body, store, unit))
+            yield lane, batch, partial(unit_body, store, unit)
         reader = LaneReader(store, lane, max(first, sealed))
         for batch in reader.poll(max(stop, first, sealed)):
             found = batch.filter(pc.is_in(batch.column("kind"), pa.array(sorted(kinds))))
             if found.num_rows:
-                yield from codec.decode(found, lane, reader.body)
+                yield lane, found, reader.body
 
 
 def _sealed(

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 
 from rollbook.store.cut import Cut, format_cut, parse_cut
 from rollbook.store.errors import CutError
-from rollbook.store.events import Event, StepPlanned, TrajectoryOpened, codec
+from rollbook.store.events import Event, RunOpened, StepPlanned, TrajectoryOpened, codec
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log.consumer import Consumer
-from rollbook.store.log.kind_reader import events_of_kinds
+from rollbook.store.log.kind_reader import events_of_kinds, runs_of_kinds
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.tail import EVERYTHING, Filter, Tail
 from rollbook.store.log.trajectory_reader import TrajectoryReader
@@ -162,6 +162,18 @@ class Store:
         if cut is not None:
             self._check_held(cut)
         return events_of_kinds(self.path, kinds, start or {}, self.head() if cut is None else cut)
+
+    def runs(self, cut: Cut | None = None) -> set[str]:
+        """The runs that have a configuration or a trajectory in the cut (default: head).
+
+        Raises:
+            CutError: the cut holds more than the store.
+            CorruptionError: a file that may hold one is damaged.
+        """
+        if cut is not None:
+            self._check_held(cut)
+        kinds = (RunOpened.KIND, TrajectoryOpened.KIND)
+        return runs_of_kinds(self.path, kinds, self.head() if cut is None else cut)
 
     def trajectories(
         self, cut: Cut | None = None, ids: Collection[str] | None = None

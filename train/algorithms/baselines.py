@@ -38,17 +38,21 @@ def grouped(rewards: Floats, groups: Sequence[str], trajectories: Sequence[str])
         rewards: float64 [N]; samples of one trajectory have the same.
     """
     group, trajectory = _codes(groups), _codes(trajectories)
+    if trajectory.max(initial=-1) == len(trajectory) - 1:  # each has one sample
+        return _members(rewards, group, np.arange(len(group)))
     key = group * (trajectory.max(initial=0) + 1) + trajectory
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
-    members = group[first[order]]
-    once = rewards[first[order]]
-    count = int(group.max(initial=-1)) + 1
-    sizes = np.bincount(members, minlength=count).astype(np.float64)
-    sums = np.bincount(members, once, count).astype(np.float64)
-    return Grouped(once, members, number[inverse], sizes, sums)
+    return _members(rewards[first[order]], group[first[order]], number[inverse])
+
+
+def _members(rewards: Floats, groups: Ints, of_sample: Ints) -> Grouped:
+    count = int(groups.max(initial=-1)) + 1
+    sizes = np.bincount(groups, minlength=count).astype(np.float64)
+    sums = np.bincount(groups, rewards, count).astype(np.float64)
+    return Grouped(rewards, groups, of_sample, sizes, sums)
 
 
 def _codes(names: Sequence[str]) -> Ints:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rollbook.train.algorithms.rollouts import Floats, Ints
 
+Bools = npt.NDArray[np.bool_]
 _T = TypeVar("_T", bound=np.generic)
 
 
@@ -23,11 +24,11 @@ def discounted_returns(rewards: Floats, lengths: Ints, discount: float) -> Float
         KL
     penalty among the rewards.
     """
-    rows = _rows(lengths)
-    padded = _padded(rewards, rows, lengths)
+    places = _places(lengths)
+    padded = _padded(rewards, places)
     for column in range(padded.shape[1] - 2, -1, -1):
         padded[:, column] += discount * padded[:, column + 1]
-    return padded[rows]
+    return padded[places]
 
 
 def generalized_advantages(
@@ -38,13 +39,13 @@ def generalized_advantages(
     The value after the last token is 0. A_t + V_t is the critic's target. Source: Schulman et al. 2016
     (arXiv:1506.02438), equation 16.
     """
-    rows = _rows(lengths)
-    value = _padded(values, rows, lengths)
-    delta = _padded(rewards, rows, lengths) - value
+    places = _places(lengths)
+    value = _padded(values, places)
+    delta = _padded(rewards, places) - value
     delta[:, :-1] += discount * value[:, 1:]
     for column in range(delta.shape[1] - 2, -1, -1):
         delta[:, column] += discount * decay * delta[:, column + 1]
-    return delta[rows]
+    return delta[places]
 
 
 def whitened(values: Floats, ddof: int, *, centred: bool = True, epsilon: float = 1e-8) -> Floats:
@@ -74,17 +75,15 @@ def at_last_tokens(values: Floats, lengths: Ints) -> Floats:
     return placed
 
 
-def _rows(lengths: Ints) -> tuple[Ints, Ints]:
-    """Row and column of each token in an array [N, longest]; rows end at the last column."""
-    starts = np.cumsum(lengths) - lengths
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    within = np.arange(int(lengths.sum())) - starts[row]
-    longest = int(lengths.max(initial=0))
-    return row, within + (longest - lengths)[row]
+def _places(lengths: Ints) -> Bools:
+    """Where the tokens are in an array [N, longest], row by row; rows end at the last column."""
+    longest = max(int(lengths.max(initial=0)), 1)
+    places: Bools = np.arange(longest) >= (longest - lengths)[:, None]
+    return places
 
 
-def _padded(values: Floats, rows: tuple[Ints, Ints], lengths: Ints) -> Floats:
+def _padded(values: Floats, places: Bools) -> Floats:
     """Values [P] as [N, longest]; zeros come before a shorter sample, so that all end together."""
-    padded = np.zeros((len(lengths), max(int(lengths.max(initial=0)), 1)))
-    padded[rows] = values
+    padded = np.zeros(places.shape)
+    padded[places] = values
     return padded

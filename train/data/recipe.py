@@ -177,6 +177,10 @@ def _where_needed(need: str, of: Bools, held: _Held) -> Bools:
     return of if need in held.algorithm.needs else np.zeros_like(of)
 
 
+def _ambiguous(of: Candidates, held: _Held) -> Bools:
+    return in_several(of.trajectories) if "pairs" in held.algorithm.needs else np.zeros_like(of.chosen)
+
+
 def _outside(of: Candidates, held: _Held) -> Bools:
     return (of.lowest < 0) | (of.highest >= held.limits.vocabulary)
 
@@ -216,7 +220,7 @@ RULES: Mapping[str, _Rule] = {
     ),
     "no_logprobs": _Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
     # A preference is between trajectories: of one with several samples it does not say which is meant.
-    "several_paths": _Rule(lambda of, held: _where_needed("pairs", in_several(of.trajectories), held)),
+    "several_paths": _Rule(_ambiguous),
 }
 """The rules by name, in the order in which they are applied: the first that matches counts."""
 

@@ -9,7 +9,6 @@ from difflib import SequenceMatcher
 from rollbook.cli.show.terminal_text import visible
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CutError, RollbookError
-from rollbook.store.events import RunOpened, TrajectoryOpened
 from rollbook.store.log.store import Store
 
 MOST_LISTED = 20
@@ -21,10 +20,7 @@ def check_run(log: Store, run: str, cut: Cut | None = None) -> None:
     Raises:
         CutError: there is none; the message lists those there are, the nearest names first.
     """
-    kinds = [RunOpened.KIND, TrajectoryOpened.KIND]
-    runs = sorted(
-        {event.run for event in log.events_of(kinds, cut)}, key=lambda name: (-_like(name, run), name)
-    )
+    runs = sorted(log.runs(cut), key=lambda name: (-_like(name, run), name))
     if run not in runs:
         more = f" and {len(runs) - MOST_LISTED} more" if len(runs) > MOST_LISTED else ""
         listed = ", ".join(map(visible, runs[:MOST_LISTED])) or "none"
@@ -37,7 +33,7 @@ def only_run(log: Store) -> str:
     Raises:
         CutError: it holds none, or several.
     """
-    runs = sorted({event.run for event in log.events_of([RunOpened.KIND, TrajectoryOpened.KIND])})
+    runs = sorted(log.runs())
     if len(runs) != 1:
         raise CutError(f"the store holds {len(runs)} runs: name one with --run")
     return runs[0]

@@ -82,3 +82,18 @@ def test_a_cut_that_holds_more_than_the_store(log: Store) -> None:
     """It is refused as everywhere."""
     with pytest.raises(CutError, match="holds 99999 events of lane 'a'"):
         log.events_of(["run.opened"], {"a": 99999})
+
+
+def test_runs_are_those_of_configurations_and_trajectories(log: Store) -> None:
+    """Sealed or not, at any cut; a run that only other events name is none."""
+    with log.writer("c", SMALL) as writer:
+        writer.append([Event(kinds.RunOpened("train", {}), "opened")]).result(30)
+        cut = log.head()
+        writer.append([Event(kinds.SampleDropped("x", "x.0", "staleness", "d", 0, {}), "dropped")]).result(30)
+        writer.append([Event(kinds.TrajectoryOpened("x", "x"), "later")]).result(30)
+    assert log.runs({}) == set()
+    assert log.runs({"a": 1}) == {"r"}
+    assert log.runs(cut) == {"r", "opened"}
+    assert log.runs() == {"r", "opened", "later"}
+    with pytest.raises(CutError):
+        log.runs({"a": 10**6})

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import trajectory_advantages
+from rollbook.train.algorithms.baselines import grouped
 from rollbook.train.algorithms.combinations import PolicyGradient
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.rollouts import Rollouts
@@ -114,3 +115,26 @@ def test_all_defaults_are_grpos_advantages(rewards: list[float]) -> None:
     names = [f"t{i}" for i in range(len(rewards))]
     expected = trajectory_advantages(np.array(rewards), ["g"] * len(rewards), names, 1e-6)
     assert found == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+
+
+@given(SAMPLES, st.booleans())
+def test_groups_and_trajectories_are_numbered_as_they_come(
+    samples: list[tuple[int, int]], distinct: bool
+) -> None:
+    """In the order of their first samples, and sums are added in that order, whether or not each trajectory
+    has one sample; a name counts within its group."""
+    if distinct:
+        samples = list(dict.fromkeys(samples))
+    names = [f"t{g}.{t}" if distinct else f"t{t}" for g, t in samples]
+    rewards = np.array([1 / (7 * g + t + 1) for g, t in samples])
+    found = grouped(rewards, [f"g{g}" for g, _ in samples], names)
+    trajectories = list(dict.fromkeys(samples))
+    groups = list(dict.fromkeys(g for g, _ in samples))
+    assert found.of_sample.tolist() == [trajectories.index(one) for one in samples]
+    assert found.groups.tolist() == [groups.index(g) for g, _ in trajectories]
+    assert found.rewards.tolist() == [1 / (7 * g + t + 1) for g, t in trajectories]
+    sums, sizes = [0.0] * len(groups), [0] * len(groups)
+    for at, reward in zip(found.groups.tolist(), found.rewards.tolist(), strict=True):
+        sums[at] += reward
+        sizes[at] += 1
+    assert (found.sums.tolist(), found.sizes.tolist()) == (sums, sizes)

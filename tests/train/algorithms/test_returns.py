@@ -47,7 +47,8 @@ def test_gae_by_hand() -> None:
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE)
 def test_returns_are_those_of_a_loop(lengths: list[int], seed: int, discount: float) -> None:
-    """Each sample by itself; samples without a trained token have none."""
+    """Each sample by itself, bit for bit, so that recorded steps replay; samples without a trained token have
+    none."""
     rows = _rows(lengths, seed)
     expected = []
     for row in rows:
@@ -57,7 +58,7 @@ def test_returns_are_those_of_a_loop(lengths: list[int], seed: int, discount: fl
             returns.insert(0, total)
         expected += returns
     found = discounted_returns(_flat(rows), np.array(lengths), discount)
-    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert found.tolist() == expected
 
 
 @given(LENGTHS, st.integers(0, 2**31), SHARE, SHARE)
@@ -106,3 +107,20 @@ def test_values_of_samples_at_their_tokens() -> None:
     values, lengths = np.array([1.0, 2.0, 3.0]), np.array([2, 0, 1])
     assert of_tokens(values, lengths).tolist() == [1, 1, 3]
     assert at_last_tokens(values, lengths).tolist() == [0, 1, 3]
+
+
+@given(LENGTHS, st.integers(0, 2**31), SHARE, SHARE)
+def test_gae_has_the_bits_of_a_loop(lengths: list[int], seed: int, discount: float, decay: float) -> None:
+    """From the last token to the first, in the order in which recorded steps were computed."""
+    rewards, values = _rows(lengths, seed), _rows(lengths, seed + 1)
+    expected: list[float] = []
+    for reward, value in zip(rewards, values, strict=True):
+        advantages: list[float] = []
+        for t in reversed(range(len(reward))):
+            delta = reward[t] - value[t]
+            if advantages:
+                delta = delta + discount * value[t + 1] + discount * decay * advantages[0]
+            advantages.insert(0, delta)
+        expected += advantages
+    found = generalized_advantages(_flat(rewards), _flat(values), np.array(lengths), discount, decay)
+    assert found.tolist() == expected
