@@ -21,7 +21,8 @@ __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
 BENCHES = (
-    *("append", "hostile", "learning", "loop", "proxy", "recover", "scale", "seal", "sql", "sync", "tail"),
+    *("append", "hostile", "learning", "loop", "materialize", "proxy", "recover", "scale", "seal", "sql"),
+    *("sync", "tail"),
 )
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 
