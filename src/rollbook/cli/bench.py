@@ -14,15 +14,16 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="append, hostile, learning, loop, materialize, proxy, recover, scale, seal, sql, sync or tail."
+            help="append, hostile, learning, loop, materialize, proxy, recover, scale, seal, sql, sync or "
+            "tail."
         ),
     ],
     json: AsJson = False,
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write; default: a temporary folder here. What learning, materialize and scale make "
-            "stays there."
+            help="Where to write; default: a temporary folder here. What learning, materialize and scale "
+            "make stays there."
         ),
     ] = None,
     scale: Annotated[
