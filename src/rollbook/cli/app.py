@@ -88,7 +88,7 @@ def sql(
 ) -> None:
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
-    Views: events, runs, trajectories, turns, tokens, rewards, paths,
+    Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
     outliers, bodies; policies, syncs, steps, metrics, samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
@@ -379,10 +379,7 @@ def import_(
     skip_bad: Annotated[bool, typer.Option(help="Leave out rows that cannot be used.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Add chats, prompts with completions, or preferences as trajectories; a repeated import adds nothing.
-
-    Without --model they are text, with it they have tokens, and SFT and DPO can train on them.
-    """
+    """Add chats, and with --model prompts with completions and preferences, as trajectories with tokens."""
     from rollbook.cli.importing import run_import
 
     run_import(file, store, run, lane, split, model, skip_bad, json)
