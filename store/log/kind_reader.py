@@ -33,18 +33,18 @@ def runs_of_kinds(store: Path, kinds: Collection[str], end: Cut) -> set[str]:
         CorruptionError: a file that may hold one is damaged.
     """
     found: set[str] = set()
-    for _, batch, _ in _batches(store, kinds, {}, end, ["run"]):
+    for _, batch, _ in _batches(store, kinds, {}, end):
         found.update(batch.column("run").unique().to_pylist())
     return found
 
 
 def _batches(
-    store: Path, kinds: Collection[str], start: Cut, end: Cut, columns: Sequence[str] | None = None
+    store: Path, kinds: Collection[str], start: Cut, end: Cut
 ) -> Iterator[tuple[str, pa.RecordBatch, codec.Body]]:
     """The rows of these kinds between two cuts: lane, rows, and what gives their bodies."""
     for lane, stop in sorted(end.items()):
         first = start.get(lane, 0)
-        units, sealed = while_replaced(store, lane, partial(_sealed, store, kinds, first, stop, columns))
+        units, sealed = while_replaced(store, lane, partial(_sealed, store, kinds, first, stop))
         for unit, rows in units:
             batch = codec.conform(rows.drop_columns("lane").combine_chunks().to_batches()[0])
             yield lane, batch, partial(unit_body, store, unit)
@@ -56,18 +56,13 @@ def _batches(
 
 
 def _sealed(
-    store: Path,
-    kinds: Collection[str],
-    first: int,
-    stop: int,
-    columns: Sequence[str] | None,
-    units: Sequence[Unit],
+    store: Path, kinds: Collection[str], first: int, stop: int, units: Sequence[Unit]
 ) -> tuple[list[tuple[Unit, pa.Table]], int]:
     """Units with such rows between two places, and the place where sealed events end, or this cut does."""
     found = []
     for unit in units:
         if unit.next_seq > first and unit.first_seq < stop:
-            rows = rows_of_kinds(store, unit, kinds, columns)
+            rows = rows_of_kinds(store, unit, kinds)
             seq = rows["seq"]
             rows = rows.filter(pc.and_(pc.greater_equal(seq, first), pc.less(seq, stop)))
             if rows.num_rows:

@@ -120,16 +120,13 @@ class _OpenFile:
         """Columns of a whole row group."""
         return self._file.read_row_group(group, columns=list(columns), use_threads=False).select(columns)
 
-    def of_kinds(
-        self, kinds: Sequence[str], groups: Sequence[int] | None, columns: Sequence[str] | None
-    ) -> pa.Table:
+    def of_kinds(self, kinds: Sequence[str], groups: Sequence[int] | None) -> pa.Table:
         """All rows of these kinds; `groups` are the row groups that hold one, if that is known."""
         wanted = pa.array(kinds)
         if groups is None:
             every = self._file.read(columns=["kind"], use_threads=False)["kind"]
             groups = np.unique(self.groups(pc.indices_nonzero(pc.is_in(every, wanted)).to_numpy())).tolist()
-        read = self._columns if columns is None else ["kind", "seq", *columns]
-        table = self._file.read_row_groups(groups, columns=read, use_threads=False)
+        table = self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
         return _all_columns(table.filter(pc.is_in(table["kind"], wanted)))
 
     def read(self, run: Run) -> pa.Table:
@@ -248,12 +245,8 @@ def _in_lane_order(table: pa.Table) -> pa.Table:
     return table.take(pa.array(np.argsort(table.column("seq").to_numpy()))) if table.num_rows else table
 
 
-def rows_of_kinds(
-    store: Path, unit: Unit, kinds: Collection[str], columns: Sequence[str] | None = None
-) -> pa.Table:
+def rows_of_kinds(store: Path, unit: Unit, kinds: Collection[str]) -> pa.Table:
     """The unit's rows of these kinds, in the order of the lane, in the columns of `TABLE_SCHEMA`.
-
-    If `columns` are given, all others but kind and place are null.
 
     Only the row groups that hold one are read whole: what is of no trajectory stands together.
 
@@ -268,7 +261,7 @@ def rows_of_kinds(
         groups = _kind_groups(store, unit, wanted) if name == MARKS else None
         if wanted and unit.file(name) is not None and groups != []:
             try:
-                parts.append(_open_file(store, unit, name).of_kinds(sorted(wanted), groups, columns))
+                parts.append(_open_file(store, unit, name).of_kinds(sorted(wanted), groups))
             except (pa.ArrowException, OSError) as error:
                 raise damaged(store, unit, name, error) from error
     return _in_lane_order(pa.concat_tables(parts))
