@@ -298,15 +298,15 @@ def test_who_hands_over_several_is_no_company(store: Store, notes: Any) -> None:
     """Appends that came in one go share a frame, and what comes after them is not made to wait for others."""
     with store.writer("a", AppendSettings(linger_ms=1000)) as writer:
         begun = time.monotonic()
-        for number in range(4):
+        for number in range(40):
             pair = [append_future(), append_future()]
             writer.append_each(
                 [([one], future) for one, future in zip(notes(2, 2 * number), pair, strict=True)]
             )
             assert [future.result(20) for future in pair] == [2 * number, 2 * number + 1]
-        assert time.monotonic() - begun < 3.5, "nobody lingered"
+        assert time.monotonic() - begun < 30, "nobody lingered"
     [segment] = lane_folder(store.path, "a").glob("*.wal")
-    assert segment.read_bytes().count(MAGIC) == 1 + 4, "the header, and a frame for each pair"
+    assert segment.read_bytes().count(MAGIC) == 1 + 40, "the header, and a frame for each pair"
 
 
 def test_opening_what_is_no_store(tmp_path: Any) -> None:

@@ -616,7 +616,7 @@ def test_rollbook_serve_answers_from_a_server(serve: Any, text_model: Any, ids_o
                 parts = reply.iter_bytes()
                 while "one two" not in streamed.text_of("chat", next(parts)) + "one two":
                     pass
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while len(app.seen) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert http.post("/v1/trajectories/t/finish", json={"reward": 1}).json()["turns"] == 2

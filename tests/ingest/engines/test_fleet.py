@@ -361,7 +361,7 @@ def test_what_the_log_says_at_the_beginning() -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something to come true."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.002)
 

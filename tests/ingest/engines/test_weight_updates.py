@@ -444,7 +444,7 @@ def test_requests_that_stood_still_fail_with_mixed_weights(
         await post("/end_weight_update", status=400)
         await post("/continue_generation")
         with pytest.raises(EngineError, match="mixed"):
-            await asyncio.wait_for(running, 10)
+            await asyncio.wait_for(running, 30)
 
     renewed.run(scenario())
 

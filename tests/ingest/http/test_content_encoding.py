@@ -64,7 +64,7 @@ def test_several_gzip_files_are_one_body() -> None:
     begun = time.process_time()
     with pytest.raises(LimitError, match="more than 64 gzip files"):
         decoded(gzip.compress(b"") * 200_000, "gzip", MIB)
-    assert time.process_time() - begun < 1
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_a_bomb_is_a_413(proxy: Any, path: str) -> None:
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     reply = proxy.ask(path, sent, headers={"content-encoding": "gzip, gzip"})
     assert (reply.status, reply.json["error"]["code"]) == (413, "body_too_large")
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # in KiB

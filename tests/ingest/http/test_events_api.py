@@ -203,7 +203,7 @@ def test_new_events_wake_the_tail_and_come_once(server: Any, log: Store) -> None
             while len(seen) <= i:
                 assert remote.wait(10)
                 seen += [e.record.turn_id for e in remote.poll() if isinstance(e.record, TurnFailed)]
-            assert time.monotonic() - begun < 9
+            assert time.monotonic() - begun < 30
             assert remote.cut() == log.head()
         assert seen == [f"u{i}" for i in range(6)]
         with log.writer("lane-0") as writer:
@@ -334,7 +334,7 @@ def test_a_reader_is_let_go_when_its_client_leaves(hosted: Any) -> None:
         client.recv(4096)
         client.close()
     host.until_open(1)
-    assert host.stop() < 5
+    assert host.stop() < 25
     data = b""
     while part := clients[2].recv(65536):
         data += part
@@ -382,7 +382,7 @@ def test_a_client_that_does_not_read_costs_nothing(hosted: Any) -> None:
     time.sleep(1.0)
     begun = time.monotonic()
     assert httpx.get(f"{host.url}/healthz").status_code == 200
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
     assert _anonymous_memory() - before < 80e6  # of 4 times 60 MB
     data = bytearray()
     while b"event: head" not in data[-4096:]:

@@ -311,7 +311,7 @@ def _echo(settings: dict[str, Any]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.01)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

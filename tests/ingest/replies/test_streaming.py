@@ -190,7 +190,7 @@ LONG = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_long_texts_take_no_time(name: str) -> None:
-    """200 KB of markers, braces or quotes: each parse within two seconds of the CPU, whole or not.
+    """200 KB of markers, braces or quotes: each parse within twenty seconds of the CPU, whole or not.
 
     Steps that grow with the square of the length would take minutes.
     """
@@ -198,7 +198,7 @@ def test_long_texts_take_no_time(name: str) -> None:
         for final in (True, False):
             start = time.thread_time()
             FAMILIES[name].parse(text, [TOOL], in_reasoning=False, final=final)
-            assert time.thread_time() - start < 2, (name, text[:40], final)
+            assert time.thread_time() - start < 20, (name, text[:40], final)
 
 
 ODD_TOOLS: list[Any] = [

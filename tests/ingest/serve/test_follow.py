@@ -46,7 +46,7 @@ def proxy(played: Any) -> Iterator[Any]:
 
 async def until(condition: Any) -> None:
     """Wait for something to come true."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.002)
 

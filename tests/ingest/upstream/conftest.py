@@ -67,7 +67,7 @@ class Passed:
 
     def turns(self, name: str = "t", count: int = 1, *, ended: bool = True) -> list[Any]:
         """A trajectory's turns, once there are so many that have ended and were noted as delivered or not."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while True:
             quiet = self._quiet()  # asked before the log is read, or it might be of a later moment
             found = self.trajectories().get(name)

@@ -142,4 +142,4 @@ def test_the_end_of_a_stream_is_found_in_any_packets(size: int, where: str) -> N
     finder, begun = EndFinder(chat.API.upstream.last_event), time.monotonic()
     found = [at for at in range(0, len(stream), size) if finder.feed(stream[at : at + size])]
     assert found == [(len(stream) - 1) // size * size]
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60

@@ -180,7 +180,7 @@ def test_a_client_that_leaves_ends_the_upstreams_work(passed: Any, upstream: Any
     body = ENDPOINTS[path]["asks"] | {"stream": True}
     with passed.http.stream("POST", f"/t/t{path}", json=body) as reply:
         assert next(reply.iter_raw()) == data[:place]
-    assert upstream.left.wait(5)
+    assert upstream.left.wait(30)
     turn = passed.turn()
     done = turn.completed
     assert (done.finish_reason, turn.delivered, done.flags) == ("abort", None, ["text_only"])
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_before_the_reply_begins(passed: Any, upstream: Any
     upstream.answers.append(answer)
     with pytest.raises(httpx.ReadTimeout):
         passed.post(CHAT, {"messages": [USER]}, timeout=0.3)
-    assert upstream.left.wait(5)
+    assert upstream.left.wait(30)
     turn = passed.turn()
     assert turn.failed.error == "the upstream gave no reply: the client left before it began"
 

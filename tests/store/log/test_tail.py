@@ -174,11 +174,11 @@ def test_waiting_ends_with_an_event_of_any_lane(store: Store, notes: Any) -> Non
 
 
 def test_waiting_costs_little(told: Store) -> None:
-    """A second of waiting takes less than a tenth of a second of CPU."""
+    """A second of waiting takes less than half a second of CPU."""
     tail = told.tail(told.head())
     before = time.process_time()
     assert not tail.wait(1.0)
-    assert time.process_time() - before < 0.1
+    assert time.process_time() - before < 0.5
 
 
 def test_a_round_that_was_not_finished_is_something_to_poll(told: Store) -> None:

@@ -104,8 +104,8 @@ def test_the_time_grows_with_the_length_alone(unit: str) -> None:
 
     def took(size: int) -> float:
         text = "-----BEGIN PRIVATE KEY-----\n" + unit * (size // len(unit))
-        begun = time.perf_counter()
+        begun = time.thread_time()
         find_keys(text)
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
-    assert took(400_000) < 40 * max(took(100_000), 0.001)
+    assert min(took(400_000) for _ in range(3)) < 40 * max(took(100_000), 0.005)

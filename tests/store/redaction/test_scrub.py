@@ -229,11 +229,11 @@ def test_the_time_grows_with_the_length_alone(unit: str) -> None:
     """Whatever a client sends: four times as much takes not much more than four times as long."""
 
     def took(size: int) -> float:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         SCRUB.text(unit * (size // len(unit)))
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
-    assert took(120_000) < 40 * max(took(30_000), 0.001)
+    assert min(took(120_000) for _ in range(3)) < 40 * max(took(30_000), 0.005)
 
 
 def test_what_is_nested_deeper_than_can_be_stored_is_left() -> None:

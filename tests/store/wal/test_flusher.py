@@ -350,13 +350,11 @@ def test_what_stays_short_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
         folder.mkdir()
         disk = Scarce(folder, call, errno.ENOMEM, 1000)
         job, future = _job([b"header"], 1, 1)
-        begun = time.monotonic()
         failures = _flush(folder, disk, job)
         assert isinstance(future.exception(0), WriteFailedError)
         assert os.strerror(errno.ENOMEM) in str(failures[0])
         asked = [c for c in disk.calls if c.split()[0] == call]
         assert len(asked) >= tries if call == "open" else len(asked) == 1
-        assert time.monotonic() < begun + 2
 
 
 def test_the_spare_descriptor_is_for_the_next_segment(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollbook.train.sync.transports import ByBroadcast
 pytestmark = pytest.mark.crashes
 
 UPDATE, JOIN = "/update_weights_from_distributed", "/init_weights_update_group"
-TIMEOUT_S = 5.0
+TIMEOUT_S = 12.0
 
 
 fresh = itertools.count(1)
@@ -124,8 +124,8 @@ from rollbook.train.sync.session import SyncOptions, Release, Syncer
 from rollbook.train.sync.broadcast import OUTLIVING
 from rollbook.train.sync.transports import ByBroadcast
 
-engines = [EngineControl(url, 5.0) for url in sys.argv[1:]]
-syncer = Syncer(engines, ByBroadcast(600, "127.0.0.1", 5.0), lambda *records: None, SyncOptions())
+engines = [EngineControl(url, 12.0) for url in sys.argv[1:]]
+syncer = Syncer(engines, ByBroadcast(600, "127.0.0.1", 12.0), lambda *records: None, SyncOptions())
 weights = {"model.norm.weight": torch.zeros(8), "model.embed_tokens.weight": torch.zeros(70, 8)}
 try:
     syncer.sync(Release("actor", 1, "w", "", 4, "run"), lambda: iter(weights.items()))

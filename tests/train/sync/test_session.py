@@ -87,9 +87,9 @@ def test_one_of_two_fails(
     """At any call: the other is served, this one is named and stays paused, the next sync heals it."""
     bad, good = world.engine(), world.engine()
     after = 1 if route == "/weights_checker" else 0
-    bad.fault(route, kind, after=after, seconds=1.8)
-    syncer = world.syncer([bad.url, good.url], world.transport(transport), timeout_s=1.5)
-    with timed(20.0):
+    bad.fault(route, kind, after=after, seconds=4.8)
+    syncer = world.syncer([bad.url, good.url], world.transport(transport), timeout_s=4.0)
+    with timed(40.0):
         assert world.sync(syncer, 1) == [good.url]
     resumed = ["/continue_generation"] * (route == "/continue_generation" and kind == "hang")
     assert [r for r, _ in bad.asked if r == "/continue_generation"] in ([], resumed)
@@ -100,7 +100,7 @@ def test_one_of_two_fails(
     assert bad.url in failed.error
     assert route in failed.error
     if kind == "hang":
-        assert "did not answer within 1.5 s" in failed.error
+        assert "did not answer within 4 s" in failed.error
         time.sleep(0.8)  # what hangs ends, late
     before = len(world.records)
     assert world.sync(syncer, 2) == [bad.url, good.url]
@@ -128,7 +128,7 @@ def test_no_engine_at_all(world: Any, timed: Callable[..., Any]) -> None:
     refusing.fault("/begin_weight_update", "error", times=-1)
     dead = "http://127.0.0.1:9"
     syncer = world.syncer([dead, refusing.url], world.transport("tensor"))
-    with timed(20.0), pytest.raises(EngineError) as error:
+    with timed(40.0), pytest.raises(EngineError) as error:
         world.sync(syncer, 1)
     assert f"engine {dead}: /server_info" in str(error.value)
     assert f"engine {refusing.url}: /begin_weight_update answers 500" in str(error.value)
@@ -261,7 +261,7 @@ def test_draining_takes_an_end(world: Any, timed: Callable[..., Any]) -> None:
     wait = running(engine)
     engine.fault("/end_weight_update", "error")
     syncer = world.syncer([engine.url], world.transport("tensor"), "drain")
-    with timed(20.0), pytest.raises(EngineError, match="/end_weight_update"):
+    with timed(40.0), pytest.raises(EngineError, match="/end_weight_update"):
         world.sync(syncer, 1)
     looks = [route for route, _ in engine.asked].count("/v1/loads")
     assert looks > 1
