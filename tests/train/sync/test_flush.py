@@ -49,9 +49,7 @@ def test_a_flush_that_is_refused_for_ever(world: Any, timed: Callable[..., Any])
     flush = engine.app._routes["/flush_cache"]
     engine.app._routes["/flush_cache"] = lambda body: (400, b"Flush cache failed.\n")
     told, asked = len(world.records), len(engine.asked)
-    text = (
-        r"/flush_cache answers 400: Flush cache failed\. \(for 3 s\)\. Constrained .* raise .* timeout_s"
-    )
+    text = r"/flush_cache answers 400: Flush cache failed\. \(for 3 s\)\. Constrained .* raise .* timeout_s"
     with timed(30.0), pytest.raises(EngineError, match=f"engine {engine.url}: {text}"):
         world.sync(syncer, 2)
     assert world.said(engine.url, told) == [STARTED, FAILED]
