@@ -231,6 +231,12 @@ def _upkeep_records() -> list[Any]:
         kinds.StepAbandoned(0, 1, "actor", 1, 0, 2),
         kinds.SegmentRepaired("serve", 3, "00000003-00000003.1", 10, 12, "checksum mismatch"),
         kinds.PreferenceAdded("t1", "t2", 0.5, "judge", "nightly-judge"),
+        kinds.EvalFinished(
+            *("actor", 1, "train", "serve=14", "serve=18", 2, 5, 1, 0, 1), {"loss": 0.5, "reward": 1.0}
+        ),
+        kinds.StopFired(
+            "actor", 1, "train", {"metric": "loss", "below": 0.2}, [{"policy_version": 1, "value": 0.125}]
+        ),
     ]
 
 

@@ -23,6 +23,7 @@ from rollbook.store.events.rollouts import (
 from rollbook.store.events.training import (
     CheckpointWritten,
     EngineControlled,
+    EvalFinished,
     PolicyActivated,
     PolicyPublished,
     SampleDropped,
@@ -31,6 +32,7 @@ from rollbook.store.events.training import (
     StepFailed,
     StepPlanned,
     StepRetired,
+    StopFired,
     SyncFailed,
     SyncFinished,
     SyncStarted,
@@ -74,6 +76,8 @@ Record = (
     | StepAbandoned
     | SegmentRepaired
     | PreferenceAdded
+    | EvalFinished
+    | StopFired
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -181,6 +181,48 @@ class StepRetired:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalFinished:
+    """A version was evaluated on what is held out of training: samples and rewards of split `eval`.
+
+    `samples` are those held out at `cut`, of which `tokens` count. `trajectories` are those that finished
+    with a reward since the evaluation before this one, seen up to `counted_to`; the versions that sampled
+    them are `oldest_version` to `newest_version`, null where there are none. `metrics` has
+    `loss` and what the algorithm measures of the samples, and the mean `reward` and `success` of the
+    trajectories, as far as there are any.
+    """
+
+    KIND: ClassVar[str] = "eval.finished"
+    ABOUT: ClassVar[About] = About(of="policy")
+    policy: str
+    policy_version: int
+    phase: str
+    cut: str
+    counted_to: str
+    samples: int
+    tokens: int
+    trajectories: int
+    oldest_version: int | None
+    newest_version: int | None
+    metrics: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StopFired:
+    """A rule of early stopping ended a training after the step that made this version.
+
+    `values` are those that the rule judged by, each as `{"policy_version": ..., "value": ...}`.
+    """
+
+    KIND: ClassVar[str] = "stop.fired"
+    ABOUT: ClassVar[About] = About(of="policy")
+    policy: str
+    policy_version: int
+    phase: str
+    rule: Json
+    values: list[Json]
+
+
+@dataclass(frozen=True, slots=True)
 class SyncStarted:
     """A transfer of weights to an engine began. `sync_id` ties its events together."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import (
     CheckpointWritten,
+    EvalFinished,
     Event,
     Json,
     SampleDropped,
@@ -21,6 +23,7 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
     StepRetired,
+    StopFired,
 )
 
 KINDS = frozenset(
@@ -33,12 +36,15 @@ KINDS = frozenset(
         StepAbandoned,
         StepRetired,
         CheckpointWritten,
+        EvalFinished,
+        StopFired,
     )
 )
 """Kinds of events that a history is folded from."""
 
 PolicyKey = tuple[str, str]
 """(run, policy)"""
+_V = TypeVar("_V", EvalFinished, StopFired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class History:
         abandoned: step -> its `step.abandoned`.
         retired: steps that were given up for replay.
         pending: step -> the last plan of it that neither committed nor failed.
+        evaluations, stops: of versions that were not abandoned, by version.
     """
 
     run: str
@@ -76,6 +83,8 @@ class History:
     abandoned: dict[int, StepAbandoned] = field(default_factory=dict)
     retired: set[int] = field(default_factory=set)
     pending: dict[int, StepPlanned] = field(default_factory=dict)
+    evaluations: list[EvalFinished] = field(default_factory=list)
+    stops: list[StopFired] = field(default_factory=list)
 
     @property
     def next_step(self) -> int:
@@ -91,6 +100,10 @@ class History:
     def of_family(self, family: str) -> list[CommittedStep]:
         """Committed steps of a configuration, in order: of all the phases it was trained in."""
         return [s for _, s in sorted(self.steps.items()) if family_of(s.planned.phase) == family]
+
+    def evaluations_of(self, family: str) -> list[EvalFinished]:
+        """Evaluations of a configuration's versions, in order: of all the phases it was trained in."""
+        return [e for e in self.evaluations if family_of(e.phase) == family]
 
     def phase_to_train(self, family: str) -> str:
         """The phase that goes on or begins when a configuration is trained now.
@@ -231,7 +244,9 @@ def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
     return {key: one.settled() for key, one in found.items()}
 
 
-_Other = StepCommitted | StepFailed | StepAbandoned | StepRetired | CheckpointWritten
+_Other = (
+    StepCommitted | StepFailed | StepAbandoned | StepRetired | CheckpointWritten | EvalFinished | StopFired
+)
 _OF_POLICY = StepPlanned | _Other
 
 
@@ -244,9 +259,7 @@ class _Seen:
     committed: dict[int, StepCommitted] = field(default_factory=dict)
     failed: set[tuple[int, int]] = field(default_factory=set)
 
-    def take(
-        self, record: StepCommitted | StepFailed | StepAbandoned | StepRetired | CheckpointWritten
-    ) -> None:
+    def take(self, record: _Other) -> None:
         """Take an event that is no plan."""
         match record:
             case StepCommitted():
@@ -259,6 +272,10 @@ class _Seen:
                 self.history.retired.add(record.step)
             case CheckpointWritten():
                 self.history.checkpoints.append(record)
+            case EvalFinished():
+                self.history.evaluations.append(record)
+            case StopFired():
+                self.history.stops.append(record)
 
     def settled(self) -> History:
         """What they come to, once all are there."""
@@ -276,7 +293,14 @@ class _Seen:
             history.dropped_of |= {drop.trajectory_id for drop in plan[1]}
         gone = gone_versions(history.abandoned.values())
         history.checkpoints = [c for c in history.checkpoints if c.policy_version not in gone]
+        history.evaluations = _by_version(history.evaluations, gone)
+        history.stops = _by_version(history.stops, gone)
         return history
+
+
+def _by_version(records: Iterable[_V], gone: set[int]) -> list[_V]:
+    """Those of versions that are not gone, by version: lanes come in any order."""
+    return sorted((r for r in records if r.policy_version not in gone), key=lambda r: r.policy_version)
 
 
 def gone_versions(abandoned: Iterable[StepAbandoned]) -> set[int]:

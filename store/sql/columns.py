@@ -202,6 +202,28 @@ STEPS = (
     ViewColumn("error", "VARCHAR", "why it failed"),
 )
 
+EVALUATIONS = (
+    RUN,
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "the version that was evaluated"),
+    ViewColumn("loss", "DOUBLE", "the algorithm's, of the held-out samples; null where it says nothing"),
+    ViewColumn(
+        "preference_accuracy", "DOUBLE", "share of held-out pairs whose chosen sample is rated higher"
+    ),
+    ViewColumn("preference_margin", "DOUBLE", "mean rating of their chosen samples less the rejected ones'"),
+    ViewColumn("reward", "DOUBLE", "mean reward of the trajectories; null where there are none"),
+    ViewColumn("success", "DOUBLE", "share of them that finished with success"),
+    ViewColumn("samples", "BIGINT", "held-out samples that were scored"),
+    ViewColumn("tokens", "BIGINT", "tokens with loss among them"),
+    ViewColumn("trajectories", "BIGINT", "of split eval, finished since the last evaluation, with a reward"),
+    ViewColumn("oldest_version", "BIGINT", "version of their oldest token"),
+    ViewColumn("newest_version", "BIGINT", "version of their newest token"),
+    ViewColumn("cut", "VARCHAR", "the cut that the samples are held out at"),
+    ViewColumn("metrics", "JSON", "all that was measured"),
+    ViewColumn("phase", "VARCHAR", "of the training"),
+    ViewColumn("time", "TIMESTAMP", "when it ended, UTC"),
+)
+
 SAMPLES = (
     RUN,
     ViewColumn("step", "BIGINT", "the step"),

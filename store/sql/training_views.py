@@ -55,6 +55,26 @@ STEPS = View(
     columns.STEPS,
 )
 
+EVALUATIONS = View(
+    "evaluations",
+    "An evaluation of a policy version on what is held out of training: samples and rewards of split eval.",
+    f"""
+    SELECT run, policy, policy_version,
+           CAST({text("metrics.loss")} AS DOUBLE) AS loss,
+           CAST({text("metrics.preference_accuracy")} AS DOUBLE) AS preference_accuracy,
+           CAST({text("metrics.preference_margin")} AS DOUBLE) AS preference_margin,
+           CAST({text("metrics.reward")} AS DOUBLE) AS reward,
+           CAST({text("metrics.success")} AS DOUBLE) AS success,
+           CAST({text("samples")} AS BIGINT) AS samples, CAST({text("tokens")} AS BIGINT) AS tokens,
+           CAST({text("trajectories")} AS BIGINT) AS trajectories,
+           CAST({text("oldest_version")} AS BIGINT) AS oldest_version,
+           CAST({text("newest_version")} AS BIGINT) AS newest_version,
+           {text("cut")} AS cut, {json("metrics")} AS metrics, {text("phase")} AS phase, time
+    FROM internal.mark_events WHERE kind = 'eval.finished'
+    """,
+    columns.EVALUATIONS,
+)
+
 SAMPLES = View(
     "samples",
     "A sample a step consumed, in the order it consumed them; a sample is named by its leaf turn.",

@@ -26,6 +26,7 @@ VIEWS: tuple[View, ...] = (
     training_views.SYNCS,
     training_views.STEPS,
     metrics_view.METRICS,
+    training_views.EVALUATIONS,
     training_views.SAMPLES,
     training_views.DROPS,
     training_views.LINEAGE,

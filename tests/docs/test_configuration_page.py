@@ -14,8 +14,8 @@ from rollbook import store
 from rollbook.cli.app import app
 from rollbook.store import Event
 from rollbook.store.events import LabelAdded
-from rollbook.train.config.config import TABLES, TrainConfig
-from rollbook.train.config.docs import render
+from rollbook.train.config.config import TABLES, TrainConfig, parse_config
+from rollbook.train.config.docs import as_toml, render
 from rollbook.train.config.files import load_config
 
 MODELS = [model for kinds in TABLES.values() for model in kinds.values()]
@@ -62,6 +62,21 @@ def test_show_config_prints_an_equal_configuration(root: Path, tmp_path: Path, f
     assert (shown["optimizer"]["lr"], shown["optimizer"]["eps"]) == (0.5, 1e-8)
     assert "# decay_steps: not set" in said.stdout
     assert not nowhere.exists()
+
+
+def test_several_rules_are_shown() -> None:
+    """Each as a table of its own, which reads as the same rule."""
+    rules = [{"metric": "entropy", "below": 0.1}, {"metric": "evaluation.loss", "better": "lower"}]
+    values = {
+        "model": "m",
+        "steps": 2,
+        "algorithm": {"name": "sft"},
+        "evaluation": {"every": 7},
+        "stop": rules,
+    }
+    config = parse_config(values, "given")
+    assert parse_config(tomllib.loads(as_toml(config)), "shown") == config
+    assert as_toml(config).count("[[stop]]") == 2
 
 
 def test_a_store_may_be_named_by_the_environment(tmp_path: Path) -> None:

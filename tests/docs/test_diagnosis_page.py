@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.store import Store
+from rollbook.train.config.evaluation import EvaluationConfig
+from rollbook.train.config.files import load_config
 from rollbook.train.doctor.signs import SIGNS
 
 
@@ -26,9 +28,10 @@ def test_the_query_and_the_command_run(
     page: str, root: Path, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a store with a run of that name."""
-    [query] = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    steps, evaluations = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
     with rb.connect(one_of_everything.path) as connection:
-        connection.execute(query).fetchall()
+        connection.execute(steps).fetchall()
+        assert connection.execute(evaluations).fetchall() == [(2, 0.375, None, 1.0, 1)]
     shutil.copytree(one_of_everything.path, tmp_path / "demo-store")
     monkeypatch.chdir(tmp_path)
     run = sorted({event.run for event in one_of_everything.events()})[0]
@@ -38,6 +41,18 @@ def test_the_query_and_the_command_run(
         said = CliRunner().invoke(app, shlex.split(line.replace("--run demo", f"--run {run}"))[1:])
         assert said.exit_code in (0, 1), said.output
         assert answer in said.output
+
+
+def test_the_rules_are_read(page: str, root: Path, tmp_path: Path) -> None:
+    """The tables of the page are those of a CONFIG."""
+    [tables] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.toml").write_text((root / "configs" / "sft.toml").read_text() + tables)
+    config = load_config(tmp_path / "train.toml", [])
+    assert config.evaluation == EvaluationConfig(every=20)
+    assert [rule.said() for rule in config.stop] == [
+        {"metric": "evaluation.loss", "better": "lower", "patience": 3},
+        {"metric": "entropy", "below": 0.05, "patience": 10},
+    ]
 
 
 def test_every_sign_is_there(page: str) -> None:

@@ -20,6 +20,9 @@ FAILED = kinds.StepFailed(4, 2, "actor", "OutOfMemoryError()")
 LOST = kinds.SyncFailed("actor", 5, "s", "http://e:1", "EngineLostError: gone")
 HELD = kinds.SyncFinished("actor", 5, "s", "http://e:1", 3 * 2**20, 0.5)
 KEPT = kinds.CheckpointWritten("actor", 5, "checkpoints/v5", "w", "o", "p", 2**20)
+EVALUATED = kinds.EvalFinished(
+    "actor", 5, "p", "", "", 64, 960, 12, 3, 4, {"loss": 0.5, "preference_margin": None, "reward": 0.25}
+)
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
 
@@ -31,6 +34,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
         (LOST, "version 5: the sync to http://e:1 failed: EngineLostError: gone"),
         (HELD, "version 5: http://e:1 holds it, 3.0 MiB in 0.50 s"),
         (KEPT, "version 5: checkpoint checkpoints/v5 (1.0 MiB)"),
+        (EVALUATED, "version 5: held out (64 samples, 12 trajectories)  loss 0.5000  reward 0.250"),
         (kinds.SampleDropped("t", "u", "staleness", "r", 0, {}), None),
     ],
     ids=lambda value: type(value).__name__,
@@ -46,7 +50,7 @@ def _shown(*, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
         monkeypatch.setenv("FORCE_COLOR", "1")
     with TrainingProgress() as progress:
         progress.begun(TrainingStart("r", "sft", None, 4, 4, 9))
-        progress.tell(COMMITTED, HELD, KEPT)
+        progress.tell(COMMITTED, HELD, KEPT, EVALUATED)
         progress.committed(5, 4, METRICS)
         progress.tell(FAILED, LOST)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
@@ -58,10 +62,10 @@ def _shown(*, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_a_file_has_a_line_for_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps, syncs, checkpoints and failures, each with its time, and no bar."""
+    """Steps, syncs, checkpoints, evaluations and failures, each with its time, and no bar."""
     lines = _shown(terminal=False, capsys=capsys, monkeypatch=monkeypatch).splitlines()
     assert [re.sub(f"^{TIME} ", "", line) for line in lines] == [
-        line_of(record) for record in (COMMITTED, HELD, KEPT, FAILED, LOST)
+        line_of(record) for record in (COMMITTED, HELD, KEPT, EVALUATED, FAILED, LOST)
     ]
     assert all(re.match(f"{TIME} ", line) for line in lines)
 
@@ -69,12 +73,13 @@ def test_a_file_has_a_line_for_each(
 def test_a_terminal_has_a_bar_and_failures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes well is the bar's to say."""
+    """What goes well is the bar's to say, but for evaluations."""
     shown = _shown(terminal=True, capsys=capsys, monkeypatch=monkeypatch)
     assert "step 4  loss 0.2500" in shown
     assert "5/9" in shown
     assert "step 4 failed (attempt 2)" in shown
     assert "the sync to http://e:1 failed" in shown
+    assert "held out (64 samples, 12 trajectories)  loss 0.5000" in shown
     assert "holds it" not in shown
     assert "checkpoint" not in shown
 

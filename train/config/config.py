@@ -20,7 +20,9 @@ from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SPLITS, Json
 from rollbook.store.redaction import shown
+from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
+from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
 from rollbook.train.table import Count, Positive, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -240,6 +242,10 @@ class TrainConfig(Table):
     """The critic of an algorithm that has one; absent: with all defaults."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
+    evaluation: EvaluationConfig | None = None
+    """Evaluation on held-out data; absent: none."""
+    stop: tuple[StopRule, ...] = ()
+    """Rules of early stopping."""
 
     @model_validator(mode="after")
     def _fitting(self) -> TrainConfig:
@@ -261,6 +267,9 @@ class TrainConfig(Table):
                 f"steps {self.steps} is no multiple of the {steps} steps that are taken on each rollout "
                 "batch (algorithm.epochs times algorithm.mini_batches)"
             )
+        if self.algorithm.algorithm_name in ALGORITHMS:  # one of the user's own may measure what it likes
+            known = {column.name for column in RECORDED}
+            check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
         return self
 
     def as_json(self) -> Json:
@@ -294,6 +303,8 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "optimizer": {"": OptimizerConfig},
     "critic": {"": CriticConfig},
     "sync": {"": SyncConfig},
+    "evaluation": {"": EvaluationConfig},
+    "stop": {"": StopRule},
 }
 """Table -> variant, if it has several -> its keys, in the order in which they are shown."""
 
@@ -314,7 +325,7 @@ def _say(error: Any) -> str:
 
 def _meant(loc: Sequence[int | str]) -> str:
     """A hint at the key that an unknown key may have been meant for."""
-    *path, key = map(str, loc)
+    *path, key = (str(part) for part in loc if isinstance(part, str))
     table, kind = path[0] if path else "", path[1] if len(path) > 1 else ""
     held = {
         name: {key for model in kinds.values() for key in model.model_fields}

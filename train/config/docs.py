@@ -30,10 +30,13 @@ rollbook train configs/sft.toml --store demo-store --set optimizer.lr=3e-4 --sho
 ```
 
 A restart goes on with a training as long as nothing changes that decides its course: `steps`,
-`checkpoint_every`, `threads`, `device`, `engine_gap_alarm`, `idle_timeout_s`, `model`, `[admission]` and
-`[sync]` may change, and a key that is left out is the same as one that says its default. Any other change
-begins a new training in the same run, from the run's newest weights and with a new optimizer.
+`checkpoint_every`, `threads`, `device`, `engine_gap_alarm`, `idle_timeout_s`, `model`, `[admission]`,
+`[sync]`, `[evaluation]` and `[[stop]]` may change, and a key that is left out is the same as one that says
+its default. Any other change begins a new training in the same run, from the run's newest weights and with a
+new optimizer.
 """
+LISTS = frozenset({"stop"})
+"""Tables of which there may be several."""
 HEAD = "| key | type | default | meaning |\n|---|---|---|---|"
 
 
@@ -46,7 +49,7 @@ def _sections() -> Iterator[str]:
     composed = set(rows(PolicyGradient))
     for table, kinds in TABLES.items():
         for kind, model in kinds.items():
-            title = f"[{table}]" if table else "Top of the file"
+            title = header(table) if table else "Top of the file"
             title = f'{title}, name = "{kind}"' if kind else title
             about = "" if model is TrainConfig else f"{_cell(model.__doc__ or '')}\n\n"
             lines = "\n".join(rows(model))
@@ -106,8 +109,18 @@ def as_toml(config: TrainConfig) -> str:
     """A configuration as a CONFIG file; keys without a value are comments."""
     values = config.as_json()
     plain = {key: value for key, value in values.items() if key not in TABLES}
-    tables = [f"\n[{key}]\n{toml_lines(values[key])}" for key in TABLES if values.get(key) is not None]
+    tables = [
+        f"\n{header(key)}\n{toml_lines(one)}"
+        for key in TABLES
+        if values.get(key) is not None
+        for one in (values[key] if key in LISTS else [values[key]])
+    ]
     return "\n".join([toml_lines(plain), *tables])
+
+
+def header(table: str) -> str:
+    """The line that begins a table of a CONFIG."""
+    return f"[[{table}]]" if table in LISTS else f"[{table}]"
 
 
 def toml_lines(values: Json) -> str:

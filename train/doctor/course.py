@@ -38,6 +38,7 @@ def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
             used=int(used or 0),
             failed=dict(_rows(connection, failed, of)),
             syncs=[error for (error,) in _rows(connection, _SYNCS, of)],
+            held_out_losses=dict(_rows(connection, _LOSSES, of)),
         )
 
 
@@ -46,6 +47,9 @@ _KEPT = "status = 'committed'"
 _HELD_OUT = """
     SELECT max_version, avg(reward) FROM trajectories
     WHERE run = $run AND split = 'eval' AND reward IS NOT NULL AND max_version IS NOT NULL GROUP BY ALL"""
+_LOSSES = f"""
+    SELECT policy_version, arg_max(loss, time) FROM evaluations
+    WHERE {_OF} AND loss IS NOT NULL GROUP BY ALL"""
 _DROPPED = "SELECT rule, count(*) FROM drops WHERE run = $run GROUP BY ALL"
 _SYNCS = f"SELECT coalesce(error, '') FROM syncs WHERE {_OF} AND status = 'failed' ORDER BY started"
 

@@ -14,6 +14,7 @@ from rollbook.store.errors import ModelError
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.applied import Applied, apply_recipe
+from rollbook.train.data.held_out import learns_from_samples
 from rollbook.train.megatron.shape import ModelShape, read_shape
 from rollbook.train.megatron.weight_names import weight_shapes
 
@@ -54,7 +55,7 @@ def preflight(config: TrainConfig, log: Store | None, cut: Cut, source: str, mem
         checks += [
             *_data(config, applied, source),
             *_rewards(config, log, cut),
-            _evaluation(config, log, cut),
+            _evaluation(config, log, cut, source),
         ]
     try:
         shape = read_shape(config.model)
@@ -168,12 +169,18 @@ _SOURCES = """
     WHERE list_contains($runs, run) AND turn_id IS NULL AND NOT superseded GROUP BY ALL"""
 
 
-def _evaluation(config: TrainConfig, log: Store, cut: Cut) -> Check:
+def _evaluation(config: TrainConfig, log: Store, cut: Cut, source: str) -> Check:
+    asked = config.evaluation
+    runs = (asked.source_runs if asked is not None else ()) or config.recipe.runs(config.run)
     with connect_at(log, format_cut(cut)) as connection:
-        query = "SELECT count(*) FROM trajectories WHERE run = $run AND split = 'eval'"
-        row = connection.execute(query, {"run": config.run}).fetchone()
+        query = "SELECT count(*) FROM trajectories WHERE list_contains($runs, run) AND split = 'eval'"
+        row = connection.execute(query, {"runs": list(runs)}).fetchone()
     held = row[0] if row else 0
     if held:
-        return Check("evaluation", "green", f"{held} trajectories of split eval")
+        every = "" if asked is None else f", every {asked.every} steps"
+        return Check("evaluation", "green", f"{held} trajectories of split eval{every}")
+    if asked is not None and source == "cut" and learns_from_samples(config.algorithm):
+        said = f"no trajectory of split eval in run {', '.join(runs)} to evaluate on"
+        return Check("evaluation", "red", said, "evaluation.source_runs")
     said = "no trajectory of split eval: a reward that is gamed looks like one that is earned"
     return Check("evaluation", "yellow", said, "agents that open trajectories with split eval")

@@ -8,7 +8,7 @@ they are compared with is in the evidence, so that a reader may judge for himsel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from rollbook.store.events import Json
@@ -26,7 +26,7 @@ class Course:
     Attributes:
         rows: of committed steps.
         numbers: of these steps.
-        held_out: version -> mean reward of evaluations.
+        held_out: version -> mean reward of evaluations; held_out_losses: version -> loss of held-out samples.
         dropped: rule -> samples that it dropped; used: samples that steps consumed.
         failed: step -> error, of attempts that failed; syncs: errors of syncs that failed.
     """
@@ -38,6 +38,7 @@ class Course:
     used: int
     failed: Mapping[int, str]
     syncs: Sequence[str]
+    held_out_losses: Mapping[int, float] = field(default_factory=dict)
 
     def values(self, metric: str) -> list[float]:
         """A metric of the steps that have it."""
@@ -128,6 +129,26 @@ def reward_hacking(course: Course) -> Finding | None:
         {"training": list(rewards), "evaluation": held},
         "SELECT max_version, avg(reward) FROM trajectories WHERE split = 'eval' GROUP BY ALL ORDER BY ALL",
         ("the reward", "algorithm.kl", "fewer steps"),
+    )
+
+
+def overfitting(course: Course) -> Finding | None:
+    """The loss of held-out samples is a twentieth above its least, and that of training fell meanwhile."""
+    losses = [course.held_out_losses[version] for version in sorted(course.held_out_losses)]
+    trained = course.ends("loss")
+    if trained is None or len(losses) < 3 or trained[1] >= trained[0]:
+        return None
+    if losses[-1] - min(losses) <= 0.05 * abs(min(losses)):
+        return None
+    best = min(course.held_out_losses, key=lambda version: course.held_out_losses[version])
+    return Finding(
+        "overfitting",
+        f"the loss fell from {trained[0]:.3g} to {trained[1]:.3g} in training; that of held-out samples is "
+        f"{losses[-1]:.3g} and was {min(losses):.3g} at version {best}",
+        _whole(course),
+        {"training": list(trained), "evaluation": losses, "best_version": best},
+        "SELECT policy_version, loss FROM evaluations ORDER BY policy_version",
+        ('a [[stop]] on evaluation.loss with better = "lower"', "more samples", "optimizer.weight_decay"),
     )
 
 
@@ -278,6 +299,7 @@ SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
     entropy_collapse,
     length_hacking,
     reward_hacking,
+    overfitting,
     critic_divergence,
     sampler_gap,
     empty_gradients,

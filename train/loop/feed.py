@@ -65,9 +65,9 @@ class Feed:
 
     def _open(self, history: History, version: int, waiting: Callable[[], None] = lambda: None) -> None:
         which = (self.source, self.cut, self.family, version)
-        self.samples = make_source(self.config, self.log, history, *which, waiting, self._limits(history))
+        self.samples = make_source(self.config, self.log, history, *which, waiting, self.limits(history))
 
-    def _limits(self, history: History) -> ModelLimits:
+    def limits(self, history: History) -> ModelLimits:
         """Limits of the model in training: of the run's checkpoint, or of CONFIG's model for a new run.
 
         Raises:
@@ -101,6 +101,6 @@ class Feed:
     def _unfilled(self, history: History, done: int) -> str:
         config, tail = self.config, self.source == "tail"
         once, cut = tail or not config.algorithm.cycles, self.log.head() if tail else self.cut
-        why = explain(self.log, cut, config, history, once=once, limits=self._limits(history))
+        why = explain(self.log, cut, config, history, once=once, limits=self.limits(history))
         where = f"the log at {format_cut(cut) or 'its beginning'} fills no further one"
         return f"run {config.run!r}: {done} of {config.steps} steps; {where}: {why}"

@@ -20,9 +20,12 @@ from rollbook.train.checkpoints.building import remove_left_over
 from rollbook.train.checkpoints.checkpoint import checkpoint_name
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
+from rollbook.train.data.held_out import HeldOutSamples, learns_from_samples
 from rollbook.train.loop.abandon import go_back
 from rollbook.train.loop.environment import fingerprint
+from rollbook.train.loop.evaluation import Evaluation
 from rollbook.train.loop.feed import Feed
+from rollbook.train.loop.judge import Judge
 from rollbook.train.loop.publish import check_model
 from rollbook.train.loop.rate import rate_change
 from rollbook.train.loop.stopping import Stopped, Stopping
@@ -69,12 +72,13 @@ def train(
         cut = _phase_cut(log, history, family, as_of, config.run)
         feed = Feed(config, log, source, cut, family)
         feed.look(history, done)
+        held_out = _held_out(feed, history, watcher)
         trainer = Trainer(config, log, writer, history, family, watcher.warn)
+        judge = _judge(feed, trainer, history, held_out, watcher)
         try:
-            watcher.begun(_start(trainer, config, source, cut))
-            _open_run(watcher, trainer, config, source, done, before)
+            _begin(watcher, trainer, feed, done, before)
             feed.begin(history, trainer, stopping)
-            if _steps(watcher, trainer, config, feed, stopping):
+            if _steps(watcher, trainer, config, feed, stopping, judge):
                 _tell_unfilled(watcher, feed, trainer.done, taken=trainer.done - done)
         finally:
             trainer.close()
@@ -95,15 +99,48 @@ def _check_tail(config: TrainConfig, as_of: str) -> None:
         )
 
 
-def _open_run(
-    watcher: Watcher,
-    trainer: Trainer,
-    config: TrainConfig,
-    source: str,
-    done: int,
-    before: RunOpened | None,
-) -> None:
+_HeldOut = tuple[HeldOutSamples | None, Cut]
+
+
+def _held_out(feed: Feed, history: History, watcher: Watcher) -> _HeldOut | None:
+    """The samples that evaluations take, and the cut that they are of; None without evaluations.
+
+    They stay the same: on the tail they are those that are there at the first evaluation.
+
+    Raises:
+        TrainError: there are none at the training's cut, and the algorithm could be evaluated on them.
+    """
+    config, cut = feed.config, feed.cut
+    if config.evaluation is None:
+        return None
+    earlier = history.evaluations_of(feed.family)
+    cut = parse_cut(earlier[0].cut) if earlier else cut
+    if not learns_from_samples(config.algorithm):
+        return None, cut
+    try:
+        return HeldOutSamples(config, feed.log, cut, feed.limits(history)), cut
+    except TrainError as error:
+        if feed.source == "cut":
+            raise
+        watcher.note(f"{error}: rewards alone are evaluated")
+        return None, cut
+
+
+def _judge(
+    feed: Feed, trainer: Trainer, history: History, held_out: _HeldOut | None, watcher: Watcher
+) -> Judge:
+    evaluation = None
+    if held_out is not None:
+        samples, cut = held_out
+        where = (feed.family, samples, format_cut(cut))
+        evaluation = Evaluation(feed.config, feed.log, trainer, history, *where)
+    return Judge(feed.config, trainer, history, feed.family, evaluation, watcher)
+
+
+def _begin(watcher: Watcher, trainer: Trainer, feed: Feed, done: int, before: RunOpened | None) -> None:
     """Record the start of the training, and sync the engines to its version."""
+    config, source = feed.config, feed.source
+    watcher.begun(_start(trainer, config, source, feed.cut))
     change = rate_change(config, before, done, trainer.policy.learning_rate)
     if change is not None and done < config.steps:
         watcher.note(change)
@@ -192,14 +229,17 @@ def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> Trai
     )
 
 
-def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, stopping: Stopping) -> bool:
+def _steps(
+    watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, stopping: Stopping, judge: Judge
+) -> bool:
     """Take the remaining steps; returns whether there were too few samples for them."""
     unfilled = False
     if trainer.done >= config.steps:
         watcher.note("nothing to do: every step of this configuration is committed")
     with stopping:
+        judge.look(stopping)
         with contextlib.suppress(Stopped):
-            while (trainer.in_batch or trainer.done < config.steps) and not unfilled:
+            while trainer.in_batch or (trainer.done < config.steps and not judge.stopped and not unfilled):
                 if not trainer.in_batch:
                     with stopping.waiting():
                         selection = feed.take(trainer, stopping)
@@ -214,6 +254,7 @@ def _steps(watcher: Watcher, trainer: Trainer, config: TrainConfig, feed: Feed, 
                     watcher.warn(alarm)
                 trainer.publish()
                 watcher.committed(trainer.done, outcome.step, outcome.metrics)
+                judge.stepped(outcome, stopping)
         # Also after a crash between the last step and its checkpoint, because a later phase starts from it.
         trainer.ensure_checkpoint()
     if stopping.number is not None and trainer.done < config.steps:

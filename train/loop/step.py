@@ -161,40 +161,46 @@ def _micro_loss(
     logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm, version: int, seen: metrics.TokenValues
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
-    device = logits.device
-
-    def placed(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
-        return None if array is None else torch.from_numpy(array[:, 1:]).to(device)
-
-    tokens, temperatures = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.temperatures))
+    temperatures = torch.from_numpy(micro.temperatures).to(logits.device)
     distributions = log_distributions(logits, temperatures)
-    logprobs = picked(distributions, tokens)
     with torch.set_grad_enabled("entropy" in algorithm.needs):
         entropy = entropies(distributions)
-    mask, rollout, advantages = map(placed, (micro.loss_mask, micro.rollout_logprobs, micro.advantages))
-    assert mask is not None
-    assert rollout is not None
-    assert advantages is not None
-    old = placed(micro.old_logprobs)
-    inputs = LossInputs(
-        logprobs,
-        rollout if old is None else old,
-        advantages,
-        mask,
-        weights=placed(micro.weights),
-        reference_logprobs=placed(micro.reference_logprobs),
-        entropy=entropy if "entropy" in algorithm.needs else None,
-    )
+    inputs = loss_inputs(distributions, micro, entropy if "entropy" in algorithm.needs else None)
     loss = algorithm.loss(inputs)
     with torch.no_grad():
-        _note(seen, inputs, rollout, entropy, micro, algorithm, version)
-    return torch.where(mask, loss, 0.0), torch.where(mask, logprobs, 0.0)
+        _note(seen, inputs, entropy, micro, algorithm, version)
+    return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)
+
+
+def loss_inputs(distributions: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None) -> LossInputs:
+    """What the loss of a micro-batch is computed from.
+
+    Args:
+        distributions: log-probabilities, float32 [B, T - 1, V].
+        entropy: of them, [B, T - 1], for a loss that needs it.
+    """
+
+    def placed(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array[:, 1:]).to(distributions.device)
+
+    def placed_if_any(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
+        return None if array is None else placed(array)
+
+    old = placed_if_any(micro.old_logprobs)
+    return LossInputs(
+        picked(distributions, torch.from_numpy(micro.tokens).to(distributions.device)),
+        placed(micro.rollout_logprobs) if old is None else old,
+        placed(micro.advantages),
+        placed(micro.loss_mask),
+        weights=placed_if_any(micro.weights),
+        reference_logprobs=placed_if_any(micro.reference_logprobs),
+        entropy=entropy,
+    )
 
 
 def _note(
     seen: metrics.TokenValues,
     inputs: LossInputs,
-    rollout: torch.Tensor,
     entropy: torch.Tensor,
     micro: MicroBatch,
     algorithm: Algorithm,
@@ -205,6 +211,7 @@ def _note(
     seen.measure(algorithm.measures(inputs))
     low, high = algorithm.clipped(inputs) or (None, None)
     reference = inputs.reference_logprobs
+    rollout = torch.from_numpy(micro.rollout_logprobs[:, 1:]).to(inputs.logprobs.device)
     seen.add(
         inputs.mask,
         micro,

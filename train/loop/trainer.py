@@ -167,6 +167,11 @@ class Trainer:
     # Steps ------------------------------------------------------------------------------------
 
     @property
+    def phase(self) -> str:
+        """The phase that its steps belong to."""
+        return self._phase
+
+    @property
     def in_batch(self) -> bool:
         """Whether more steps are to be taken on the rollout batch in hand."""
         return self._batch is not None

@@ -89,7 +89,8 @@ def sql(
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
-    outliers, bodies; policies, syncs, steps, metrics, samples, drops, lineage, ledger.
+    outliers, bodies; policies, syncs, steps, metrics, evaluations, samples, drops,
+    lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
     from rollbook.cli.sql import run_query

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rollbook.cli.terminal import Console
 from rollbook.store.events import (
     CheckpointWritten,
+    EvalFinished,
     Json,
     Record,
     StepCommitted,
@@ -32,14 +33,22 @@ SHOWN = {
     "trained_tokens": "{} trained tokens",
 }
 """The metrics of a step that are shown, in this order; those that it does not have are left out."""
-IN_BAR = ("loss", "reward")
+EVALUATED = {
+    "loss": "loss {:.4f}",
+    "preference_accuracy": "accuracy {:.3f}",
+    "preference_margin": "margin {:.3f}",
+    "reward": "reward {:.3f}",
+    "success": "success {:.3f}",
+}
+"""The metrics of an evaluation that are shown."""
+IN_BAR = {name: SHOWN[name] for name in ("loss", "reward")}
 
 
 class TrainingProgress:
     """Shows the steps of a training on standard error.
 
-    Failures are lines everywhere; steps, checkpoints and syncs are lines with their time where standard error
-    is no terminal, as in a batch job's file.
+    Failures and evaluations are lines everywhere; steps, checkpoints and syncs are lines with their time
+    where standard error is no terminal, as in a batch job's file.
     """
 
     def __init__(self) -> None:
@@ -84,7 +93,8 @@ class TrainingProgress:
         """Show an event that was just written."""
         for record in records:
             line = line_of(record)
-            if line is not None and (isinstance(record, StepFailed | SyncFailed) or not self._watched):
+            always = isinstance(record, StepFailed | SyncFailed | EvalFinished)
+            if line is not None and (always or not self._watched):
                 self._console.tell(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {line}")
 
     def committed(self, done: int, step: int, metrics: Json) -> None:
@@ -101,6 +111,11 @@ def line_of(record: Record) -> str | None:
             return "  ".join(
                 [f"step {record.step}: version {record.policy_version}", *_said(record.metrics, SHOWN)]
             )
+        case EvalFinished():
+            of = [f"{record.samples} samples"] if record.samples else []
+            of += [f"{record.trajectories} trajectories"] if record.trajectories else []
+            held_out = f"version {record.policy_version}: held out ({', '.join(of)})"
+            return "  ".join([held_out, *_said(record.metrics, EVALUATED)])
         case StepFailed():
             return f"step {record.step} failed (attempt {record.attempt}): {record.error}"
         case CheckpointWritten():
@@ -115,5 +130,5 @@ def line_of(record: Record) -> str | None:
     return None
 
 
-def _said(metrics: Json, names: Iterable[str]) -> list[str]:
-    return [SHOWN[name].format(metrics[name]) for name in names if metrics.get(name) is not None]
+def _said(metrics: Json, shown: Mapping[str, str]) -> list[str]:
+    return [form.format(metrics[name]) for name, form in shown.items() if metrics.get(name) is not None]

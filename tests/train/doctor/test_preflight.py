@@ -50,6 +50,12 @@ def _algorithm(**keys: Any) -> dict[str, Any]:
         (_algorithm(groups=7), "data", "red"),
         (_algorithm(groups=7) | {"source": "tail"}, "data", "yellow"),
         ({"recipe": {"min_reward": 99.0}}, "data", "red"),
+        ({"evaluation": {"source_runs": ["none"]}}, "evaluation", "yellow"),
+        (
+            {"evaluation": {"source_runs": ["none"]}, "algorithm": {"name": "sft", "batch_size": 2}},
+            "evaluation",
+            "red",
+        ),
         ({"recipe": {"reward_source": "judge"}}, "rewards", "red"),
     ],
 )

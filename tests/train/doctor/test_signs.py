@@ -46,6 +46,7 @@ FAULTY = {
     "entropy_collapse": _course(entropy=lambda at: 2 * 0.01**at),
     "length_hacking": _course(length_mean=lambda at: 100 + 300 * at, reward=lambda at: 0.5),
     "reward_hacking": replace(_course(), held_out={0: 0.4, 5: 0.5, 10: 0.1}),
+    "overfitting": replace(_course(loss=lambda at: 2 - at), held_out_losses={0: 2.0, 5: 1.4, 10: 1.6}),
     "critic_divergence": _course(explained_variance=lambda at: 0.5 - 2 * at),
     "sampler_gap": _course(engine_logprob_gap=lambda at: 0.3 if at > 0.8 else 1e-5),
     "empty_gradients": _course(gradient_norm=lambda at: 0.0 if at * 39 % 3 < 1 else 1.0),

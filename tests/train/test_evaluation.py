@@ -1,0 +1,259 @@
+"""Evaluation on held-out data, and early stopping: what is measured, and that training does not notice it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollbook import store as rb
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.errors import TrainError
+from rollbook.store.events import CheckpointWritten, EvalFinished, PreferenceAdded, StepCommitted, StopFired
+
+EVERY_2 = {"evaluation": {"every": 2}}
+
+
+def _of(log: Store, kind: Any) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, kind)]
+
+
+def _losses(log: Store) -> dict[int, float]:
+    return {record.policy_version: record.metrics["loss"] for record in _of(log, EvalFinished)}
+
+
+def _digests(log: Store) -> list[Any]:
+    return [record.digests for record in _of(log, StepCommitted)]
+
+
+def _taught(fabric: Any, path: Path, held_out: int = 5, *, contrary: bool = False) -> Store:
+    """Teachers that count on, and held-out conversations that do too, or that count down."""
+    log = rb.open(path, create=True)
+    made = fabric.teacher_records(12)
+    for i in range(held_out):
+        start, by = 8 + 9 * i, -1 if contrary else 1
+        turn = fabric.T([1, start], [start + by, start + 2 * by, 2], None, None, None)
+        made += fabric.records(f"held{i}", [turn], split="eval")
+    fabric.append(log, made)
+    return log
+
+
+def _mean_nll(fabric: Any, folder: Path, paths: list[list[int]], prompt: int = 2) -> float:
+    """Mean cross-entropy of the tokens after the prompt, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    losses: list[float] = []
+    for path in paths:
+        logprobs = model(torch.tensor([path])).logits[0].log_softmax(-1).detach()
+        losses += [-float(logprobs[t - 1, path[t]]) for t in range(prompt, len(path))]
+    return math.fsum(losses) / len(losses)
+
+
+def test_the_loss_of_held_out_samples(fabric: Any, tmp_path: Path) -> None:
+    """Of the version before the first step, every second one, and the last: as transformers has it."""
+    log = _taught(fabric, tmp_path / "store")
+    fabric.train(log, fabric.config(fabric.SFT, steps=5, checkpoint_every=1, **EVERY_2))
+    found = _of(log, EvalFinished)
+    assert [record.policy_version for record in found] == [0, 2, 4, 5]
+    assert {(record.samples, record.tokens, record.trajectories) for record in found} == {(5, 15, 0)}
+    assert found[0].cut == _of(log, rb.events.StepPlanned)[0].cut
+    paths = [[1, s, s + 1, s + 2, 2] for s in (8 + 9 * i for i in range(5))]
+    for version, loss in _losses(log).items():
+        [path] = {c.path for c in _of(log, CheckpointWritten) if c.policy_version == version}
+        assert loss == pytest.approx(_mean_nll(fabric, log.path / path, paths), rel=1e-5)
+    assert _losses(log)[5] < 0.9 * _losses(log)[0], "it learns to count"
+
+
+def test_training_does_not_notice(fabric: Any, tmp_path: Path) -> None:
+    """The same bits with evaluations as without, and they replay."""
+    plain, watched = (_taught(fabric, tmp_path / name) for name in ("plain", "watched"))
+    fabric.train(plain, fabric.config(fabric.SFT, steps=4))
+    rules = [{"metric": "evaluation.loss", "above": 1e9}, {"metric": "gradient_norm", "below": 0.0}]
+    fabric.train(watched, fabric.config(fabric.SFT, steps=4, evaluation={"every": 1}, stop=rules))
+    assert _digests(watched) == _digests(plain)
+    assert len(_of(watched, EvalFinished)) == 5
+    assert replay_step(watched, 3).bit_for_bit
+
+
+def test_the_same_however_the_forward_passes_are_cut(fabric: Any, tmp_path: Path) -> None:
+    """Samples of a forward pass decide nothing but rounding."""
+    losses = []
+    for size in (1, 2, 5):
+        log = _taught(fabric, tmp_path / f"store{size}")
+        fabric.train(log, fabric.config(fabric.SFT, steps=1, micro_batch_size=size, **EVERY_2))
+        losses.append(_losses(log)[0])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+def test_at_most_so_many_samples(fabric: Any, tmp_path: Path) -> None:
+    """The same ones each time, chosen by the seed."""
+    log = _taught(fabric, tmp_path / "store", 9)
+    fabric.train(log, fabric.config(fabric.SFT, steps=2, evaluation={"every": 9, "max_samples": 4}))
+    other = _taught(fabric, tmp_path / "other", 9)
+    fabric.train(other, fabric.config(fabric.SFT, steps=2, seed=8, evaluation={"every": 9, "max_samples": 4}))
+    assert {record.samples for record in (*_of(log, EvalFinished), *_of(other, EvalFinished))} == {4}
+    assert _losses(log)[0] != _losses(other)[0]
+
+
+def test_held_out_pairs(fabric: Any, tmp_path: Path) -> None:
+    """DPO: how the policy rates held-out preferences; the reference itself rates all alike."""
+    log = rb.open(tmp_path / "store", create=True)
+    made: list[Any] = []
+    for split, count in (("teacher", 12), ("eval", 6)):
+        for i in range(count):
+            turn = fabric.T([5, 6 + i % 3], [20 if i % 2 else 60, 21], logprobs=None, version=None)
+            made += fabric.records(f"{split}{i:02}", [turn], split=split)
+        made += [PreferenceAdded(f"{split}{i:02}", f"{split}{i + 1:02}") for i in range(0, count, 2)]
+    fabric.append(log, made)
+    dpo = {"name": "dpo", "batch_size": 4, "beta": 0.5}
+    fabric.train(log, fabric.config(fabric.SFT, steps=4, algorithm=dpo, optimizer={"lr": 0.01}, **EVERY_2))
+    first, *_, last = _of(log, EvalFinished)
+    assert (first.samples, first.policy_version, last.policy_version) == (6, 0, 4)
+    assert first.metrics["loss"] == pytest.approx(math.log(2))
+    assert (first.metrics["preference_accuracy"], first.metrics["preference_margin"]) == (0, 0)
+    assert last.metrics["preference_accuracy"] == 1
+    assert last.metrics["preference_margin"] > 0
+    assert last.metrics["loss"] < math.log(2)
+    with rb.connect(log.path) as connection:
+        query = "select preference_accuracy, preference_margin from evaluations order by policy_version desc"
+        row = connection.execute(f"{query} limit 1").fetchone()
+    assert row == (last.metrics["preference_accuracy"], last.metrics["preference_margin"])
+
+
+def test_rewards_of_held_out_trajectories(
+    fabric: Any, recorded: Callable[..., Store], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each trajectory counts in one evaluation, once it has finished and has a reward."""
+    log = recorded()
+    settings = fabric.config(fabric.GRPO, steps=1, evaluation={"every": 1})
+    fabric.train(log, settings)
+    [first] = _of(log, EvalFinished)
+    assert (first.policy_version, first.metrics, first.trajectories, first.samples) == (
+        0,
+        {"reward": 1.0},
+        1,
+        0,
+    )
+    assert "version 1: nothing to evaluate it on" in capsys.readouterr().err
+    turns = [fabric.T(version=1)]
+    made = fabric.records("e1", turns, split="eval", reward=0.25, success=True)
+    made += fabric.records("e2", turns, split="eval", reward=0.5, success=False)
+    made += fabric.records("unrewarded", turns, split="eval")
+    made += fabric.records("open", turns, split="eval", reward=9.0, finished=False)
+    made += fabric.records("trained", turns, reward=9.0)
+    fabric.append(log, made)
+    fabric.append(log, fabric.records("elsewhere", turns, split="eval", reward=9.0), run="another")
+    fabric.train(log, settings.model_copy(update={"steps": 2}))
+    last = _of(log, EvalFinished)[-1]
+    assert (last.policy_version, last.metrics, last.trajectories) == (1, {"reward": 0.375, "success": 0.5}, 2)
+    assert (last.oldest_version, last.newest_version) == (1, 1)
+
+
+def test_a_restart_evaluates_what_is_missing(fabric: Any, tmp_path: Path) -> None:
+    """And nothing twice; the held-out samples stay those of the training's cut."""
+    log = _taught(fabric, tmp_path / "store")
+    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    fabric.append(log, fabric.records("later", [fabric.T(version=None)], split="eval"))
+    settings = fabric.config(fabric.SFT, steps=5, **EVERY_2)
+    fabric.train(log, settings)
+    assert [record.policy_version for record in _of(log, EvalFinished)] == [2, 4, 5]
+    fabric.train(log, settings)
+    fabric.train(log, settings.model_copy(update={"steps": 6}))
+    found = _of(log, EvalFinished)
+    assert [record.policy_version for record in found] == [2, 4, 5, 6]
+    assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
+
+
+def test_nothing_is_held_out(fabric: Any, tmp_path: Path) -> None:
+    """An error with the remedy, and nothing is written."""
+    log = _taught(fabric, tmp_path / "store", 0)
+    before = log.head()
+    with pytest.raises(TrainError, match=r"keeps no sample of split 'eval' in run demo .*source_runs"):
+        fabric.train(log, fabric.config(fabric.SFT, **EVERY_2))
+    assert log.head() == before
+    assert not (log.path / "checkpoints").exists()
+
+
+def test_samples_of_another_run(fabric: Any, tmp_path: Path) -> None:
+    """`source_runs` names where held-out samples are."""
+    log = _taught(fabric, tmp_path / "store", 0)
+    turn = fabric.T([1, 8], [9, 10, 2], None, None, None)
+    fabric.append(log, fabric.records("q", [turn], split="eval"), run="benchmark")
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, evaluation={"source_runs": ["benchmark"]}))
+    assert [(r.samples, r.tokens) for r in _of(log, EvalFinished)] == [(1, 3), (1, 3)]
+
+
+def test_overfitting_stops_early(fabric: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The held-out loss rises twice: event, checkpoint, the words; again, and nothing more is written.
+
+    Without the rule it goes on, with the bits of a training that never stopped."""
+    log, free = (_taught(fabric, tmp_path / name, contrary=True) for name in ("store", "free"))
+    rule = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
+    settings = fabric.config(fabric.SFT, evaluation={"every": 1}, stop=[rule])
+    fabric.train(log, settings)
+    [stop], losses = _of(log, StopFired), list(_losses(log).values())
+    assert stop.policy_version == len(losses) - 1 < 9
+    assert stop.rule == rule
+    assert [one["value"] for one in stop.values] == losses[-3:]
+    assert min(losses) == losses[-3]
+    assert f"stopped early after {stop.policy_version} of 9 steps" in capsys.readouterr().err
+    assert [c for c in _of(log, CheckpointWritten) if c.policy_version == stop.policy_version]
+    before = log.head()
+    fabric.train(log, settings)
+    assert "stopped early after" in capsys.readouterr().err
+    assert {type(e.record).KIND for e in log.events() if e.seq >= before.get(e.lane, 0)} == {"run.opened"}
+    fabric.train(log, settings.model_copy(update={"stop": ()}))
+    fabric.train(free, fabric.config(fabric.SFT))
+    assert _digests(log) == _digests(free)
+
+
+def test_a_rule_about_steps(fabric: Any, tmp_path: Path) -> None:
+    """The loss is below a bound twice in a row."""
+    log = _taught(fabric, tmp_path / "store")
+    fabric.train(log, fabric.config(fabric.SFT, steps=6))
+    losses = [record.metrics["loss"] for record in _of(log, StepCommitted)]
+    bound = float(np.sort(losses)[3]) + 1e-9
+    held = [a < bound and b < bound for a, b in pairwise(losses)]
+    other = _taught(fabric, tmp_path / "other")
+    rule = {"metric": "loss", "below": bound, "patience": 2}
+    fabric.train(other, fabric.config(fabric.SFT, steps=6, stop=[rule]))
+    assert len(_of(other, StepCommitted)) == held.index(True) + 2
+    assert _of(other, StopFired)[0].values == [
+        {"policy_version": version, "value": losses[version - 1]}
+        for version in (held.index(True) + 1, held.index(True) + 2)
+    ]
+
+
+def test_a_rule_waits_for_the_batch_in_hand(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """Two steps are taken on each rollout batch: the rule holds after the first, and ends it after both."""
+    log = recorded()
+    twice = {"name": "grpo", "groups": 2, "group_size": 4, "epochs": 2}
+    rule = {"metric": "gradient_norm", "above": 0.0}
+    settings = fabric.config(fabric.GRPO, steps=4, algorithm=twice, stop=[rule], evaluation={"every": 1})
+    fabric.train(log, settings)
+    assert [record.step for record in _of(log, StepCommitted)] == [0, 1]
+    assert [record.policy_version for record in _of(log, StopFired)] == [2]
+    assert fabric.steps_of(log).in_hand() == []
+
+
+def test_abandoned_versions_do_not_count(fabric: Any, tmp_path: Path) -> None:
+    """Their evaluations and stops are none of the training's any more: it goes on, and stops anew."""
+    log = _taught(fabric, tmp_path / "store", contrary=True)
+    rule = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
+    settings = fabric.config(fabric.SFT, checkpoint_every=1, evaluation={"every": 1}, stop=[rule])
+    fabric.train(log, settings)
+    [stop] = _of(log, StopFired)
+    fabric.train(log, settings, abandon_after=stop.policy_version - 1)
+    kept, again = fabric.steps_of(log), _of(log, StopFired)
+    assert len(again) == 2
+    assert [record.policy_version for record in kept.stops] == [again[1].policy_version]
+    assert again[1].policy_version > stop.policy_version
+    assert stop.policy_version not in [record.policy_version for record in kept.evaluations]

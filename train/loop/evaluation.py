@@ -1,0 +1,144 @@
+"""Evaluates the versions of a training on what is held out of it. It changes nothing of the training."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import parse_cut
+from rollbook.store.events import EvalFinished, Json
+from rollbook.store.fold.history import History
+from rollbook.train.algorithms.logprobs import log_distributions
+from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.batch import MicroBatch, build_batch
+from rollbook.train.data.experience import Scores, experience_of, trained_masks
+from rollbook.train.data.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
+from rollbook.train.data.samples import Sample
+from rollbook.train.loop.scoring import References, score
+from rollbook.train.loop.step import loss_inputs
+from rollbook.train.loop.trainer import Trainer
+
+
+class Evaluation:
+    """Evaluates versions of a training that has `[evaluation]`.
+
+    Args:
+        samples: that are held out; None where the loss is not evaluated.
+        cut: that they are of, as text.
+        family: of the training, whose earlier evaluations it goes on after.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        log: Store,
+        trainer: Trainer,
+        history: History,
+        family: str,
+        samples: HeldOutSamples | None,
+        cut: str,
+    ) -> None:
+        self._config, self._log, self._trainer, self._history = config, log, trainer, history
+        self._samples, self._cut = samples, cut
+        earlier, steps = history.evaluations_of(family), history.of_family(family)
+        self._versions = {record.policy_version for record in earlier}
+        self._first = steps[0].planned.policy_version if steps else trainer.version
+        self._counted = set(self._rewards(earlier[-1].counted_to)) if earlier else set[str]()
+        self._references: list[Singles | None] | None = None
+        """The reference's logprobs of each micro-batch, which are always the same."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the trainer's version is to be evaluated now."""
+        trainer, config = self._trainer, self._config
+        assert config.evaluation is not None
+        if trainer.in_batch or trainer.version in self._versions:
+            return False
+        every, done = config.evaluation.every, trainer.done
+        passed = done // every > (done - config.algorithm.demand.steps) // every
+        return passed or done == 0 or done >= config.steps
+
+    def run(self) -> EvalFinished | None:
+        """Evaluate the trainer's version, and record it; None where there was nothing to evaluate it on."""
+        found, tokens = self._scored()
+        to = self._log.head()
+        all_of = self._rewards(format_cut(to))
+        fresh = [reward for name, reward in all_of.items() if name not in self._counted]
+        self._counted, metrics = set(all_of), found | _means(fresh)
+        self._versions.add(self._trainer.version)
+        if not metrics:
+            return None
+        record = EvalFinished(
+            policy=self._config.policy,
+            policy_version=self._trainer.version,
+            phase=self._trainer.phase,
+            cut=self._cut,
+            counted_to=format_cut(to),
+            samples=0 if self._samples is None else len(self._samples),
+            tokens=tokens,
+            trajectories=len(fresh),
+            oldest_version=min((r.oldest_version for r in fresh), default=None),
+            newest_version=max((r.newest_version for r in fresh), default=None),
+            metrics=metrics,
+        )
+        self._trainer.write(record)
+        return record
+
+    def _rewards(self, cut: str) -> dict[str, HeldOutReward]:
+        source = self._config.recipe.reward_source
+        return held_out_rewards(self._log, parse_cut(cut), self._config.run, source, self._first)
+
+    def _scored(self) -> tuple[Json, int]:
+        """The loss and what the algorithm measures of the held-out samples; and how many tokens it is of."""
+        if self._samples is None:
+            return {}, 0
+        algorithm, device = self._config.algorithm, self._trainer.policy.device
+        sums, measured, tokens, count = list[torch.Tensor](), dict[str, list[torch.Tensor]](), 0, 0
+
+        def read(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            temperatures = torch.from_numpy(micro.temperatures).to(device)
+            inputs = loss_inputs(log_distributions(logits, temperatures), micro, None)
+            for name, values in algorithm.measures(inputs).items():
+                measured.setdefault(name, []).append(values.cpu())
+            return algorithm.add(torch.where(inputs.mask, algorithm.loss(inputs), 0.0), inputs.mask)
+
+        references = [] if self._references is None else self._references
+        for at, samples in enumerate(self._samples.micro_batches()):
+            if self._references is None:
+                references.append(self._reference(samples))
+            scores = Scores(reference_logprobs=references[at])
+            batch = build_batch(experience_of(samples, algorithm, scores), _whole(samples))
+            sums += self._trainer.policy.forward(batch.micro_batches, read)
+            tokens, count = tokens + batch.trained_tokens, count + batch.trained_samples
+        self._references = references
+        loss = float(torch.stack(sums).double().sum()) / max(algorithm.divisor(Totals(tokens, count)), 1)
+        means = {name: float(torch.cat(parts).double().mean()) for name, parts in measured.items()}
+        return _finite({"loss": loss} | means), tokens
+
+    def _reference(self, samples: list[Sample]) -> Singles | None:
+        """The reference's logprobs of a micro-batch, where the algorithm asks for them."""
+        references = References(self._log, self._history)
+        masks = trained_masks(samples)
+        policy, algorithm = self._trainer.policy, self._config.algorithm
+        return score(policy, algorithm, samples, masks, _whole(samples), references).reference_logprobs
+
+
+def _whole(samples: list[Sample]) -> list[list[list[int]]]:
+    """One rank with one micro-batch of all samples."""
+    return [[list(range(len(samples)))]]
+
+
+def _means(rewards: list[HeldOutReward]) -> Json:
+    """Mean reward of trajectories, and the share of successes among those that say."""
+    said = [r.success for r in rewards if r.success is not None]
+    found = {"reward": math.fsum(r.reward for r in rewards) / len(rewards)} if rewards else {}
+    return _finite(found | ({"success": sum(said) / len(said)} if said else {}))
+
+
+def _finite(values: dict[str, float]) -> Json:
+    """The values, with null for those that are not finite: JSON has no other word for them."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
