@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -169,6 +171,29 @@ def test_a_restart_evaluates_what_is_missing(fabric: Any, tmp_path: Path) -> Non
     fabric.train(log, settings.model_copy(update={"steps": 6}))
     found = _of(log, EvalFinished)
     assert [record.policy_version for record in found] == [2, 4, 5, 6]
+    assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
+
+
+def test_on_the_tail_it_is_what_was_there_at_first(fabric: Any, tmp_path: Path) -> None:
+    """Held-out samples that come later are in none of the evaluations that follow, restarted or not."""
+    log = _taught(fabric, tmp_path / "store")
+
+    def later() -> None:
+        deadline = time.monotonic() + 60
+        while not _of(log, EvalFinished) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        turn = fabric.T([1, 8], [9, 10, 2], None, None, None)
+        made = fabric.records("later", [turn], split="eval") + fabric.teacher_records(12, "more")
+        fabric.append(log, made, lane="later")
+
+    recorder = threading.Thread(target=later)
+    recorder.start()
+    settings = fabric.config(fabric.SFT, steps=3, evaluation={"every": 1}, idle_timeout_s=60.0)
+    fabric.train(log, settings, "tail")
+    recorder.join()
+    fabric.train(log, settings.model_copy(update={"steps": 4}), "tail")
+    found = _of(log, EvalFinished)
+    assert [record.policy_version for record in found] == [0, 1, 2, 3, 4]
     assert {(record.samples, record.cut) for record in found} == {(5, found[0].cut)}
 
 
