@@ -66,7 +66,7 @@ def _candidates(groups: list[str], ids: list[str], rewards: Floats, versions: In
         rewarded=true,
         unknown=none,
         oldest=versions,
-        newest=versions,
+        deciding=versions,
         exact=true,
         erased=~true,
         learnable=tokens,

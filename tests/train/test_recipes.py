@@ -104,6 +104,18 @@ def test_stale_tokens_are_masked(fabric: Any, log: Store) -> None:
     assert replay_step(log, 2).bit_for_bit
 
 
+def test_a_share_of_stale_tokens(fabric: Any, log: Store) -> None:
+    """At version 2 and a limit of 1, tokens of version 0 are too old: two of three of each sample."""
+    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    with pytest.raises(Exception, match="are dropped by the rule staleness"):
+        _train(fabric, log, {"max_staleness": 1, "stale_tokens": "mask", "stale_share": 0.66})
+    _train(fabric, log, {"max_staleness": 1, "stale_share": 0.67})
+    steps = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert (steps[-1].metrics["samples"], steps[-1].metrics["trained_tokens"]) == (8, 24)
+    assert steps[-1].metrics["staleness_max"] == 2
+    assert replay_step(log, 2).bit_for_bit
+
+
 def test_all_stale_is_dropped(fabric: Any, log: Store) -> None:
     """At version 4, even the newest token is too old."""
     fabric.train(log, fabric.config(fabric.SFT, steps=4))

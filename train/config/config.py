@@ -48,6 +48,9 @@ class RecipeConfig(Table):
     stale_tokens: Literal["drop", "mask"] = "drop"
     """With max_staleness: drop a sample for one token that is too old, or mask such tokens, and drop a sample
     of which all are."""
+    stale_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """With max_staleness: drop a sample if more than this share of its trained tokens is too old; 1: if all
+    are. Absent: 0, or 1 where such tokens are masked."""
     age_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """What the loss of a token is multiplied by for each version of its age; 1: old tokens count as new ones.
     Policy gradients only."""
@@ -75,6 +78,13 @@ class RecipeConfig(Table):
     def takes_preference(self, source: str) -> bool:
         """Whether preferences of a source count."""
         return not self.preference_sources or source in self.preference_sources
+
+    @property
+    def deciding_share(self) -> float:
+        """Share of a sample's trained tokens that may be too old: 0 to 1, where 1 leaves the newest one."""
+        if self.stale_share is not None:
+            return self.stale_share
+        return 1.0 if self.stale_tokens == "mask" else 0.0
 
     @property
     def asks_sql(self) -> bool:

@@ -55,7 +55,9 @@ class QueueSource:
         self._policy = StalenessPolicy(
             demand.groups, recipe.max_staleness, config.admission.order, demand.steps
         )
-        self._deciding: Callable[[Iterable[int]], int] = max if recipe.stale_tokens == "mask" else min
+        self._share = recipe.deciding_share
+        self._deciding: Callable[[Iterable[int]], int] = max if self._share == 1 else min
+        """Of what is known so far of a running trajectory, the version by which it becomes too old."""
         self._used = history.consumed() | history.dropped
         self._folding = TrajectoryFold()
         self._complete_groups: dict[str, CompleteGroup] = {}
@@ -198,8 +200,8 @@ class QueueSource:
         return PromptGroup(group.name, self._oldest([a for a in ages if a is not None], version), complete)
 
     def _age(self, sample: Candidate) -> int | None:
-        """The version by which a sample becomes too old: where stale tokens are masked, the newest counts."""
-        return sample.newest_version if self._deciding is max else sample.oldest_version
+        """The version by which a sample becomes too old."""
+        return sample.deciding_version(self._share)
 
     def _selection(self, chosen: list[CompleteGroup], version: int) -> Selection:
         """The chosen groups' samples, if any are left of them, and what is dropped."""

@@ -48,8 +48,7 @@ class Candidate(Protocol):
     def exact(self) -> bool: ...
     @property
     def oldest_version(self) -> int | None: ...
-    @property
-    def newest_version(self) -> int | None: ...
+    def deciding_version(self, share: float) -> int | None: ...
     @property
     def success(self) -> bool | None: ...
     @property
@@ -78,8 +77,8 @@ class Candidates:
         trajectories: ids.
         succeeded: as they finished; false where that is not known, and so is `failed`.
         chosen: whether the recipe's SQL conditions hold.
-        unknown: number of trained tokens of unknown version; oldest, newest: versions of the oldest and the
-            newest token, or `NOWHERE`.
+        unknown: number of trained tokens of unknown version.
+        oldest: version of the oldest token, or `NOWHERE`; deciding: that by which it becomes too old.
         exact: whether each trained token has a logprob.
         learnable: number of trained tokens that are not the first of the path; lengths: of whole paths, in
             tokens.
@@ -95,7 +94,7 @@ class Candidates:
     rewarded: Bools
     unknown: Ints
     oldest: Ints
-    newest: Ints
+    deciding: Ints
     exact: Bools
     erased: Bools
     learnable: Ints
@@ -146,14 +145,14 @@ def _too_old(of: Candidates, held: _Held) -> Bools:
     limit = held.recipe.max_staleness
     if limit is None:
         return np.zeros(len(of.oldest), np.bool_)
-    deciding = of.newest if held.recipe.stale_tokens == "mask" else of.oldest
-    return (deciding != NOWHERE) & (held.version - deciding > limit)
+    return (of.deciding != NOWHERE) & (held.version - of.deciding > limit)
 
 
 def _age(of: Candidates, held: _Held, at: int) -> Json:
     oldest = int(of.oldest[at])
     said = {"staleness": held.version - oldest, "max_staleness": held.recipe.max_staleness}
-    return said | {"oldest_version": oldest}
+    share = held.recipe.stale_share
+    return said | {"oldest_version": oldest} | ({"stale_share": share} if share else {})
 
 
 def _another_end(of: Candidates, held: _Held) -> Bools:
@@ -295,18 +294,23 @@ def select(
 ) -> tuple[list[C], list[Drop]]:
     """Candidates to train on, in order, and the dropped ones. Arguments as of `sort_out`."""
     kept, drops = sort_out(
-        _columns(candidates), recipe, algorithm, version, limits, whole_groups=whole_groups
+        _columns(candidates, recipe.deciding_share),
+        recipe,
+        algorithm,
+        version,
+        limits,
+        whole_groups=whole_groups,
     )
     named = [Drop(candidates[at], rule, detail) for at, rule, detail in drops]
     return [candidates[at] for at in kept], named
 
 
-def _columns(candidates: Sequence[Candidate]) -> Candidates:
+def _columns(candidates: Sequence[Candidate], share: float) -> Candidates:
     groups = np.empty(len(candidates), np.object_)
     groups[:] = [one.group for one in candidates]
-    oldest, newest = (
+    oldest, deciding = (
         [one.oldest_version for one in candidates],
-        [one.newest_version for one in candidates],
+        [one.deciding_version(share) for one in candidates],
     )
     return Candidates(
         groups=groups,
@@ -318,7 +322,7 @@ def _columns(candidates: Sequence[Candidate]) -> Candidates:
         rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
         unknown=np.array([one.unknown for one in candidates], np.int64),
         oldest=np.array([NOWHERE if one is None else one for one in oldest], np.int64),
-        newest=np.array([NOWHERE if one is None else one for one in newest], np.int64),
+        deciding=np.array([NOWHERE if one is None else one for one in deciding], np.int64),
         exact=np.array([one.exact for one in candidates], np.bool_),
         erased=np.array([one.erased for one in candidates], np.bool_),
         learnable=np.array([one.learnable for one in candidates], np.int64),

@@ -20,10 +20,11 @@ from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
-from rollbook.store.fold.paths import owned_paths
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.conditions import conditions_of
+from rollbook.train.data.deciding import Spans, deciding_versions, spans_of_several
+from rollbook.train.data.path_columns import PathColumns, path_columns
 from rollbook.train.data.recipe import NOWHERE, Candidates
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 
@@ -70,6 +71,7 @@ class SampleRef:
         unknown: of these, tokens whose policy version nobody knows.
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
+        deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
         success, truncated: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
@@ -89,6 +91,7 @@ class SampleRef:
     exact: bool
     oldest_version: int | None
     newest_version: int | None
+    deciding: int | None
     success: bool | None
     truncated: bool
     chosen: bool
@@ -97,6 +100,10 @@ class SampleRef:
     lowest_token: int
     highest_token: int
     learnable: int
+
+    def deciding_version(self, share: float) -> int | None:
+        """The version by which it becomes too old: `share` is that of its recipe."""
+        return self.deciding
 
     @property
     def reference(self) -> Json:
@@ -117,7 +124,7 @@ class References:
         path: rows of turns, from the root to the leaf.
         sampled, trained: whether the path owns the turn and the client had it; whether it has loss.
         length, trained_tokens, learnable, unknown: in tokens.
-        oldest, newest: versions (`NOWHERE`: none); lowest, highest: tokens.
+        oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
         exact, erased: see `SampleRef`.
         turn_rewards: turn -> its reward, of the turns that have one.
@@ -137,6 +144,7 @@ class References:
     learnable: Ints
     oldest: Ints
     newest: Ints
+    deciding: Ints
     truncated: Bools
     lowest: Ints
     highest: Ints
@@ -164,7 +172,7 @@ class References:
             rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
             unknown=self.unknown[at],
             oldest=self.oldest[at],
-            newest=self.newest[at],
+            deciding=self.deciding[at],
             exact=self.exact[at],
             erased=self.erased[at],
             learnable=self.learnable[at],
@@ -186,6 +194,7 @@ class References:
                 exact=bool(self.exact[sample]),
                 oldest_version=None if self.oldest[sample] == NOWHERE else int(self.oldest[sample]),
                 newest_version=None if self.newest[sample] == NOWHERE else int(self.newest[sample]),
+                deciding=None if self.deciding[sample] == NOWHERE else int(self.deciding[sample]),
                 truncated=bool(self.truncated[sample]),
                 erased=bool(self.erased[sample]),
                 length=int(self.length[sample]),
@@ -241,7 +250,10 @@ def find_references(
         connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
         turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
         rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
-    return _references(run, trajectories, _in_turn_order(log, cut, trajectories, turns), rewards)
+        several = 0 < recipe.deciding_share < 1  # the oldest and the newest token are known of each turn
+        spans = spans_of_several(connection) if several else {}
+    turns = _in_turn_order(log, cut, trajectories, turns)
+    return _references(run, trajectories, turns, rewards, recipe.deciding_share, spans)
 
 
 def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
@@ -262,9 +274,14 @@ def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table
 
 
 def _references(
-    run: str, trajectories: pa.Table, turns: pa.Table, rewards: Mapping[str, float]
+    run: str,
+    trajectories: pa.Table,
+    turns: pa.Table,
+    rewards: Mapping[str, float],
+    share: float,
+    spans: Spans,
 ) -> References:
-    paths = _paths(turns)
+    paths = path_columns(turns)
     starts, path = paths.starts, paths.path
     completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
     sampled = paths.owned & _flags(turns, "delivered")[path]
@@ -276,14 +293,12 @@ def _references(
     trained &= ~np.repeat(spoiled, np.diff(starts))
     tokens = np.where(trained, length, 0)
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
-    oldest = np.where(trained & (known > 0), _numbers(turns, "min_version")[path], np.iinfo(np.int64).max)
-    newest = np.where(trained & (known > 0), _numbers(turns, "max_version")[path], NOWHERE)
     cut_off = np.asarray(pc.equal(turns["finish_reason"], CUT_OFF).fill_null(False).to_numpy(), np.bool_)
     ended = pc.equal(trajectories["status"], TRUNCATED).fill_null(False).to_numpy()
-    lowest = of_sample.least(oldest)
     leaf, root = path[starts[1:] - 1], starts[:-1]
     # The first token is predicted from nothing.
     first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
+    oldest, newest, deciding = _versions(turns, paths, known, share, spans)
     own = pc.equal(trajectories["run"], run).to_numpy()[turns["place"].to_numpy()[leaf]]
     return References(
         trajectories=trajectories,
@@ -297,8 +312,9 @@ def _references(
         length=_numbers(turns, "prompt_length")[leaf] + completions[leaf],
         trained_tokens=of_sample.sum(tokens),
         unknown=of_sample.sum(tokens - known),
-        oldest=np.where((lowest == np.iinfo(np.int64).max) | ~own, NOWHERE, lowest),
-        newest=np.where(own, -of_sample.least(-newest), NOWHERE),
+        oldest=np.where(own, oldest, NOWHERE),
+        newest=np.where(own, newest, NOWHERE),
+        deciding=np.where(own, deciding, NOWHERE),
         truncated=cut_off[leaf] | np.asarray(ended, np.bool_)[turns["place"].to_numpy()[leaf]],
         learnable=of_sample.sum(tokens) - first,
         lowest=of_sample.least(_numbers(turns, "lowest_token")[path]),
@@ -307,6 +323,19 @@ def _references(
         erased=spoiled,
         turn_rewards=rewards,
     )
+
+
+def _versions(
+    turns: pa.Table, paths: PathColumns, known: Ints, share: float, spans: Spans
+) -> tuple[Ints, Ints, Ints]:
+    """Of each path the versions of its oldest and its newest token, and the one that decides on staleness."""
+    of_path, none = _Sums(paths.starts), np.iinfo(np.int64).max
+    least = of_path.least(np.where(known > 0, _numbers(turns, "min_version")[paths.path], none))
+    oldest = np.where(least == none, NOWHERE, least)
+    newest = -of_path.least(-np.where(known > 0, _numbers(turns, "max_version")[paths.path], NOWHERE))
+    if 0 < share < 1:
+        return oldest, newest, deciding_versions(share, turns, paths, known, spans)
+    return oldest, newest, oldest if share == 0 else newest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,57 +352,6 @@ class _Sums:
 
 
 _EMPTY = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Paths:
-    """Where each path begins, the rows of turns on it, and which of them it owns."""
-
-    starts: Ints
-    path: Ints
-    owned: Bools
-
-
-def _paths(turns: pa.Table) -> _Paths:
-    """Every path of each trajectory; those of trajectories that never branch as they stand in the table."""
-    place = turns["place"].to_numpy()
-    if not len(place):
-        return _Paths(np.zeros(1, np.int64), _EMPTY, np.empty(0, np.bool_))
-    begins = np.flatnonzero(np.diff(place, prepend=-1))
-    ends = np.append(begins[1:], len(place))
-    straight = _straight(turns, begins)
-    lengths, path, owned = list[Ints](), list[Ints](), list[Bools]()
-    at = 0
-    for number in [*map(int, np.flatnonzero(~straight)), len(begins)]:
-        if at < number:
-            lengths.append(ends[at:number] - begins[at:number])
-            path.append(np.arange(begins[at], ends[number - 1]))
-            owned.append(np.ones(len(path[-1]), np.bool_))
-        if number < len(begins):
-            for one in owned_paths(_parents(turns, int(begins[number]), int(ends[number]))):
-                lengths.append(np.array([len(one.nodes)]))
-                path.append(begins[number] + np.array(one.nodes))
-                owned.append(np.array(one.owned))
-        at = number + 1
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
-    return _Paths(starts, np.concatenate(path), np.concatenate(owned))
-
-
-def _straight(turns: pa.Table, begins: Ints) -> Bools:
-    """Of each trajectory whether each turn extends the one before it, and the first is a root."""
-    ids, parents = turns["turn_id"].combine_chunks(), turns["parent_turn_id"].combine_chunks()
-    before = pa.concat_arrays([ids.slice(0, 1), ids.slice(0, len(ids) - 1)])
-    extends = pc.fill_null(pc.equal(parents, before), False).to_numpy(zero_copy_only=False).copy()
-    extends[begins] = parents.is_null().to_numpy(zero_copy_only=False)[begins]
-    return np.logical_and.reduceat(extends, begins)
-
-
-def _parents(turns: pa.Table, begin: int, end: int) -> list[int]:
-    """Place of each turn's parent within its trajectory, -1 for a root."""
-    ids = turns["turn_id"].slice(begin, end - begin).to_pylist()
-    places = {turn_id: place for place, turn_id in enumerate(ids)}
-    named = turns["parent_turn_id"].slice(begin, end - begin).to_pylist()
-    return [places.get(parent, -1) for parent in named]
 
 
 def _flags(table: pa.Table, name: str) -> Bools:

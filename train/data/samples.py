@@ -109,6 +109,11 @@ class Sample:
         known = self.versions[self.loss_mask & (self.versions >= 0)]
         return int(known.max()) if known.size else None
 
+    def deciding_version(self, share: float) -> int | None:
+        """The version by which more than this share of its trained tokens is too old; None if none has."""
+        known = np.sort(self.versions[self.loss_mask & (self.versions >= 0)])
+        return int(known[deciding_places(share, np.array([known.size]))[0]]) if known.size else None
+
     @property
     def chosen(self) -> bool:
         """Whether a recipe's SQL conditions hold: a recipe has none where samples come one by one."""
@@ -143,6 +148,15 @@ class Sample:
             "policy_versions": [None if v < 0 else int(v) for v in self.versions],
             "digest": self.digest(),
         }
+
+
+def deciding_places(share: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Of each number of tokens, in order of their versions, the place of the one that decides on staleness.
+
+    More than `share` of the tokens are older than a version exactly if that one is; with a share of 1, if all
+    are.
+    """
+    return np.minimum(np.floor(share * counts + 1e-9).astype(np.int64), counts - 1)
 
 
 def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample]:

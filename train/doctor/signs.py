@@ -246,7 +246,7 @@ def mostly_stale(course: Course) -> Finding | None:
         None,
         {"stale": stale, "used": course.used},
         "SELECT rule, count(*) FROM drops GROUP BY ALL",
-        ("recipe.max_staleness", 'recipe.stale_tokens = "mask"', "admission.hold", "sync.partial_rollout"),
+        ("recipe.max_staleness", "recipe.stale_tokens", "recipe.stale_share", "admission.hold"),
     )
 
 

@@ -134,6 +134,19 @@ def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
     assert not references.exact.all()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.75, 1.0])
+def test_the_deciding_version_is_known_without_tokens(recorded_forests: Store, share: float) -> None:
+    """As the versions of tokens say, of turns that several versions sampled too."""
+    recipe = RecipeConfig(splits=SPLITS, stale_share=share)
+    references = find_references(recorded_forests, recorded_forests.head(), "demo", recipe)
+    folded, mixed = _folded(recorded_forests), 0
+    for ref in references.refs(np.arange(len(references))):
+        sample = folded[ref.leaf_turn_id]
+        assert ref.deciding_version(share) == sample.deciding_version(share)
+        mixed += ref.oldest_version != ref.newest_version
+    assert mixed > 20
+
+
 def test_an_erased_trajectory_has_no_loss(fabric: Any, tmp_path: Path) -> None:
     """Its sample is named as erased, its tokens are -1, and the others are as they were."""
     log = fabric.record_store(tmp_path / "store", 2, 2, 2)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +57,32 @@ def test_staleness_is_held_against_the_oldest_token(fabric: Any, version: int, d
         assert drops[0].rule == "staleness"
         assert drops[0].detail == {"staleness": 3, "max_staleness": 2, "oldest_version": 3}
         assert drops[0].sample is samples[0]
+
+
+@given(
+    st.lists(st.integers(-1, 6), min_size=1, max_size=12),
+    st.integers(0, 8),
+    st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.9, 1.0]),
+)
+def test_staleness_by_share(fabric: Any, versions: list[int], version: int, share: float) -> None:
+    """Dropped if more than this share of the tokens of known versions is too old, and with 1 if all are."""
+    turn = fabric.T([1, 2], range(10, 10 + len(versions)))
+    [sample] = _samples(fabric, fabric.records("a", [turn]))
+    told = np.full(len(sample), -1)
+    told[sample.loss_mask] = versions
+    recipe = RecipeConfig(max_staleness=2, stale_share=share)
+    kept, _ = select([replace(sample, versions=told)], recipe, SFT, version)
+    known = [v for v in versions if v >= 0]
+    stale = sum(version - v > 2 for v in known)
+    all_stale = bool(known) and stale == len(known)
+    assert (not kept) == (all_stale if share == 1 else Fraction(stale) > Fraction(str(share)) * len(known))
+
+
+def test_the_share_that_decides() -> None:
+    """By default one token is enough, and where stale tokens are masked, all must be."""
+    assert RecipeConfig().deciding_share == 0
+    assert RecipeConfig(stale_tokens="mask").deciding_share == 1
+    assert RecipeConfig(stale_tokens="mask", stale_share=0.25).deciding_share == 0.25
 
 
 def test_without_a_limit_or_a_version_nothing_is_stale(fabric: Any) -> None:
@@ -217,6 +246,7 @@ def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> 
         exact=True,
         oldest_version=0,
         newest_version=0,
+        deciding=0,
         success=None,
         truncated=False,
         chosen=True,

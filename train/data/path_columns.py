@@ -1,0 +1,66 @@
+"""The root-to-leaf paths of trajectories, from the columns of their turns. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.store.fold.paths import owned_paths
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathColumns:
+    """Where each path begins, the rows of turns on it, and which of them it owns."""
+
+    starts: Ints
+    path: Ints
+    owned: Bools
+
+
+def path_columns(turns: pa.Table) -> PathColumns:
+    """Every path of each trajectory; those of trajectories that never branch as they stand in the table."""
+    place = turns["place"].to_numpy()
+    if not len(place):
+        return PathColumns(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+    begins = np.flatnonzero(np.diff(place, prepend=-1))
+    ends = np.append(begins[1:], len(place))
+    straight = _straight(turns, begins)
+    lengths, path, owned = list[Ints](), list[Ints](), list[Bools]()
+    at = 0
+    for number in [*map(int, np.flatnonzero(~straight)), len(begins)]:
+        if at < number:
+            lengths.append(ends[at:number] - begins[at:number])
+            path.append(np.arange(begins[at], ends[number - 1]))
+            owned.append(np.ones(len(path[-1]), np.bool_))
+        if number < len(begins):
+            for one in owned_paths(_parents(turns, int(begins[number]), int(ends[number]))):
+                lengths.append(np.array([len(one.nodes)]))
+                path.append(begins[number] + np.array(one.nodes))
+                owned.append(np.array(one.owned))
+        at = number + 1
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
+    return PathColumns(starts, np.concatenate(path), np.concatenate(owned))
+
+
+def _straight(turns: pa.Table, begins: Ints) -> Bools:
+    """Of each trajectory whether each turn extends the one before it, and the first is a root."""
+    ids, parents = turns["turn_id"].combine_chunks(), turns["parent_turn_id"].combine_chunks()
+    before = pa.concat_arrays([ids.slice(0, 1), ids.slice(0, len(ids) - 1)])
+    extends = pc.fill_null(pc.equal(parents, before), False).to_numpy(zero_copy_only=False).copy()
+    extends[begins] = parents.is_null().to_numpy(zero_copy_only=False)[begins]
+    return np.logical_and.reduceat(extends, begins)
+
+
+def _parents(turns: pa.Table, begin: int, end: int) -> list[int]:
+    """Place of each turn's parent within its trajectory, -1 for a root."""
+    ids = turns["turn_id"].slice(begin, end - begin).to_pylist()
+    places = {turn_id: place for place, turn_id in enumerate(ids)}
+    named = turns["parent_turn_id"].slice(begin, end - begin).to_pylist()
+    return [places.get(parent, -1) for parent in named]
