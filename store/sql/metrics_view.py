@@ -33,6 +33,8 @@ RECORDED = (
     ViewColumn("stale_logprob_gap", "DOUBLE", "the same for older versions, greatest"),
     ViewColumn("preference_accuracy", "DOUBLE", "share of pairs whose chosen sample is rated higher"),
     ViewColumn("preference_margin", "DOUBLE", "mean rating of chosen samples less that of rejected ones"),
+    ViewColumn("score_mean", "DOUBLE", "mean score that a reward model gives its samples"),
+    ViewColumn("score_deviation", "DOUBLE", "mean standard deviation of such scores, of PURM"),
     ViewColumn("value_loss", "DOUBLE", "mean loss of the critic"),
     ViewColumn("value_mean", "DOUBLE", "mean value of trained tokens, before the step"),
     ViewColumn("explained_variance", "DOUBLE", "share of the returns' variance that the values explain"),

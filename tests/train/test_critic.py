@@ -19,8 +19,9 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import collate_tokens
 from rollbook.train.data.experience import trained_masks
 from rollbook.train.data.samples import all_samples
-from rollbook.train.loop.critic import critic_shape, first_weights, token_scores
+from rollbook.train.loop.critic import critic_shape, token_scores
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.score_head import with_head
 from rollbook.train.megatron.shape import read_shape
 
 Stores = Callable[..., Store]
@@ -127,7 +128,7 @@ def test_values_are_those_of_transformers(fabric: Any, recorded: Stores) -> None
     folder = fabric.model_folder()
     shape = critic_shape(read_shape(folder))
     head = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(1))
-    weights = first_weights(read_weights(folder), shape) | {"score.weight": head}
+    weights = with_head(read_weights(folder), shape) | {"score.weight": head}
     critic = TrainablePolicy(shape, OptimizerConfig(), steps=1, device=torch.device("cpu"), seed=0, threads=1)
     critic.load_weights(weights)
     assert set(critic.weights()) == set(weights)

@@ -6,6 +6,7 @@ name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -17,11 +18,15 @@ from rollbook.train.table import Table
 if TYPE_CHECKING:
     import torch
 
-Need = Literal["logprobs", "rewards", "groups", "pairs", "old", "reference", "values", "entropy"]
+Need = Literal[
+    *("logprobs", "rewards", "groups", "pairs", "margins", "old", "reference", "values", "entropy", "batch_score")
+]
 """What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, a group.
-Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch.
+Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch; and by how
+much it was recorded as better (`margins`).
 Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
-the critic's value of the state that it was sampled in (`values`); the entropy of its distribution."""
+the critic's value of the state that it was sampled in (`values`); the entropy of its distribution.
+Of the batch the mean score that a reward model gives its samples before the step (`batch_score`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +52,24 @@ class LossInputs:
     weights: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreInputs:
+    """What the loss of a reward model is computed from. The samples are pairs: chosen, rejected, and so on.
+
+    Attributes:
+        scores: float32 [B, k], what its head gives each sample's last trained token; carries the gradient.
+        margins: float32 [B], by how much the pair's chosen sample was recorded as better, at that sample; 0
+            elsewhere.
+        rewards: float32 [B]; NaN where a sample has none.
+        batch_score: mean score of the batch's samples before the step; None where it is not needed.
+    """
+
+    scores: torch.Tensor
+    margins: torch.Tensor
+    rewards: torch.Tensor
+    batch_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +106,12 @@ class Algorithm(Table):
     def needs(self) -> frozenset[Need]:
         """What it needs of a sample and of the models."""
         return frozenset()
+
+    @property
+    def head_width(self) -> int:
+        """How many values the model's head gives each token in place of the vocabulary's logits; 0: it is a
+        policy, which predicts tokens."""
+        return 0
 
     @property
     def algorithm_name(self) -> str:
@@ -122,6 +151,10 @@ class Algorithm(Table):
         """Loss of each token, float32 [B, T - 1]."""
         raise NotImplementedError
 
+    def score_loss(self, inputs: ScoreInputs) -> torch.Tensor:
+        """Loss of each sample, float32 [B], of an algorithm that trains a reward model."""
+        raise NotImplementedError
+
     def value_loss(
         self, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor
     ) -> torch.Tensor:
@@ -150,6 +183,14 @@ class Algorithm(Table):
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         """Numbers of the micro-batch's samples or pairs by name, each [n]: their mean is a metric of the
         step."""
+        return {}
+
+    def score_measures(self, inputs: ScoreInputs) -> dict[str, torch.Tensor]:
+        """Likewise, of an algorithm that trains a reward model."""
+        return {}
+
+    def fitted(self, measured: Mapping[str, Floats]) -> Json:
+        """Metrics of an evaluation that are fitted to what was measured of all held-out samples or pairs."""
         return {}
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded, named_parts
 from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import Dpo
+from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.sft import Sft
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {
@@ -44,6 +45,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "decoupled_ppo": DecoupledPpo,
     "ppo": Ppo,
     "dpo": Dpo,
+    "reward_model": RewardModel,
 }
 """Name -> algorithm, in the order in which pages show them."""
 

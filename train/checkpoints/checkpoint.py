@@ -29,7 +29,7 @@ from rollbook.store.inside import place_inside, read_small
 from rollbook.store.permissions import make_empty
 from rollbook.train.checkpoints.building import building_beside
 from rollbook.train.checkpoints.tensor_file import TensorKind, kind_of, write_tensors
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.shape import SCORES, read_shape
 from rollbook.train.megatron.weight_names import weight_shapes
 
 MANIFEST = "rollbook.json"
@@ -46,6 +46,8 @@ _TENSORS = {
     "critic_optimizer": "critic_optimizer_tensors",
 }
 """The manifest's keys of the digests by tensor."""
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+"""How transformers calls the classes of each family."""
 _FILES = {"optimizer": OPTIMIZER, "critic": CRITIC, "critic_optimizer": CRITIC_OPTIMIZER}
 """What a checkpoint may hold beside its weights, each in a file of its own."""
 
@@ -77,6 +79,7 @@ def write_checkpoint(
     like: Path,
     phase: str | None,
     critic: tuple[Tensors, Tensors] | None = None,
+    scores: int = 0,
 ) -> CheckpointWritten:
     """Write a checkpoint durably; returns the event that records it.
 
@@ -84,6 +87,7 @@ def write_checkpoint(
         weights: named tensors, or a stream of all of them in the order of `weight_names.plan`.
         like: a model directory whose other files (config, tokenizer, template) are copied.
         critic: weights and optimizer state of the critic.
+        scores: what the head of a reward model that is begun here gives; `like` may be a policy.
 
     Raises:
         ModelError: a stream is not that of the model that `like` describes.
@@ -95,6 +99,8 @@ def write_checkpoint(
     target = place_inside(store, str(name))
     with building_beside(target) as building:
         _copy_along(like, building)
+        if scores:
+            _name_head(building / "config.json", scores)
         saved = _save_weights(weights, building, like)
         beside = zip(_FILES.items(), (optimizer, *(critic or (None, None))), strict=True)
         lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
@@ -215,6 +221,15 @@ def _name_dtype(config: Path, dtype: torch.dtype) -> None:
     values = orjson.loads(config.read_bytes())
     values.pop("torch_dtype", None)
     values["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
+
+
+def _name_head(config: Path, scores: int) -> None:
+    """Make config.json that of a model with a head of scores, as transformers writes it."""
+    values = orjson.loads(config.read_bytes())
+    values["architectures"] = [f"{_CLASSES[values['model_type']]}{SCORES}"]
+    names = {str(i): name for i, name in enumerate(("reward", "log_deviation")[:scores])}
+    values |= {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
     config.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
 
 

@@ -271,6 +271,11 @@ class TrainConfig(Table):
                 f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "
                 "choose an even number"
             )
+        if self.algorithm.head_width and self.sync is not None:
+            raise ValueError(
+                "[sync]: engines serve policies, and "
+                f"{self.algorithm.algorithm_name} trains a reward model: leave the table out"
+            )
         steps = self.algorithm.demand.steps
         if self.steps % steps:
             raise ValueError(

@@ -25,7 +25,8 @@ class MicroBatch:
     `rollout_logprobs` are the engine's: 0 where the mask is false, and everywhere for samples without
     logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`, `reference_logprobs`
     and `weights` are None where the algorithm needs none; ratios are then taken to the engine's logprobs.
-    `old_values` and `returns` are for the critic.
+    `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and `batch_score`
+    of the whole batch: for reward models.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -39,6 +40,9 @@ class MicroBatch:
     weights: Singles | None = None
     old_values: Singles | None = None
     returns: Singles | None = None
+    margins: Singles | None = None
+    rewards: Singles | None = None
+    batch_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +135,9 @@ def _collate(of: Experience, part: list[int]) -> MicroBatch:
         weights=_spread(of, part, micro, of.weights),
         old_values=_spread(of, part, micro, of.scores.values),
         returns=_spread(of, part, micro, of.advantages.returns),
+        margins=of.margins[part].astype(np.float32),
+        rewards=of.rewards[part].astype(np.float32),
+        batch_score=of.scores.batch_score,
     )
 
 

@@ -26,16 +26,21 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What models say of each trained token, float32 [P]; None where the algorithm does not ask."""
+    """What models say of each trained token, float32 [P]; None where the algorithm does not ask.
+
+    `batch_score` is the mean score of the samples by a reward model, before the step.
+    """
 
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
     values: Singles | None = None
+    batch_score: float | None = None
 
     def cut(self, at: Ints | Bools) -> Scores:
         """Those of some tokens."""
         all_of = (self.old_logprobs, self.reference_logprobs, self.values)
-        return Scores(*(None if values is None else values[at] for values in all_of))
+        of_tokens = (None if values is None else values[at] for values in all_of)
+        return Scores(*of_tokens, self.batch_score)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,11 @@ class Experience:
             ends=np.cumsum([0, *(len(piece) for piece in pieces)]),
         )
 
+    @property
+    def margins(self) -> Floats:
+        """By how much each sample was recorded as better, float64 [N]; 0 where that was not said."""
+        return np.array([sample.margin or 0.0 for sample in self.samples], np.float64)
+
     def of(self, values: npt.NDArray[_T], at: int) -> npt.NDArray[_T]:
         """The values [P] of a sample's tokens."""
         return values[self.ends[at] : self.ends[at + 1]]
@@ -97,6 +107,10 @@ class Experience:
             ),
             "old_logprobs": digest_arrays({f"{i}": s.logprobs for i, s in enumerate(self.samples)}),
         }
+        if any(sample.margin is not None for sample in self.samples):
+            found["margins"] = digest_arrays({"margins": self.margins})
+        if self.scores.batch_score is not None:
+            found["batch_score"] = digest_arrays({"batch_score": np.array([self.scores.batch_score])})
         optional = {
             "proximal_logprobs": self.scores.old_logprobs,
             "reference_logprobs": self.scores.reference_logprobs,

@@ -45,28 +45,29 @@ class HeldOutSamples:
         assert config.evaluation is not None
         recipe = _of_eval(config)
         found = find_references(log, cut, config.run, recipe)
-        units = sort_units(found, log, cut, config.run, recipe, config.algorithm, 0, limits).units
-        if not len(units):
+        kept = sort_units(found, log, cut, config.run, recipe, config.algorithm, 0, limits)
+        if not len(kept.units):
             runs = ", ".join(recipe.runs(config.run))
             raise TrainError(
                 f"[evaluation]: the recipe keeps no sample of split {SPLIT!r} in run {runs} at "
                 f"{format_cut(cut) or 'the beginning of the log'}: record some, name their run by "
                 "evaluation.source_runs, or leave the table out"
             )
-        chosen = np.random.default_rng([config.seed, len(units)]).permutation(len(units))
-        self._units = units[np.sort(chosen[: config.evaluation.max_samples])]
+        self._units = kept
+        chosen = np.random.default_rng([config.seed, len(kept.units)]).permutation(len(kept.units))
+        self._chosen = np.sort(chosen[: config.evaluation.max_samples])
         self._samples = Materializer(log, cut, found, config.run)
         self._size = _forward_size(config)
 
     def __len__(self) -> int:
         """How many samples there are."""
-        return int(self._units.size)
+        return len(self._chosen) * self._units.units.shape[1]
 
     def micro_batches(self) -> Iterator[list[Sample]]:
         """The samples of one forward pass after the other, always the same; pairs are not parted."""
-        numbers = self._units.ravel()
-        for start in range(0, len(numbers), self._size):
-            yield self._samples.samples(numbers[start : start + self._size].tolist())
+        step = self._size // self._units.units.shape[1]
+        for start in range(0, len(self._chosen), step):
+            yield self._units.samples(self._chosen[start : start + step], self._samples)
 
 
 def _of_eval(config: TrainConfig) -> RecipeConfig:

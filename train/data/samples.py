@@ -38,6 +38,7 @@ class Sample:
         success: as the trajectory finished; None where that was not said.
         truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
+        margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
     """
 
     run: str
@@ -58,6 +59,7 @@ class Sample:
     success: bool | None = None
     truncated: bool = False
     erased: bool = False
+    margin: float | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -122,7 +124,8 @@ class Sample:
     @property
     def reference(self) -> Json:
         """How a step's manifest names it."""
-        return {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
+        named: Json = {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
+        return named if self.margin is None else named | {"margin": self.margin}
 
     def digest(self) -> str:
         """Digest of all its arrays."""

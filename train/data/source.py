@@ -54,7 +54,7 @@ class EpochSource:
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
         self._found = find_references(log, cut, config.run, recipe)
         applied = sort_units(self._found, log, cut, config.run, recipe, config.algorithm, version, limits)
-        self._units = applied.units
+        self._units = applied
         # Drops are recorded once, with the first step.
         self._drops = [] if done else applied.named(self._found)
         self._samples = Materializer(log, cut, self._found, config.run)
@@ -65,7 +65,7 @@ class EpochSource:
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """The next slice of the endless row of epochs; None where there is no sample at all."""
-        if not len(self._units):
+        if not len(self._units.units):
             return None
         step, ahead = self._next, self._ahead
         self._next += 1
@@ -79,7 +79,7 @@ class EpochSource:
         skipped."""
         names = [ref["turn_id"] for ref in consumed]
         for number in range(self._next - 1, self._next + skipped):
-            leaves = self._found.leaf[self._slice(number)]
+            leaves = self._found.leaf[self._units.units[self._slice(number)].ravel()]
             if self._found.turns["turn_id"].take(pa.array(leaves)).to_pylist() == names:
                 self._next = number + 1
                 return
@@ -89,11 +89,11 @@ class EpochSource:
         return self._drops
 
     def _slice(self, step: int) -> npt.NDArray[np.int64]:
-        """Numbers of the samples of a step, by its own number in this source."""
-        return self._units[epoch_slice(step, self._size, len(self._units), self._seed)].ravel()
+        """Which units a step takes, by its own number in this source."""
+        return epoch_slice(step, self._size, len(self._units.units), self._seed)
 
     def _read(self, step: int) -> list[Sample]:
-        return self._samples.samples(self._slice(step).tolist())
+        return self._units.samples(self._slice(step), self._samples)
 
 
 def epoch_slice(step: int, size: int, count: int, seed: int) -> npt.NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,11 @@ from rollbook.store.cut import Cut
 from rollbook.store.events import Json, PreferenceAdded
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.pairs import paired
 from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
 from rollbook.train.data.references import References
+from rollbook.train.data.samples import Sample
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,10 +29,26 @@ class Units:
     Attributes:
         units: int64 [U, 1], a sample each; or [U, 2], the chosen and the rejected sample of a pair.
         drops: (number, rule, detail).
+        margins: float64 [U], by how much each pair's chosen sample was recorded as better, NaN where that was
+            not said; None where the algorithm does not ask.
     """
 
     units: Ints
     drops: list[tuple[int, str, Json]]
+    margins: npt.NDArray[np.float64] | None = None
+
+    def samples(self, at: Ints, materializer: Materializer) -> list[Sample]:
+        """The samples of some units, one after the other.
+
+        Raises:
+            CorruptionError, TrainError: as `Materializer.samples`.
+        """
+        found = materializer.samples(self.units[at].ravel().tolist())
+        if self.margins is None:
+            return found
+        margins = np.nan_to_num(self.margins[at], nan=0.0).tolist()
+        chosen = (replace(s, margin=m) for s, m in zip(found[0::2], margins, strict=True))
+        return [sample for pair in zip(chosen, found[1::2], strict=True) for sample in pair]
 
     def named(self, found: References) -> list[Drop]:
         """The drops, by name."""
@@ -68,7 +86,8 @@ def sort_units(
     of_each = {ids[found.trajectory[number]]: int(number) for number in numbers[kept]}
     made = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
     concerned = [drop for drop in numbered if ids[found.trajectory[drop[0]]] in made.named]
-    return Units(made.pairs, concerned + [(int(number), "pair_broken", {}) for number in made.alone])
+    broken = [(int(number), "pair_broken", {}) for number in made.alone]
+    return Units(made.pairs, concerned + broken, made.margins if "margins" in algorithm.needs else None)
 
 
 def _preferences(log: Store, cut: Cut, runs: Collection[str], recipe: RecipeConfig) -> list[PreferenceAdded]:

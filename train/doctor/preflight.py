@@ -15,7 +15,7 @@ from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.held_out import learns_from_samples
-from rollbook.train.megatron.shape import ModelShape, read_shape
+from rollbook.train.megatron.shape import ModelShape, shape_to_train
 from rollbook.train.megatron.weight_names import weight_shapes
 
 Verdict = Literal["green", "yellow", "red"]
@@ -58,7 +58,7 @@ def preflight(config: TrainConfig, log: Store | None, cut: Cut, source: str, mem
             _evaluation(config, log, cut, source),
         ]
     try:
-        shape = read_shape(config.model)
+        shape = shape_to_train(config.model, config.algorithm.head_width)
     except ModelError as error:
         return [Check("model", "red", str(error), "model"), *checks]
     longest = max((ref.length for ref in applied.kept), default=0) if applied else 0
@@ -79,7 +79,7 @@ def _memory(config: TrainConfig, shape: ModelShape, longest: int, memory: int) -
     models = 1 + ("values" in needs)
     state = parameters(shape) * (STATE_BYTES * models + 8 * ("reference" in needs))
     samples = config.micro_batch_size or config.algorithm.demand.groups * config.algorithm.demand.group_size
-    logits = samples * longest * shape.vocab * LOGIT_BYTES
+    logits = samples * longest * shape.outputs * LOGIT_BYTES
     share = (state + logits) / memory
     said = (
         f"{state / 2**30:.2f} GiB of state and {logits / 2**30:.2f} GiB of logits ({samples} samples of "

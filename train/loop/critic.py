@@ -18,20 +18,13 @@ from rollbook.train.config.config import CriticConfig
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop.finite import check_tensors, check_tokens
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.score_head import with_head
 from rollbook.train.megatron.shape import ModelShape
-
-SCORE = "score.weight"
 
 
 def critic_shape(shape: ModelShape) -> ModelShape:
     """The shape of a policy's critic: one value for each token."""
     return replace(shape, scores=1)
-
-
-def first_weights(policy: Tensors, shape: ModelShape) -> Tensors:
-    """The weights that a critic starts with: the policy's, and a head that gives 0."""
-    own = {name: tensor for name, tensor in policy.items() if name != "lm_head.weight"}
-    return own | {SCORE: torch.zeros(1, shape.hidden)}
 
 
 def restored_critic(
@@ -58,7 +51,7 @@ def restored_critic(
         critic.load_weights(held.critic)
         critic.load_optimizer_state(held.critic_optimizer or {})
     else:
-        critic.load_weights(first_weights(held.weights, shape))
+        critic.load_weights(with_head(held.weights, critic_shape(shape)))
     return critic
 
 

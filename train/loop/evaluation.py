@@ -10,6 +10,7 @@ from rollbook.store import Store, format_cut
 from rollbook.store.cut import parse_cut
 from rollbook.store.events import EvalFinished, Json
 from rollbook.store.fold.history import History
+from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.logprobs import log_distributions
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Singles
@@ -18,6 +19,7 @@ from rollbook.train.data.batch import MicroBatch, build_batch
 from rollbook.train.data.experience import Scores, experience_of, trained_masks
 from rollbook.train.data.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
 from rollbook.train.data.samples import Sample
+from rollbook.train.loop.reward_scores import score_loss
 from rollbook.train.loop.scoring import References, score
 from rollbook.train.loop.step import loss_inputs
 from rollbook.train.loop.trainer import Trainer
@@ -99,12 +101,15 @@ class Evaluation:
         algorithm, device = self._config.algorithm, self._trainer.policy.device
         sums, measured, tokens, count = list[torch.Tensor](), dict[str, list[torch.Tensor]](), 0, 0
 
-        def read(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-            temperatures = torch.from_numpy(micro.temperatures).to(device)
-            inputs = loss_inputs(log_distributions(logits, temperatures), micro, None)
-            for name, values in algorithm.measures(inputs).items():
+        def read(outputs: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(device)
+            if algorithm.head_width:
+                loss, _, found = score_loss(outputs, micro, algorithm)
+            else:
+                loss, found = _losses(outputs, micro, algorithm)
+            for name, values in found.items():
                 measured.setdefault(name, []).append(values.cpu())
-            return algorithm.add(torch.where(inputs.mask, algorithm.loss(inputs), 0.0), inputs.mask)
+            return algorithm.add(loss, mask)
 
         references = [] if self._references is None else self._references
         for at, samples in enumerate(self._samples.micro_batches()):
@@ -116,8 +121,9 @@ class Evaluation:
             tokens, count = tokens + batch.trained_tokens, count + batch.trained_samples
         self._references = references
         loss = float(torch.stack(sums).double().sum()) / max(algorithm.divisor(Totals(tokens, count)), 1)
-        means = {name: float(torch.cat(parts).double().mean()) for name, parts in measured.items()}
-        return _finite({"loss": loss} | means), tokens
+        values = {name: torch.cat(parts).double().numpy() for name, parts in measured.items()}
+        means = {name: float(of_each.mean()) for name, of_each in values.items()}
+        return _finite({"loss": loss} | means | algorithm.fitted(values)), tokens
 
     def _reference(self, samples: list[Sample]) -> Singles | None:
         """The reference's logprobs of a micro-batch, where the algorithm asks for them."""
@@ -125,6 +131,15 @@ class Evaluation:
         masks = trained_masks(samples)
         policy, algorithm = self._trainer.policy, self._config.algorithm
         return score(policy, algorithm, samples, masks, _whole(samples), references).reference_logprobs
+
+
+def _losses(
+    logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(masked losses [B, T - 1], what the algorithm measures) of a policy's logits."""
+    temperatures = torch.from_numpy(micro.temperatures).to(logits.device)
+    inputs = loss_inputs(log_distributions(logits, temperatures), micro, None)
+    return torch.where(inputs.mask, algorithm.loss(inputs), 0.0), algorithm.measures(inputs)
 
 
 def _whole(samples: list[Sample]) -> list[list[list[int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rollbook.store.events import Json, StepPlanned
 from rollbook.store.fold.history import all_samples
@@ -61,7 +62,8 @@ class Experiences:
 
     def _make(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> None:
         algorithm = recorded_algorithm(plan.algorithm)
-        ordered = [samples[ref["turn_id"]] for ref in all_samples(plan)]
+        # The same sample may be in several pairs: the manifest says by how much it is better in each.
+        ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
         parts = plan.partition if plan.rollout_batch is None else plan.rollout_batch["partition"]
         masks = trained_masks(ordered, _oldest(plan))
         scores = score(self._policy, algorithm, ordered, masks, parts, self._references, self.critic)

@@ -54,6 +54,23 @@ def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, part
             raise _error(stage, f"{stage} of token {column + 1} of {sample} is {value}")
 
 
+def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, parts: Partition) -> None:
+    """Check that a stage's values are finite.
+
+    Args:
+        tensors: of each micro-batch, a row for each sample.
+
+    Raises:
+        NotFiniteError: it names the stage and the first sample.
+    """
+    for micro, tensor in enumerate(tensors):
+        bad = torch.nonzero(~torch.isfinite(tensor))
+        if len(bad):
+            place = bad[0].tolist()
+            sample = _sample(batch, parts[0][micro][place[0]])
+            raise _error(stage, f"{stage} of {sample} is {float(tensor[tuple(place)])}")
+
+
 def check_tensors(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Check that every value of named tensors is finite.
 

@@ -26,7 +26,7 @@ from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.evaluation import Evaluation
 from rollbook.train.loop.feed import Feed
 from rollbook.train.loop.judge import Judge
-from rollbook.train.loop.publish import check_model
+from rollbook.train.loop.publish import check_head, check_model
 from rollbook.train.loop.rate import rate_change
 from rollbook.train.loop.stopping import Stopped, Stopping
 from rollbook.train.loop.trainer import StepOutcome, Trainer
@@ -176,6 +176,7 @@ def _past(
     versions, opened = VersionDigests(), list[RunOpened]()
     events = log.events_of(KINDS | BINDING | {RunOpened.KIND})
     history = fold_history(_noted(events, versions, opened, config), config.run, config.policy)
+    check_head(config, log, history)
     check_model(config, versions)
     if abandon_after is not None:
         history = go_back(config, source, abandon_after, log, writer, history, versions, watcher.note)

@@ -22,7 +22,7 @@ from rollbook.ingest.engines.weights.digests import (
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.store import Event, Store
 from rollbook.store.catalog.catalog import note_checkpoint
-from rollbook.store.errors import EngineError, EngineLostError, VersionError
+from rollbook.store.errors import EngineError, EngineLostError, TrainError, VersionError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
 from rollbook.store.fold.history import History
 from rollbook.store.fold.versions import VersionDigests
@@ -33,7 +33,8 @@ from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import SyncConfig, TrainConfig
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.score_head import SCORE, with_head
+from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, weight_shapes
 from rollbook.train.sync.control import EMBEDDED, EngineControl
 from rollbook.train.sync.presence import await_one
@@ -56,20 +57,44 @@ def check_model(config: TrainConfig, versions: VersionDigests) -> None:
         require_folder(model, "the CONFIG's `model`")
     if bound is None or not weight_files(model):
         return
-    manifest = read_manifest(model)
-    if manifest is not None:
+    manifest, scores = read_manifest(model), config.algorithm.head_width
+    if manifest is not None and read_shape(model).scores == scores:
         if (manifest.get("run"), manifest.get("policy")) == (config.run, config.policy):
             version = int(manifest["policy_version"])
         digest = str(manifest["weights_digest"])
     else:
-        digest = digest_tensors(_own_weights(model))
+        digest = digest_tensors(_own_weights(model, scores))
     versions.check(config.run, config.policy, version, digest, f"CONFIG's model {model}")
 
 
-def _own_weights(model: Path) -> Tensors:
-    """A model's weights in float32, under the names used in files; fused tensors are split."""
-    shape = read_shape(model)
-    given = checked(widened(read_weights(model)), shape)
+def check_head(config: TrainConfig, log: Store, history: History) -> None:
+    """Check that the policy, where it has versions, is of the kind that the algorithm trains.
+
+    Raises:
+        TrainError: it is a reward model and the algorithm trains a policy, or the other way round.
+    """
+    folders = [place_inside(log.path, record.path) for record in history.checkpoints]
+    held = next((read_shape(folder).scores for folder in reversed(folders) if folder.exists()), None)
+    if held in (None, config.algorithm.head_width):
+        return
+    what = f"a reward model with a head of {held}" if held else "a policy, which predicts tokens"
+    raise TrainError(
+        f"policy {config.policy!r} of run {config.run!r} is {what}: algorithm "
+        f"{config.algorithm.algorithm_name} cannot go on with it; give what it trains another name, such as "
+        'policy = "reward"'
+    )
+
+
+def _own_weights(model: Path, scores: int) -> Tensors:
+    """A model's weights in float32, under the names used in files; fused tensors are split.
+
+    Args:
+        scores: of the head of a reward model; one that the model has not gives 0.
+    """
+    shape, given = shape_to_train(model, scores), widened(read_weights(model))
+    if scores and SCORE not in given:
+        given = with_head(given, shape)
+    given = checked(given, shape)
     return {name: given[name] for name in weight_shapes(shape)}
 
 
@@ -102,8 +127,17 @@ class Publisher:
             VersionError: the run's version 0 has other weights, with which a proxy has recorded.
         """
         model, config = self._config.model, self._config
+        scores = config.algorithm.head_width
         record = write_checkpoint(
-            self._log.path, config.run, config.policy, 0, _own_weights(model), None, like=model, phase=None
+            self._log.path,
+            config.run,
+            config.policy,
+            0,
+            _own_weights(model, scores),
+            None,
+            like=model,
+            phase=None,
+            scores=scores,
         )
         log = WeightLog(self._log, config.run, config.policy)
         with binding(log):

@@ -22,6 +22,7 @@ from rollbook.train.data.batch import MicroBatch, Partition, collate_tokens, tok
 from rollbook.train.data.experience import Bools, Scores
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import token_scores
+from rollbook.train.loop.reward_scores import sample_scores
 from rollbook.train.megatron.backend import Read, TrainablePolicy
 
 
@@ -100,7 +101,11 @@ def score(
     if "values" in algorithm.needs:
         assert critic is not None
         values = _packed(critic, micro_batches, parts, token_scores)
-    return Scores(old, reference, values)
+    mean = None
+    if "batch_score" in algorithm.needs:
+        given = policy.forward(micro_batches, sample_scores)
+        mean = float(torch.cat(given)[:, 0].double().mean())
+    return Scores(old, reference, values, mean)
 
 
 def _packed(

@@ -23,7 +23,8 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
 from rollbook.train.loop.critic import run_critic
-from rollbook.train.loop.finite import check_batch, check_tensors, check_tokens
+from rollbook.train.loop.finite import check_batch, check_samples, check_tensors, check_tokens
+from rollbook.train.loop.reward_scores import score_loss
 from rollbook.train.megatron.backend import TrainablePolicy
 
 STAGES = (
@@ -40,9 +41,12 @@ STAGES = (
     "importance_weights",
     "values",
     "rewards",
+    "margins",
+    "batch_score",
     "advantages",
     "returns",
     "logprobs",
+    "scores",
     "losses",
     "gradients",
     "optimizer",
@@ -122,13 +126,19 @@ def _run_policy(
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
     divisor = max(algorithm.divisor(Totals(batch.trained_tokens, batch.trained_samples)), 1)
-    kept: dict[str, list[torch.Tensor]] = {"logprobs": [], "losses": [], "sums": []}
-    tokens = metrics.TokenValues()
+    given = "scores" if algorithm.head_width else "logprobs"
+    kept: dict[str, list[torch.Tensor]] = {given: [], "losses": [], "sums": []}
+    seen = metrics.TokenValues()
+    check = check_samples if algorithm.head_width else check_tokens
 
-    def loss_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        loss, logprobs = _micro_loss(logits, micro, algorithm, plan.policy_version, tokens)
+    def loss_of(outputs: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        if algorithm.head_width:
+            loss, values, measured = score_loss(outputs, micro, algorithm)
+            seen.measure(measured)
+        else:
+            loss, values = _micro_loss(outputs, micro, algorithm, plan.policy_version, seen)
         total = algorithm.add(loss, torch.from_numpy(micro.loss_mask[:, 1:]).to(loss.device))
-        for name, value in zip(kept, (logprobs, loss, total), strict=True):
+        for name, value in zip(kept, (values, loss, total), strict=True):
             kept[name].append(value.detach())
         return total / divisor
 
@@ -136,8 +146,8 @@ def _run_policy(
         check_batch(batch)
     policy.forward_backward(batch.micro_batches, loss_of)
     if finite:
-        for stage in ("logprobs", "losses"):
-            check_tokens(stage, kept[stage], batch, plan.partition)
+        for stage in (given, "losses"):
+            check(stage, kept[stage], batch, plan.partition)
         check_tensors("gradients", policy.gradients().items())
     gradients = digest_tensors(policy.gradients())
     if plan.critic is not None and plan.critic["alone"]:
@@ -147,14 +157,14 @@ def _run_policy(
     if finite:
         check_tensors("weights", policy.stream_weights())
     digests = batch.digests() | {
-        "logprobs": digest_tensors({str(i): t for i, t in enumerate(kept["logprobs"])}),
+        given: digest_tensors({str(i): t for i, t in enumerate(kept[given])}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(kept["losses"])}),
         "gradients": gradients,
         "optimizer": policy.optimizer_digest(),
         "weights": policy.weights_digest(),
     }
     found = {"loss": float(sum(kept["sums"])) / divisor, "gradient_norm": norm}
-    return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(tokens))
+    return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(seen))
 
 
 def _micro_loss(

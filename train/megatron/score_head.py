@@ -6,6 +6,23 @@ from typing import Any
 
 import torch
 
+from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.train.megatron.shape import ModelShape
+
+
+SCORE = "score.weight"
+"""Name of the head's weight."""
+
+
+def with_head(weights: Tensors, shape: ModelShape) -> Tensors:
+    """A policy's weights with a head of scores, which gives 0, in place of the output.
+
+    Args:
+        shape: with that head.
+    """
+    own = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    return own | {SCORE: torch.zeros(shape.scores, shape.hidden)}
+
 
 class ScoreHead(torch.nn.Linear):
     """A linear map from the hidden state of each token to its scores, float32, without a bias; at first all

@@ -8,7 +8,7 @@ is refused, never approximated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from rollbook.store.errors import ModelError
 VOCAB_DIVISOR = 128
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The values of `model_type` that are trained."""
+SCORES = "ForSequenceClassification"
+"""How the architectures of models with a head of scores end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,30 @@ def read_shape(model: Path) -> ModelShape:
         raise ModelError(f"{file}: a key is missing or ill-typed: {error!r}") from error
 
 
+def shape_to_train(model: Path, scores: int) -> ModelShape:
+    """The shape in which an algorithm trains a model: with a head of scores in place of the vocabulary's
+    logits, where it trains a reward model.
+
+    Args:
+        scores: that the algorithm asks for; 0: it trains a policy.
+
+    Raises:
+        ModelError: there is no model, it cannot be trained, or its head is another.
+    """
+    shape = read_shape(model)
+    if shape.scores not in (0, scores):
+        wanted = f"trains one of {scores}" if scores else "trains a policy, which predicts tokens"
+        raise ModelError(f"{model}: is a reward model with a head of {shape.scores}; the algorithm {wanted}")
+    return replace(shape, scores=scores)
+
+
+def _scores(config: dict[str, Any]) -> int:
+    """Width of the head of a `ForSequenceClassification` model; 0 of another."""
+    if not any(name.endswith(SCORES) for name in config.get("architectures") or ()):
+        return 0
+    return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
+
+
 def _shape(config: dict[str, Any]) -> ModelShape:
     family, heads = config["model_type"], config["num_attention_heads"]
     if family == "llama":  # files of the first Llama models lack keys that were added later
@@ -134,6 +160,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config) if family == "qwen3_moe" else None,
+        scores=_scores(config),
     )
 
 
