@@ -17,6 +17,7 @@ from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.surrogates import SURROGATES
 
 
@@ -39,7 +40,7 @@ def test_each_row_has_the_defaults(page: str) -> None:
         parts = [text.strip("`") for text in (baseline, deviation, surrogate, normalizer)]
         found |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
         assert "arXiv:" in source
-    assert set(found) == set(ALGORITHMS) - {"sft", "dpo"}
+    assert set(found) == set(ALGORITHMS) - {"sft", "dpo", "reward_model"}
     for name, kind in ALGORITHMS.items():
         if issubclass(kind, GroupPolicyGradient):
             a = kind.model_validate({"name": name})
@@ -55,7 +56,8 @@ def test_every_part_is_explained(page: str) -> None:
     families = (BASELINES, SURROGATES, CORRECTIONS, KL_ESTIMATORS, NORMALIZERS, PREFERENCE_LOSSES)
     parts = {*(name for family in families for name in family), "unbiased", "biased"} - {"none"}
     assert parts <= named
-    assert named - parts <= {*Ppo.model_fields, *Dpo.model_fields, *ALGORITHMS, "gae"}
+    others = {*Ppo.model_fields, *Dpo.model_fields, *RewardModel.model_fields, *ALGORITHMS}
+    assert named - parts <= others | {"gae", "bradley_terry", "mean_deviation"}
     assert all(len(row) == 5 and all(row[:2]) for row in rows)
 
 

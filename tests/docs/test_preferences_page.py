@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.ingest.datasets.formats import converted
 from rollbook.ingest.requests.fields import AddPreference
 from rollbook.store import Store
 from rollbook.testing.dialogues import write_model
 from rollbook.train.algorithms.preferences import Dpo
+from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.config.files import load_config
 
 
@@ -75,8 +77,47 @@ def test_what_it_imports(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(converted({key: values[key] for key in (*keys, *more)}).lines) == 1 + ("chosen" in keys)
 
 
+def test_what_it_rates(page: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward model of the page is trained on imported pairs, and scores what was imported."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    tokens = write_model(tmp_path / "my-model")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    size = {"vocab_size": tokens.get_vocab_size(), **small, **heads}
+    Qwen3ForCausalLM(Qwen3Config(**size)).save_pretrained(tmp_path / "my-model")
+    row = json.loads(_block(page, "json"))
+    for split, numbers in (("teacher", range(8)), ("eval", range(8, 12))):
+        rows = [row | {"prompt": f"What is {i} + 2?"} for i in numbers]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(one) for one in rows))
+        _invoke(f"{_block(page, 'bash', 1)[9:].strip()} --split {split}")
+    (tmp_path / "reward.toml").write_text(_block(page, "toml", 1).replace("path/to/model", "my-model"))
+    commands = _block(page, "bash", 3).splitlines()
+    trained, scored, policy = (line.removeprefix("rollbook ") for line in commands)
+    _invoke(trained)
+    assert "scored 24 trajectories of run demo, as rewards of source judge" in _invoke(scored)
+    connection = rb.connect("demo-store")
+    query = "SELECT count(*) FROM preferences p, rewards a, rewards b"
+    ordered = "a.trajectory_id = p.trajectory_id AND b.trajectory_id = p.rejected_trajectory_id"
+    [(pairs,)] = connection.execute(f"{query} WHERE {ordered} AND a.reward > b.reward").fetchall()
+    assert pairs == 12
+    words = shlex.split(policy)
+    config = load_config(root / "configs" / words[1], [words[words.index("--set") + 1]])
+    assert config.recipe.reward_source == "judge"
+
+
+def _invoke(command: str) -> str:
+    said = CliRunner().invoke(app, shlex.split(command))
+    assert said.exit_code == 0, said.output
+    return said.output.replace("\n", " ")
+
+
 def test_the_keys_are_keys(page: str) -> None:
     """And their values are taken."""
-    for cell in re.findall(r"^\| (.*?) \|", page[page.index("| key |") :], re.MULTILINE)[2:]:
-        for key, value in re.findall(r"`(\w+) = (\S+?)`", cell):
-            Dpo.model_validate({"name": "dpo", key: json.loads(value)})
+    for head, kind, name in (("| key |", Dpo, "dpo"), ("| of `reward_model` |", RewardModel, "reward_model")):
+        table = page[page.index(head) :].split("\n\n")[0]
+        pairs = re.findall(r"`(\w+) = (\S+?)`", table)
+        assert len(pairs) >= 4
+        for key, value in pairs:
+            kind.model_validate({"name": name, key: json.loads(value)})

@@ -27,12 +27,26 @@ def rpo(case: Case, beta: float = 0.1, weight: float = 1.0) -> torch.Tensor:
     return (losses + weight * _pairs(sums[1])[0] / lengths).mean()
 
 
-def bradley_terry(case: Case, *, margin: bool = False) -> torch.Tensor:
-    """mean log(1 + exp(-(r_chosen - r_rejected - margin))).
+def sum_to_zero(case: Case, weight: float) -> torch.Tensor:
+    """mean log(1 + exp(-(r_chosen - r_rejected))) + weight (mean of all r)^2.
 
-    Source: Llama 2, Touvron et al. 2023 (arXiv:2307.09288), equation 2. Rewards are the samples' first
-    values, margins the absolute values of the first returns.
+    Source: Hong et al. 2025 (arXiv:2505.07271). Rewards are the samples' first values.
     """
     chosen, rejected = _pairs(case.values[:, 0])
-    margins = _pairs(case.returns[:, 0].abs())[0] if margin else 0.0
-    return torch.nn.functional.softplus(-(chosen - rejected - margins)).mean()
+    mean = torch.cat([chosen, rejected]).mean()
+    return torch.nn.functional.softplus(rejected - chosen).mean() + weight * mean**2
+
+
+def uncertain(case: Case) -> torch.Tensor:
+    """mean of -log of the integral of sigma(z) over z of N(m_chosen - m_rejected, s_chosen^2 + s_rejected^2).
+
+    Source: PURM, Sun et al. 2025 (arXiv:2503.22480). Means are the samples' first values, logarithms of
+    deviations the last ones. The integral is also the mean of the normal distribution's function at
+    m_chosen - m_rejected - l, over logistic noise l, which a fine grid takes.
+    """
+    means, logs = _pairs(case.values[:, 0].double()), _pairs(case.values[:, -1].double())
+    deviation = (logs[0].mul(2).exp() + logs[1].mul(2).exp()).sqrt()[:, None]
+    noise = torch.linspace(-50, 50, 200_001, dtype=torch.float64)
+    density = torch.sigmoid(noise) * torch.sigmoid(-noise)
+    below = torch.special.ndtr(((means[0] - means[1])[:, None] - noise) / deviation)
+    return -torch.trapezoid(below * density, noise).log().mean().to(case.values.dtype)

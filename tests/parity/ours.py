@@ -16,7 +16,8 @@ import torch
 from parity.cases import Case
 
 from rollbook.train.algorithms import returns as returns_of
-from rollbook.train.algorithms.algorithm import LossInputs
+from rollbook.train.algorithms import reward_models
+from rollbook.train.algorithms.algorithm import LossInputs, ScoreInputs
 from rollbook.train.algorithms.baselines import BASELINES, deviations
 from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.logprobs import entropies
@@ -138,6 +139,21 @@ def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
     return total / max(of.divisor(Totals(int(mask.sum()), 2 * n)), 1)
 
 
+def reward_loss(case: Case, *, margin: bool = False, **keys: Any) -> torch.Tensor:
+    """A reward model's loss of the batch, as `run_step` makes it. Scores are the samples' first values, and
+    of a head with a deviation the last ones its logarithm; margins the absolute values of the first returns.
+    """
+    named = {"name": "reward_model", "margin": "recorded" if margin else "none"}
+    of, n = recorded_algorithm(named | keys), len(case.mask) // 2
+    order = torch.arange(2 * n).reshape(2, n).T.ravel()
+    scores = case.values[:, [0, -1]][order, : of.head_width]
+    margins = torch.zeros_like(scores[:, 0])
+    margins[0::2] = case.returns[:n, 0].abs()
+    mean = float(scores[:, 0].double().mean()) if "batch_score" in of.needs else None
+    losses = of.score_loss(ScoreInputs(scores, margins, torch.zeros_like(margins), mean))
+    return losses.sum() / max(of.divisor(Totals(0, 2 * n)), 1)
+
+
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """The mean entropy of distributions given by logits [B, T, V]."""
     return entropies(logits.log_softmax(-1)).mean()
@@ -172,7 +188,8 @@ def parts() -> list[Part]:
     of_pairs = [_told(name, of, "`dpo`" if name == usual else "–") for name, of in PREFERENCE_LOSSES.items()]
     of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
     of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
-    return [*found, *keys, *of_ppo, *of_pairs, *of_dpo]
+    of_rewards = [_told(name, of, default) for name, (of, default) in _REWARD_MODELS.items()]
+    return [*found, *keys, *of_ppo, *of_pairs, *of_dpo, *of_rewards]
 
 
 _FAMILIES: dict[str, Mapping[str, Any]] = {
@@ -194,6 +211,12 @@ _KEYS = (
 )
 
 
+_REWARD_MODELS = {
+    "bradley_terry": (reward_models.bradley_terry, "`reward_model`"),
+    "mean_deviation": (reward_models.uncertain, "–"),
+    "centring": (reward_models.centring, "0.0"),
+    "batch_sum_to_zero": (reward_models.sum_to_zero, "0.0"),
+}
 _DPO_KEYS = ("length_normalized", "label_smoothing", "sft_weight")
 
 

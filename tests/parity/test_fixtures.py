@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import formulas, ours
+from parity import ours
 from parity.cases import Case, written_case
 from parity.peers import with_areal, with_openrlhf, with_trl, with_verl
 from parity.row import Of, evaluated
@@ -318,7 +318,7 @@ FIXTURES = (
             _PAIR,
             _LN(1 + math.exp(-logit)),
             {
-                "formula": partial(formulas.bradley_terry, margin=margin),
+                "ours": partial(ours.reward_loss, margin=margin),
                 "OpenRLHF": partial(with_openrlhf.bradley_terry, margin=margin),
                 "TRL": partial(with_trl.bradley_terry, margin=margin),
             },

@@ -221,7 +221,9 @@ def test_a_reward_model_may_begin_from_another(fabric: Any, preferred: Stores) -
     """With its head; and the run's first version is then those weights."""
     log = preferred()
     fabric.train(log, _config(fabric, steps=2))
-    settings = _config(fabric, steps=1, policy="second", model=str(log.path / "checkpoints/demo/reward/v00000002"))
+    settings = _config(
+        fabric, steps=1, policy="second", model=str(log.path / "checkpoints/demo/reward/v00000002")
+    )
     fabric.train(log, settings)
     fabric.train(log, settings.model_copy(update={"steps": 2}))
     manifests = [
@@ -242,9 +244,16 @@ def test_before_a_training(fabric: Any, preferred: Stores) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"algorithm": RM | {"pairs": "rewards", "margin": "recorded"}}, 'margin = "recorded" belongs to pairs'),
-        ({"sync": {"engines": ["http://127.0.0.1:1"]}}, r"\[sync\]: engines serve policies, and reward_model"),
+        (
+            {"algorithm": RM | {"pairs": "rewards", "margin": "recorded"}},
+            'margin = "recorded" belongs to pairs',
+        ),
+        (
+            {"sync": {"engines": ["http://127.0.0.1:1"]}},
+            r"\[sync\]: engines serve policies, and reward_model",
+        ),
         ({"algorithm": RM | {"centring": -1}}, "greater than or equal to 0"),
+        ({"recipe": {"max_staleness": 2}}, "no token is sampled by a reward model"),
         ({"micro_batch_size": 3}, "the samples of a pair lie in one forward pass"),
     ],
 )

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     import torch
 
 Need = Literal[
-    *("logprobs", "rewards", "groups", "pairs", "margins", "old", "reference", "values", "entropy", "batch_score")
+    "logprobs",
+    "rewards",
+    "groups",
+    "pairs",
+    "margins",
+    "old",
+    "reference",
+    "values",
+    "entropy",
+    "batch_score",
 ]
 """What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, a group.
 Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch; and by how

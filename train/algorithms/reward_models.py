@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-NODES = 32
-"""Of the quadrature by which a distribution of rewards is averaged."""
+NODES, WIDTH = 2401, 12.0
+"""Of the grid on which a normal distribution of scores is averaged: places, and standard deviations."""
 TEMPERATURES = (1e-3, 1e3)
 """Bounds of a temperature that is fitted: pairs that are all rated right, or as often wrong as right, have
 none."""
@@ -69,7 +69,9 @@ class RewardModel(Pairs):
             losses = losses + self.centring * centring(inputs.scores[:, 0])
         shares = (losses / 2).repeat_interleave(2)
         if inputs.batch_score is not None:
-            shares = shares + self.batch_sum_to_zero * sum_to_zero(inputs.scores[:, 0], inputs.batch_score) / 2
+            shares = (
+                shares + self.batch_sum_to_zero * sum_to_zero(inputs.scores[:, 0], inputs.batch_score) / 2
+            )
         return shares
 
     def score_measures(self, inputs: ScoreInputs) -> dict[str, torch.Tensor]:
@@ -115,16 +117,17 @@ def bradley_terry(gaps: torch.Tensor) -> torch.Tensor:
 def uncertain(gaps: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
     """-log of the mean of sigma(z) over z, normal around the gap with this standard deviation, [B / 2].
 
-    Source: PURM, Sun et al. 2025 (arXiv:2503.22480), whose mean is one of drawn z; here it is the quadrature
-    of Gauss and Hermite with 32 nodes, so that the same weights give the same bits.
+    Source: PURM, Sun et al. 2025 (arXiv:2503.22480), whose mean is one of drawn z. Here it is the trapezoid
+    rule's, so that the same weights give the same bits: its error is below float32's for deviations up to 30.
     """
     import torch
     from torch.nn.functional import logsigmoid
 
-    nodes, weights = np.polynomial.hermite.hermgauss(NODES)
-    places = gaps.new_tensor(nodes * math.sqrt(2))
-    logs = gaps.new_tensor(np.log(weights / math.sqrt(math.pi)))
-    return -torch.logsumexp(logs + logsigmoid(gaps[:, None] + deviations[:, None] * places), -1)
+    places = torch.linspace(-WIDTH, WIDTH, NODES, dtype=torch.float64, device=gaps.device)
+    step = 2 * WIDTH / (NODES - 1)
+    logs = (math.log(step / math.sqrt(2 * math.pi)) - places.square() / 2).to(gaps.dtype)
+    z = gaps[:, None] + deviations[:, None] * places.to(gaps.dtype)
+    return -torch.logsumexp(logs + logsigmoid(z), -1)
 
 
 def centring(scores: torch.Tensor) -> torch.Tensor:
@@ -136,8 +139,8 @@ def centring(scores: torch.Tensor) -> torch.Tensor:
 
 
 def sum_to_zero(scores: torch.Tensor, batch_score: float) -> torch.Tensor:
-    """The batch's squared mean score, as a loss of each of its samples, [B]: their mean is the square, and its
-    gradient is the square's, whatever the micro-batches.
+    """The batch's squared mean score, as a loss of each of its samples, [B]: their mean is the square, and
+    its gradient is the square's, whatever the micro-batches.
 
     Source: batch-wise sum-to-zero regularization, Hong et al. 2025 (arXiv:2505.07271). The published code
     multiplies its weight by the pairs of a micro-batch.

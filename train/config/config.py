@@ -271,6 +271,11 @@ class TrainConfig(Table):
                 f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "
                 "choose an even number"
             )
+        if self.algorithm.head_width and self.recipe.max_staleness is not None:
+            raise ValueError(
+                "recipe.max_staleness counts versions of the policy in training, and no token is sampled by a "
+                "reward model: leave it out"
+            )
         if self.algorithm.head_width and self.sync is not None:
             raise ValueError(
                 "[sync]: engines serve policies, and "

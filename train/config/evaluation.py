@@ -19,8 +19,8 @@ class EvaluationConfig(Table):
     """Evaluation on trajectories of split `eval`, which are never trained on.
 
     Each writes `eval.finished`: the loss, and what the algorithm measures, of held-out samples, where
-    the algorithm learns from samples as they are (`sft`, `dpo`); and the mean reward of the trajectories that
-    agents finished with a reward since the evaluation before."""
+    the algorithm learns from samples as they are (`sft`, `dpo`, `reward_model`); and of a policy the mean
+    reward of the trajectories that agents finished with a reward since the evaluation before."""
 
     every: Positive = 50
     """Optimizer steps between evaluations. One comes before the first step, and one after the last."""

@@ -25,8 +25,8 @@ class MicroBatch:
     `rollout_logprobs` are the engine's: 0 where the mask is false, and everywhere for samples without
     logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`, `reference_logprobs`
     and `weights` are None where the algorithm needs none; ratios are then taken to the engine's logprobs.
-    `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and `batch_score`
-    of the whole batch: for reward models.
+    `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and
+    `batch_score` of the whole batch: for reward models.
     """
 
     tokens: npt.NDArray[np.int64]

@@ -39,8 +39,8 @@ class Scores:
     def cut(self, at: Ints | Bools) -> Scores:
         """Those of some tokens."""
         all_of = (self.old_logprobs, self.reference_logprobs, self.values)
-        of_tokens = (None if values is None else values[at] for values in all_of)
-        return Scores(*of_tokens, self.batch_score)
+        old, reference, own = (None if values is None else values[at] for values in all_of)
+        return Scores(old, reference, own, self.batch_score)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,7 +86,7 @@ def sort_units(
     of_each = {ids[found.trajectory[number]]: int(number) for number in numbers[kept]}
     made = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
     concerned = [drop for drop in numbered if ids[found.trajectory[drop[0]]] in made.named]
-    broken = [(int(number), "pair_broken", {}) for number in made.alone]
+    broken: list[tuple[int, str, Json]] = [(int(number), "pair_broken", {}) for number in made.alone]
     return Units(made.pairs, concerned + broken, made.margins if "margins" in algorithm.needs else None)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors
+from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.checkpoints.checkpoint import Checkpoint

@@ -91,6 +91,8 @@ class Evaluation:
         return record
 
     def _rewards(self, cut: str) -> dict[str, HeldOutReward]:
+        if self._config.algorithm.head_width:
+            return {}  # no trajectory is sampled by a reward model
         source = self._config.recipe.reward_source
         return held_out_rewards(self._log, parse_cut(cut), self._config.run, source, self._first)
 

@@ -94,8 +94,8 @@ def _own_weights(model: Path, scores: int) -> Tensors:
     shape, given = shape_to_train(model, scores), widened(read_weights(model))
     if scores and SCORE not in given:
         given = with_head(given, shape)
-    given = checked(given, shape)
-    return {name: given[name] for name in weight_shapes(shape)}
+    own = checked(given, shape)
+    return {name: own[name] for name in weight_shapes(shape)}
 
 
 class Publisher:

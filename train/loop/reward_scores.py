@@ -12,8 +12,8 @@ from rollbook.train.data.batch import MicroBatch
 def sample_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """What the head gives each sample's last trained token, [B, k] of scores [B, T, k].
 
-    That token ends the path unless a tool's result does, so this is what `ForSequenceClassification` models of
-    transformers give.
+    That token ends the path unless a tool's result does, so this is what transformers' models for sequence
+    classification give.
     """
     last = np.where(micro.loss_mask, np.arange(micro.loss_mask.shape[1]), 0).max(-1)
     at = torch.from_numpy(last).to(scores.device)

@@ -9,7 +9,6 @@ import torch
 from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.train.megatron.shape import ModelShape
 
-
 SCORE = "score.weight"
 """Name of the head's weight."""
 

@@ -14,6 +14,7 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
+from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
 
@@ -186,7 +187,6 @@ def samples(
 
     With --recipe: which of them a training would use at the cut, and which rule drops each of the others.
 
-    rollbook samples --store runs --trajectory task-7 --json
     rollbook samples --store runs --recipe grpo.toml --as-of step:12
     """
     if recipe is not None:
@@ -386,6 +386,7 @@ def import_(
     run_import(file, store, run, lane, split, model, skip_bad, json)
 
 
+app.command()(score)
 app.command()(bench)
 app.command()(demo)
 

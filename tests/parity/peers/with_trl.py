@@ -191,11 +191,11 @@ def dpo(case: Case, kind: str = "sigmoid", beta: float = 0.1) -> torch.Tensor:
     return DPOTrainer._compute_loss(trainer, lambda **_: policy, inputs, False)
 
 
-def bradley_terry(case: Case, *, margin: bool = False) -> torch.Tensor:
+def bradley_terry(case: Case, *, margin: bool = False, centre: float | None = None) -> torch.Tensor:
     """A reward model's loss of pairs, whose rewards are the first values and margins the first returns."""
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(center_rewards_coefficient=None),
+        args=SimpleNamespace(center_rewards_coefficient=centre),
         accelerator=_accelerator(),
         _metrics=_metrics(),
         _total_train_tokens=0,

@@ -94,14 +94,15 @@ PREFERENCES = (
     ),
 )
 
-PAIRS = (
+REWARD_MODELS = (
     *(
         Row(
             "bradley_terry",
             peer,
             f"{name} [margin={margin}]",
-            partial(formulas.bradley_terry, margin=margin),
+            partial(ours.reward_loss, margin=margin),
             partial(of, margin=margin),
+            double=1e-12,
         )
         for peer, name, of in (
             ("OpenRLHF", "PairWiseLoss", with_openrlhf.bradley_terry),
@@ -109,6 +110,28 @@ PAIRS = (
         )
         for margin in (False, True)
     ),
-    Row("bradley_terry", "OpenRLHF", "LogExpLoss", formulas.bradley_terry, with_openrlhf.log_exp),
+    Row("bradley_terry", "OpenRLHF", "LogExpLoss", ours.reward_loss, with_openrlhf.log_exp),
+    Row(
+        "centring",
+        "TRL",
+        "center_rewards_coefficient",
+        partial(ours.reward_loss, centring=0.3),
+        partial(with_trl.bradley_terry, centre=0.3),
+        double=1e-12,
+    ),
+    Row(
+        "batch_sum_to_zero",
+        "formula",
+        "squared mean",
+        partial(ours.reward_loss, batch_sum_to_zero=0.7),
+        partial(formulas.sum_to_zero, weight=0.7),
+        double=1e-12,
+    ),
+    Row(
+        "mean_deviation",
+        "formula",
+        "logistic noise",
+        partial(ours.reward_loss, head="mean_deviation"),
+        formulas.uncertain,
+    ),
 )
-"""Not in the page: these parts are not ours yet."""

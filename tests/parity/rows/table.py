@@ -5,10 +5,10 @@ from __future__ import annotations
 from parity.rows.corrections import CORRECTIONS
 from parity.rows.estimators import ESTIMATORS
 from parity.rows.normalizers import NORMALIZERS
-from parity.rows.others import CRITIC, PAIRS, PREFERENCES, REGULARIZERS
+from parity.rows.others import CRITIC, PREFERENCES, REGULARIZERS, REWARD_MODELS
 from parity.rows.surrogates import SURROGATES
 
-ROWS = SURROGATES + NORMALIZERS + ESTIMATORS + CORRECTIONS + REGULARIZERS + CRITIC + PREFERENCES
+ROWS = (
+    SURROGATES + NORMALIZERS + ESTIMATORS + CORRECTIONS + REGULARIZERS + CRITIC + PREFERENCES + REWARD_MODELS
+)
 """Parts of ours."""
-FORMULAS = PAIRS
-"""Formulas that are not ours yet."""

@@ -1,0 +1,203 @@
+"""`rollbook score`: rewards by a reward model, and trainings that go by them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.replay.step import replay_step
+from rollbook.store import Store
+from rollbook.store.events import PreferenceAdded, RewardAssigned, RunOpened, StepPlanned
+from rollbook.store.upkeep.erase import erase_trajectory
+
+Cli = Callable[..., tuple[int, str, str]]
+GOOD, BAD = 60, 20
+"""First sampled token of replies that are preferred, and of the others."""
+
+
+def _of(log: Store, kind: Any) -> list[Any]:
+    return [event.record for event in log.events() if isinstance(event.record, kind)]
+
+
+def _rewards(log: Store, source: str) -> dict[str, float]:
+    return {r.trajectory_id: r.reward for r in _of(log, RewardAssigned) if r.source == source}
+
+
+def _replies(fabric: Any, name: str, **keys: Any) -> list[Any]:
+    """Eight groups of four replies, of which the first two are good."""
+    made = []
+    for group in range(8):
+        for i in range(4):
+            turn = fabric.T([5, 6 + group % 3], [GOOD if i < 2 else BAD, 21 + (group + i) % 4])
+            made += fabric.records(f"{name}{group}-{i}", [turn], group=f"{name}{group}", **keys)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rated(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a recorded run and a reward model trained on its preferences."""
+    log = rb.open(tmp_path_factory.mktemp("rated") / "store", create=True)
+    made = _replies(fabric, "a")
+    made += [PreferenceAdded(f"a{g}-{i}", f"a{g}-{i + 2}") for g in range(8) for i in (0, 1)]
+    made += _replies(fabric, "e", split="eval")
+    made += [
+        PreferenceAdded("e0-0", "e0-2"),
+        PreferenceAdded("e0-1", "e0-3"),
+        PreferenceAdded("e1-2", "e1-0"),
+    ]
+    fabric.append(log, made)
+    for policy, head in (("reward", "score"), ("uncertain", "mean_deviation")):
+        fabric.train(
+            log,
+            fabric.config(
+                fabric.GRPO,
+                policy=policy,
+                steps=8,
+                micro_batch_size=16,
+                checkpoint_every=8,
+                algorithm={"name": "reward_model", "batch_size": 8, "head": head},
+                recipe={},
+                optimizer={"lr": 0.01},
+                evaluation={"every": 8},
+            ),
+        )
+    return log.path
+
+
+@pytest.fixture
+def store(rated: Path, tmp_path: Path) -> Store:
+    """A copy of it."""
+    import shutil
+
+    return rb.open(shutil.copytree(rated, tmp_path / "store"))
+
+
+def _score(cli: Cli, log: Store, *more: object, policy: str = "reward", source: str = "judge") -> Any:
+    model = log.path / f"checkpoints/demo/{policy}/v00000008"
+    code, out, err = cli(
+        "score", model, "--store", log.path, "--run", "demo", "--source", source, "--json", *more
+    )
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_rewards_are_in_the_order_of_the_preferences(cli: Cli, store: Store) -> None:
+    """Every finished trajectory gets one, good replies the greater ones; and no second one."""
+    assert _score(cli, store) == {"scored": 64, "already_there": 0, "left_out": {}}
+    found = _rewards(store, "judge")
+    good = [value for name, value in found.items() if name[-1] in "01"]
+    bad = [value for name, value in found.items() if name[-1] in "23"]
+    assert len(found) == 64
+    assert min(good) > max(bad)
+    head = store.head()
+    assert _score(cli, store) == {"scored": 0, "already_there": 64, "left_out": {}}
+    assert store.head() == head
+    [opened] = [record for record in _of(store, RunOpened) if record.command == "score"]
+    assert (opened.config["source"], opened.config["temperature"]) == ("judge", 1.0)
+
+
+def test_a_policy_is_trained_by_them(fabric: Any, cli: Cli, store: Store) -> None:
+    """GRPO goes by the source, learns what was preferred, and its steps replay."""
+    _score(cli, store, "--split", "train")
+    settings = fabric.config(
+        fabric.GRPO,
+        steps=2,
+        algorithm={"name": "grpo", "groups": 4, "group_size": 4},
+        recipe={"reward_source": "judge"},
+        optimizer={"lr": 0.01},
+    )
+    fabric.train(store, settings)
+    plans = [plan for plan in _of(store, StepPlanned) if plan.policy == "actor"]
+    assert [len(plan.samples) for plan in plans] == [16, 16]
+    assert all(replay_step(store, step).bit_for_bit for step in (0, 1))
+    connection = rb.connect(store.path)
+    query = "select reward from metrics where policy = 'actor' order by step"
+    means = [row[0] for row in connection.execute(query).fetchall()]
+    found = _rewards(store, "judge")
+    used = [[found[ref["trajectory_id"]] for ref in plan.samples] for plan in plans]
+    assert means == pytest.approx([sum(values) / 16 for values in used])
+    assert not any(name.startswith("e") for name in found), "--split train leaves the others"
+
+
+def test_what_cannot_be_scored(fabric: Any, cli: Cli, store: Store) -> None:
+    """It is left out by a reason, and the rest is scored by its last path."""
+    made = fabric.records("long", [fabric.T([5] * 60, [7] * 10)], reward=1.0)
+    made += fabric.records("odd", [fabric.T([5], [100])])
+    made += fabric.records("silent", [fabric.T(delivered=False)])
+    made += fabric.records("open", finished=False)
+    two = [fabric.T([5, 6], [BAD, 21]), fabric.T([9], [GOOD, 22], 0), fabric.T([8], [BAD, 23], 0)]
+    made += fabric.records("branched", two)
+    fabric.append(store, made)
+    erase_trajectory(store, "a0-0", "asked")
+    found = _score(cli, store)
+    left = {"too_long": 1, "not_in_vocab": 1, "nothing_sampled": 1, "erased": 1}
+    assert found == {"scored": 64, "already_there": 0, "left_out": left}
+    rewards = _rewards(store, "judge")
+    assert not {"long", "odd", "silent", "open", "a0-0"} & set(rewards)
+    assert rewards["branched"] < min(v for n, v in rewards.items() if n[:1] == "a" and n[-1] in "01")
+
+
+def test_penalty_and_temperature(cli: Cli, store: Store) -> None:
+    """The lower bound of a distribution; a calibrated score is one divided by a number; and one source is of
+    one model, made in one way."""
+    _score(cli, store)
+    _score(cli, store, "--calibrated", source="calibrated")
+    plain, calibrated = _rewards(store, "judge"), _rewards(store, "calibrated")
+    ratios = [plain[name] / calibrated[name] for name in plain]
+    assert min(ratios) == pytest.approx(max(ratios))
+    assert ratios[0] != pytest.approx(1.0)
+    _score(cli, store, policy="uncertain", source="mean")
+    _score(cli, store, "--penalty", 1, policy="uncertain", source="bound")
+    mean, bound = _rewards(store, "mean"), _rewards(store, "bound")
+    assert all(bound[name] < mean[name] for name in mean)
+
+    def refused(*more: object) -> str:
+        code, _, err = cli("score", *more, "--store", store.path, "--run", "demo", "--json")
+        assert code == 2
+        return err
+
+    model = store.path / "checkpoints/demo/reward/v00000008"
+    other = store.path / "checkpoints/demo/uncertain/v00000008"
+    head = store.head()
+    assert "has rewards of it with model_digest" in refused(other, "--source", "judge")
+    assert "has rewards of it with temperature 1.0, not" in refused(
+        model, "--source", "judge", "--calibrated"
+    )
+    assert "gives scores without a standard deviation" in refused(model, "--source", "x", "--penalty", 1)
+    assert "fitted no temperature" in refused(other, "--source", "x", "--calibrated")
+    assert store.head() == head
+
+
+def test_a_model_that_gives_no_scores(fabric: Any, cli: Cli, store: Store, tmp_path: Path) -> None:
+    """A policy, a folder that is none, a run that is not there: each is named, and nothing is appended."""
+    head = store.head()
+    for model, run, said in (
+        (fabric.model_folder(), "demo", "gives no scores: name a reward model"),
+        (tmp_path / "none", "demo", "is not there: let the command name a Hugging Face model directory"),
+        (store.path / "checkpoints/demo/reward/v00000008", "dem", "no run 'dem'; there are: demo"),
+    ):
+        code, _, err = cli("score", model, "--store", store.path, "--run", run, "--source", "judge")
+        assert (code, said in err) == (2, True), err
+    assert store.head() == head
+
+
+def test_following_the_tail(fabric: Any, cli: Cli, store: Store) -> None:
+    """What finishes later is scored too, once."""
+    late = _replies(fabric, "late")
+
+    def finish() -> None:
+        fabric.append(store, late, lane="later")
+
+    timer = threading.Timer(1.0, finish)
+    timer.start()
+    found = _score(cli, store, "--follow", 4)
+    timer.join()
+    assert found == {"scored": 96, "already_there": 0, "left_out": {}}
+    assert len(_rewards(store, "judge")) == 96
+    assert _score(cli, store)["already_there"] == 96
