@@ -273,8 +273,8 @@ class TrainConfig(Table):
             )
         if self.algorithm.head_width and self.recipe.max_staleness is not None:
             raise ValueError(
-                "recipe.max_staleness counts versions of the policy in training, and no token is sampled by a "
-                "reward model: leave it out"
+                "recipe.max_staleness counts versions of the policy in training, and no token is sampled by "
+                "a reward model: leave it out"
             )
         if self.algorithm.head_width and self.sync is not None:
             raise ValueError(
