@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollbook import store as rb
@@ -15,6 +16,7 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import PreferenceAdded, RewardAssigned, RunOpened, StepPlanned
 from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.train.rewards.classifier import RewardClassifier
 
 Cli = Callable[..., tuple[int, str, str]]
 GOOD, BAD = 60, 20
@@ -37,6 +39,12 @@ def _replies(fabric: Any, name: str, **keys: Any) -> list[Any]:
             turn = fabric.T([5, 6 + group % 3], [GOOD if i < 2 else BAD, 21 + (group + i) % 4])
             made += fabric.records(f"{name}{group}-{i}", [turn], group=f"{name}{group}", **keys)
     return made
+
+
+def _several_paths(fabric: Any, several: str, single: str) -> list[Any]:
+    """A trajectory of two paths, the first of which is a good reply, and one of its second path alone."""
+    last = fabric.T([5, 7], [BAD, 22])
+    return [*fabric.records(several, [fabric.T([5, 6], [GOOD, 21]), last]), *fabric.records(single, [last])]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +110,19 @@ def test_rewards_are_in_the_order_of_the_preferences(cli: Cli, store: Store) -> 
     assert (opened.config["source"], opened.config["temperature"]) == ("judge", 1.0)
 
 
+def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of many lengths have the scores that each has alone, in one forward pass or in several."""
+    model = RewardClassifier(store.path / "checkpoints/demo/uncertain/v00000008", "cpu")
+    paths = [np.arange(1, 1 + length, dtype=np.int32) for length in (30, 2, 17, 2, 9, 1)]
+    alone = [score for path in paths for score in model.scores([path])]
+    for most in (16384, 40, 1):
+        monkeypatch.setattr("rollbook.train.rewards.classifier.BATCH_TOKENS", most)
+        found = model.scores(paths)
+        assert [s.mean for s in found] == pytest.approx([s.mean for s in alone], abs=1e-5)
+        assert [s.deviation for s in found] == pytest.approx([s.deviation for s in alone], abs=1e-5)
+    assert len({round(s.mean, 4) for s in alone}) == 5
+
+
 def test_a_policy_is_trained_by_them(fabric: Any, cli: Cli, store: Store) -> None:
     """GRPO goes by the source, learns what was preferred, and its steps replay."""
     _score(cli, store, "--split", "train")
@@ -131,16 +152,15 @@ def test_what_cannot_be_scored(fabric: Any, cli: Cli, store: Store) -> None:
     made += fabric.records("odd", [fabric.T([5], [100])])
     made += fabric.records("silent", [fabric.T(delivered=False)])
     made += fabric.records("open", finished=False)
-    two = [fabric.T([5, 6], [BAD, 21]), fabric.T([9], [GOOD, 22], 0), fabric.T([8], [BAD, 23], 0)]
-    made += fabric.records("branched", two)
+    made += _several_paths(fabric, "branched", "single")
     fabric.append(store, made)
     erase_trajectory(store, "a0-0", "asked")
     found = _score(cli, store)
     left = {"too_long": 1, "not_in_vocab": 1, "nothing_sampled": 1, "erased": 1}
-    assert found == {"scored": 64, "already_there": 0, "left_out": left}
+    assert found == {"scored": 65, "already_there": 0, "left_out": left}
     rewards = _rewards(store, "judge")
     assert not {"long", "odd", "silent", "open", "a0-0"} & set(rewards)
-    assert rewards["branched"] < min(v for n, v in rewards.items() if n[:1] == "a" and n[-1] in "01")
+    assert rewards["branched"] == pytest.approx(rewards["single"], abs=1e-5)
 
 
 def test_penalty_and_temperature(cli: Cli, store: Store) -> None:
@@ -189,7 +209,7 @@ def test_a_model_that_gives_no_scores(fabric: Any, cli: Cli, store: Store, tmp_p
 
 def test_following_the_tail(fabric: Any, cli: Cli, store: Store) -> None:
     """What finishes later is scored too, once."""
-    late = _replies(fabric, "late")
+    late = [*_replies(fabric, "late"), *_several_paths(fabric, "branched", "single")]
 
     def finish() -> None:
         fabric.append(store, late, lane="later")
@@ -198,6 +218,8 @@ def test_following_the_tail(fabric: Any, cli: Cli, store: Store) -> None:
     timer.start()
     found = _score(cli, store, "--follow", 4)
     timer.join()
-    assert found == {"scored": 96, "already_there": 0, "left_out": {}}
-    assert len(_rewards(store, "judge")) == 96
-    assert _score(cli, store)["already_there"] == 96
+    assert found == {"scored": 98, "already_there": 0, "left_out": {}}
+    rewards = _rewards(store, "judge")
+    assert len(rewards) == 98
+    assert rewards["branched"] == pytest.approx(rewards["single"], abs=1e-5)
+    assert _score(cli, store)["already_there"] == 98
