@@ -65,7 +65,7 @@ def _paused(moe: Any, client: Any, changing: Any, mode: str) -> Any:
         moe.post("/continue_generation")
 
     changing.load(moe.model)
-    made, _ = client(moe, routed_experts=ROUTING).meanwhile(Sampling(240, 1.0, 3), act)
+    made, _ = client(moe, routed_experts=ROUTING).meanwhile(Sampling(720, 1.0, 3), act)
     assert len(made.version_spans) == 2
     return made
 

@@ -265,15 +265,15 @@ def test_in_the_middle_of_a_request(
     ours.sync(first)
     httpx.post(f"{server.url}/flush_cache")  # in place, prefixes of earlier weights stay: here none is wanted
     old, second = ours.path, ours.make()
-    made, heard = client(server).meanwhile(Sampling(240, 1.0, 3), lambda: ours.sync(second))
+    made, heard = client(server).meanwhile(Sampling(720, 1.0, 3), lambda: ours.sync(second))
     ids = made.completion_ids.tolist()
     assert heard == ids
-    assert len(ids) == 240
+    assert len(ids) == 720
     before, after = made.version_spans
     assert (before.version, before.start, before.end) == (first, 0, after.start)
-    assert (after.version, after.end) == (second, 240)
+    assert (after.version, after.end) == (second, 720)
     cut = before.end
-    assert 60 <= cut < 240
+    assert 60 <= cut < 720
     told = made.logprobs.tolist()
     wanted = reference.logprobs(old, PROMPT, ids[:cut], 1.0).tolist()
     if pause == "in_place":

@@ -12,7 +12,9 @@ from unpacked_experts import unpack
 
 from rollbook.ingest.engines.engine import Generation, Sampling
 
-LONG = Sampling(240, 1.0, 3)
+LENGTH = 720
+"""Tokens of a request: two seconds and more, so that what changes in its middle does on a busy machine too."""
+LONG = Sampling(LENGTH, 1.0, 3)
 MODES = ("abort", "in_place", "retract")
 
 
@@ -44,9 +46,9 @@ def test_weights_loaded_in_the_middle(
     made, heard = client(server).meanwhile(LONG, act)
     ids = made.completion_ids.tolist()
     assert heard == ids
-    assert (made.finish_reason, len(ids)) == ("length", 240)
+    assert (made.finish_reason, len(ids)) == ("length", LENGTH)
     cut = _cut(made, before, told[0])
-    assert 60 <= cut < 240
+    assert 60 <= cut < LENGTH
     old = reference.logprobs(server.model, PROMPT, ids[:cut], 1.0)
     assert greatest_difference(made, old) <= TOLERANCE
     new = reference.logprobs(changing.next_model(), [*PROMPT, *ids[:cut]], ids[cut:], 1.0)
@@ -75,8 +77,8 @@ def test_a_version_that_is_only_renamed(
     made, heard = client(dense).meanwhile(LONG, act)
     ids = made.completion_ids.tolist()
     assert heard == ids
-    assert len(ids) == 240
-    assert 60 <= _cut(made, before, told[0]) < 240
+    assert len(ids) == LENGTH
+    assert 60 <= _cut(made, before, told[0]) < LENGTH
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 
@@ -108,7 +110,7 @@ def test_a_version_whose_naming_aborts(dense: Any, client: Any, weights: Any, re
     made, heard = client(dense).meanwhile(LONG, lambda: told.append(changing.rename(abort=True)))
     ids = made.completion_ids.tolist()
     assert heard == ids
-    assert (len(ids), made.timings["resumed"]) == (240, 1)
+    assert (len(ids), made.timings["resumed"]) == (LENGTH, 1)
     _cut(made, before, told[0])
     assert greatest_difference(made, reference.logprobs(dense.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
