@@ -13,7 +13,7 @@ from unpacked_experts import unpack
 from rollbook.ingest.engines.engine import Generation, Sampling
 
 LENGTH = 720
-"""Tokens of a request: two seconds and more, so that what changes in its middle does on a busy machine too."""
+"""Tokens of a request: two seconds and more, so that what is to change in its middle does so everywhere."""
 LONG = Sampling(LENGTH, 1.0, 3)
 MODES = ("abort", "in_place", "retract")
 
