@@ -5,12 +5,13 @@ Loaded by the conftest of both folders, so that a session trains its store once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,26 @@ def trained_path() -> Path:
     train(log, config(SFT))
     train(log, config(GRPO))
     return path
+
+
+@contextlib.contextmanager
+def killed_at(step: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """A training in this context ends by the error, as its process might, before this step runs; it must."""
+    import pytest
+
+    from rollbook.train.loop import trainer
+
+    run_step = trainer.run_step
+
+    def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+        if plan.step == step:
+            raise error
+        return run_step(policy, plan, batch, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
+        with pytest.raises(error):
+            yield
 
 
 def steps_of(log: Store, run: str = RUN) -> Any:

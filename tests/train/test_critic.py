@@ -77,18 +77,9 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, settings: Any) ->
     """The critic goes on from the checkpoint with its optimizer's state."""
     whole, broken = recorded("whole"), recorded("broken")
     fabric.train(whole, settings)
-    run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
-    for killed_at in (3, 4):
-        with pytest.MonkeyPatch.context() as patch:
-
-            def killed(policy: Any, plan: Any, batch: Any, at: int = killed_at, **options: Any) -> Any:
-                if plan.step == at:
-                    raise Killed
-                return run_step(policy, plan, batch, **options)
-
-            patch.setattr("rollbook.train.loop.trainer.run_step", killed)
-            with pytest.raises(Killed):
-                fabric.train(broken, settings)
+    for step in (3, 4):
+        with fabric.killed_at(step, Killed):
+            fabric.train(broken, settings)
     fabric.train(broken, settings)
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 

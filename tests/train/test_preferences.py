@@ -151,17 +151,8 @@ def test_a_kill_changes_nothing(fabric: Any, tmp_path: Path) -> None:
     whole, broken = (_preferred(fabric, tmp_path / name) for name in ("whole", "broken"))
     settings = fabric.config(fabric.GRPO, **OFFLINE)
     fabric.train(whole, settings)
-    run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
-
-    def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
-        if plan.step == 2:
-            raise KeyboardInterrupt
-        return run_step(policy, plan, batch, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            fabric.train(broken, settings)
+    with fabric.killed_at(2):
+        fabric.train(broken, settings)
     fabric.train(broken, settings)
     one, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
     assert one == other

@@ -172,17 +172,8 @@ def test_a_restart_goes_on(fabric: Any, preferred: Stores) -> None:
     whole, broken = preferred("whole"), preferred("broken")
     settings = _config(fabric, {"batch_sum_to_zero": 0.5, "margin": "recorded"}, steps=6)
     fabric.train(whole, settings)
-    run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
-
-    def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
-        if plan.step == 4:
-            raise KeyboardInterrupt
-        return run_step(policy, plan, batch, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            fabric.train(broken, settings)
+    with fabric.killed_at(4):
+        fabric.train(broken, settings)
     fabric.train(broken, settings)
     one, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
     assert one == other

@@ -113,17 +113,8 @@ def test_a_kill_in_the_middle_changes_nothing(
     """The restart goes on with the batch in hand: the same plans and weights as without the kill."""
     whole, broken = recorded("whole"), recorded("broken")
     fabric.train(whole, settings)
-    with pytest.MonkeyPatch.context() as patch:
-        run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
-
-        def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
-            if plan.step == killed_at:
-                raise Killed
-            return run_step(policy, plan, batch, **options)
-
-        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
-        with pytest.raises(Killed):
-            fabric.train(broken, settings)
+    with fabric.killed_at(killed_at, Killed):
+        fabric.train(broken, settings)
     fabric.train(broken, settings)
     expected, found = (fabric.steps_of(log).steps for log in (whole, broken))
     assert list(found) == list(range(8))
@@ -138,17 +129,8 @@ def test_abandoned_steps_free_the_whole_batch(fabric: Any, recorded: Stores, set
     """Another configuration cannot go on from the middle of a batch, only from before it, with all of its
     samples."""
     log = recorded()
-    with pytest.MonkeyPatch.context() as patch:
-        run_step = fabric.sys.modules["rollbook.train.loop.trainer"].run_step
-
-        def killed(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
-            if plan.step == 6:
-                raise Killed
-            return run_step(policy, plan, batch, **options)
-
-        patch.setattr("rollbook.train.loop.trainer.run_step", killed)
-        with pytest.raises(Killed):
-            fabric.train(log, settings)
+    with fabric.killed_at(6, Killed):
+        fabric.train(log, settings)
     begun = _of(log, StepPlanned)[4].rollout_batch["samples"]
     other = fabric.config(fabric.GRPO, steps=2)
     with pytest.raises(TrainError, match="no checkpoint of version 6 to start from"):

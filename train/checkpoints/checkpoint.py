@@ -29,7 +29,7 @@ from rollbook.store.inside import place_inside, read_small
 from rollbook.store.permissions import make_empty
 from rollbook.train.checkpoints.building import building_beside
 from rollbook.train.checkpoints.tensor_file import TensorKind, kind_of, write_tensors
-from rollbook.train.megatron.shape import SCORES, read_shape
+from rollbook.train.megatron.shape import SCORE_LABELS, SCORES, read_shape
 from rollbook.train.megatron.weight_names import weight_shapes
 
 MANIFEST = "rollbook.json"
@@ -228,7 +228,7 @@ def _name_head(config: Path, scores: int) -> None:
     """Make config.json that of a model with a head of scores, as transformers writes it."""
     values = orjson.loads(config.read_bytes())
     values["architectures"] = [f"{_CLASSES[values['model_type']]}{SCORES}"]
-    names = {str(i): name for i, name in enumerate(("reward", "log_deviation")[:scores])}
+    names = {str(i): name for i, name in enumerate(SCORE_LABELS[:scores])}
     values |= {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
     config.write_bytes(orjson.dumps(values, option=orjson.OPT_INDENT_2))
 

@@ -46,7 +46,7 @@ class HeldOutSamples:
         recipe = _of_eval(config)
         found = find_references(log, cut, config.run, recipe)
         kept = sort_units(found, log, cut, config.run, recipe, config.algorithm, 0, limits)
-        if not len(kept.units):
+        if not len(kept):
             runs = ", ".join(recipe.runs(config.run))
             raise TrainError(
                 f"[evaluation]: the recipe keeps no sample of split {SPLIT!r} in run {runs} at "
@@ -54,7 +54,7 @@ class HeldOutSamples:
                 "evaluation.source_runs, or leave the table out"
             )
         self._units = kept
-        chosen = np.random.default_rng([config.seed, len(kept.units)]).permutation(len(kept.units))
+        chosen = np.random.default_rng([config.seed, len(kept)]).permutation(len(kept))
         self._chosen = np.sort(chosen[: config.evaluation.max_samples])
         self._samples = Materializer(log, cut, found, config.run)
         self._size = _forward_size(config)

@@ -65,7 +65,7 @@ class EpochSource:
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
         """The next slice of the endless row of epochs; None where there is no sample at all."""
-        if not len(self._units.units):
+        if not len(self._units):
             return None
         step, ahead = self._next, self._ahead
         self._next += 1
@@ -90,7 +90,7 @@ class EpochSource:
 
     def _slice(self, step: int) -> npt.NDArray[np.int64]:
         """Which units a step takes, by its own number in this source."""
-        return epoch_slice(step, self._size, len(self._units.units), self._seed)
+        return epoch_slice(step, self._size, len(self._units), self._seed)
 
     def _read(self, step: int) -> list[Sample]:
         return self._units.samples(self._slice(step), self._samples)

@@ -37,6 +37,9 @@ class Units:
     drops: list[tuple[int, str, Json]]
     margins: npt.NDArray[np.float64] | None = None
 
+    def __len__(self) -> int:
+        return len(self.units)
+
     def samples(self, at: Ints, materializer: Materializer) -> list[Sample]:
         """The samples of some units, one after the other.
 

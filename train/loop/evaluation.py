@@ -129,6 +129,8 @@ class Evaluation:
 
     def _reference(self, samples: list[Sample]) -> Singles | None:
         """The reference's logprobs of a micro-batch, where the algorithm asks for them."""
+        if self._config.algorithm.reference is None:
+            return None
         references = References(self._log, self._history)
         masks = trained_masks(samples)
         policy, algorithm = self._trainer.policy, self._config.algorithm

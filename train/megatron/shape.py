@@ -21,6 +21,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The values of `model_type` that are trained."""
 SCORES = "ForSequenceClassification"
 """How the architectures of models with a head of scores end."""
+SCORE_LABELS = ("reward", "log_deviation")
+"""What the values of a reward model's head are called in its config, of as many as it has."""
 
 
 @dataclass(frozen=True, slots=True)

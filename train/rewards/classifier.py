@@ -14,6 +14,7 @@ from rollbook.ingest.engines.model_files import require_folder
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_manifest, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import TokenIds
+from rollbook.train.megatron.shape import SCORE_LABELS, SCORES
 
 BATCH_TOKENS = 16384
 """Most tokens in a forward pass, padding included, unless one path has more."""
@@ -66,12 +67,12 @@ class RewardClassifier:
     def _check(folder: Path, config: Any) -> None:
         named = [str(name) for name in getattr(config, "architectures", None) or ()]
         labels = [str(name) for name in config.id2label.values()]
-        if not any(name.endswith("ForSequenceClassification") for name in named):
+        if not any(name.endswith(SCORES) for name in named):
             raise ModelError(
                 f"{folder}: a {' or '.join(named) or 'model of no named architecture'} gives no scores: name "
                 "a reward model, such as a checkpoint that algorithm reward_model trained"
             )
-        if len(labels) != 1 and labels[1:] != ["log_deviation"]:
+        if len(labels) != 1 and labels[1:] != [*SCORE_LABELS[1:]]:
             raise ModelError(
                 f"{folder}: gives {len(labels)} values ({', '.join(labels)}): a reward model gives one score"
             )

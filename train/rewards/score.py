@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from rollbook import store
 from rollbook.ingest.engines.weights.digests import read_manifest
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut
@@ -27,6 +25,7 @@ from rollbook.store.events import (
     TokenIds,
     TrajectoryFinished,
 )
+from rollbook.store.interchange.progress import Progress
 from rollbook.store.log.tail import Filter
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.config.config import RecipeConfig
@@ -40,7 +39,6 @@ AT_A_TIME = 64
 LOOK_S = 0.5
 """Seconds between looks at the tail."""
 _T = TypeVar("_T")
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Scored:
 
 
 def score_run(
-    path: Path,
+    log: Store,
     model: RewardClassifier,
     scoring: Scoring,
     *,
@@ -97,7 +95,6 @@ def score_run(
         NotFiniteError: the model gives a trajectory a score that is not finite.
         LaneLockedError: another process writes the lane, or scores the run by this source.
     """
-    log = store.open(path)
     what = f"scoring run {scoring.run} as {scoring.source!r}"
     with log.claim(what, "let it finish, or name another --source"):
         said = asdict(scoring) | {"splits": list(scoring.splits), "model_digest": model.digest}
@@ -117,7 +114,7 @@ def score_run(
     return done
 
 
-def calibrated(path: Path, folder: Path) -> float:
+def calibrated(log: Store, folder: Path) -> float:
     """The temperature of a checkpoint's newest evaluation in this store.
 
     Raises:
@@ -129,7 +126,7 @@ def calibrated(path: Path, folder: Path) -> float:
     run, policy, version = manifest["run"], manifest["policy"], manifest["policy_version"]
     found = [
         event.record.metrics.get("calibration_temperature")
-        for event in store.open(path).events_of({EvalFinished.KIND})
+        for event in log.events_of({EvalFinished.KIND})
         if event.run == run
         and isinstance(event.record, EvalFinished)
         and (event.record.policy, event.record.policy_version) == (policy, version)

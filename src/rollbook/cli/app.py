@@ -187,6 +187,7 @@ def samples(
 
     With --recipe: which of them a training would use at the cut, and which rule drops each of the others.
 
+    rollbook samples --store runs --trajectory task-7 --json
     rollbook samples --store runs --recipe grpo.toml --as-of step:12
     """
     if recipe is not None:
@@ -386,9 +387,8 @@ def import_(
     run_import(file, store, run, lane, split, model, skip_bad, json)
 
 
-app.command()(score)
-app.command()(bench)
-app.command()(demo)
+for command in (score, bench, demo):
+    app.command()(command)
 
 
 def main() -> None:

@@ -1,24 +1,14 @@
-"""`rollbook score`: rewards by a model, and what it prints."""
+"""`rollbook score`: its options. What it does is imported when it runs: see `cli.scoring`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rollbook.cli.options import AsJson, StoreOption
-from rollbook.cli.progress import progress
-from rollbook.cli.runs import check_run
-from rollbook.cli.terminal import print_json, say
-from rollbook.store.errors import ConfigError
-from rollbook.store.events import SPLITS
-from rollbook.store.open import open_store
-
-if TYPE_CHECKING:
-    from rollbook.train.rewards.score import Scoring
 
 
 class Device(StrEnum):
@@ -68,51 +58,7 @@ def score(
     rollbook score runs/checkpoints/math/reward/v00000100 --store runs --run math --source judge
     rollbook train grpo.toml --store runs --set recipe.reward_source=judge
     """
-    from rollbook.train.rewards.score import Scoring
+    from rollbook.cli.scoring import run_score, scoring_of
 
-    if unknown := sorted(set(splits or ()) - set(SPLITS)):
-        raise typer.BadParameter(f"{unknown[0]!r}: use {', '.join(sorted(SPLITS))}", param_hint="--split")
-    scoring = Scoring(run, source, tuple(splits or sorted(SPLITS)), penalty)
-    _score(model, store, scoring, lane, calibrated, follow, device.value, json)
-
-
-def _score(
-    model: Path,
-    path: Path,
-    scoring: Scoring,
-    lane: str,
-    with_temperature: bool,
-    idle_timeout_s: float | None,
-    device: str,
-    as_json: bool,
-) -> None:
-    """Score, and print a summary.
-
-    Raises:
-        ConfigError: the options do not fit the model or the store.
-        ModelError: the model is no reward model.
-        CutError: the store has no such run.
-    """
-    from rollbook.train.rewards.classifier import RewardClassifier
-    from rollbook.train.rewards.score import calibrated, score_run
-
-    log = open_store(path)
-    check_run(log, scoring.run, log.head())
-    if with_temperature:
-        scoring = replace(scoring, temperature=calibrated(path, model))
-    classifier = RewardClassifier(model, device)
-    if scoring.penalty and not classifier.gives_deviations:
-        raise ConfigError(
-            f"--penalty {scoring.penalty:g}: {model} gives scores without a standard deviation; train one "
-            'with head = "mean_deviation", or leave the option out'
-        )
-    done = score_run(path, classifier, scoring, lane=lane, idle_timeout_s=idle_timeout_s, progress=progress)
-    left = {why: count for why, count in done.left_out.items() if count}
-    if as_json:
-        print_json({"scored": done.scored, "already_there": done.already, "left_out": left})
-        return
-    there = f"; {done.already} had one already" if done.already else ""
-    of = f"trajectories of run {scoring.run}, as rewards of source {scoring.source}"
-    say(f"scored {done.scored} {of}{there}")
-    if left:
-        say("left out: " + ", ".join(f"{why} {count}" for why, count in sorted(left.items())))
+    scoring = scoring_of(run, source, splits or [], penalty)
+    run_score(model, store, scoring, lane, calibrated, follow, device.value, json)
