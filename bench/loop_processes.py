@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,24 +33,9 @@ PRELOADED = [
     "rollbook.ingest.serve.serve",
     ENGINE,
 ]
-PORTS = range(18_000, 30_000)
-"""Below the ports that outgoing connections take: one of those could have a killed server's."""
 PAUSE_S = 0.2
 """Before a process that ended by itself is started again."""
 _starting = threading.Lock()
-
-
-def port() -> int:
-    """A loopback port that nobody listens on now, nor any connection takes while its server is away.
-
-    Drawn without a seed: processes with one seed would draw one port, and one would speak to the other's
-    server.
-    """
-    while True:
-        wanted = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", wanted))
-            return wanted
 
 
 def become(module: str, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:

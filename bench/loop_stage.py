@@ -17,11 +17,12 @@ import orjson
 
 from rollbook import store
 from rollbook.bench.loop_agents import Habits
-from rollbook.bench.loop_processes import COMMAND, ENGINE, Victim, port
+from rollbook.bench.loop_processes import COMMAND, ENGINE, Victim
 from rollbook.bench.processes import Process, module
 from rollbook.store import Store
 from rollbook.store.events import SyncFinished
 from rollbook.store.log.tail import Filter
+from rollbook.testing.ports import free_port
 
 RUN, WEIGHTS = "loop", "float32"
 
@@ -158,7 +159,7 @@ def loop_of(folder: Path, model: Path, setting: Setting, habits: Habits) -> Iter
     log = store.open(folder / "store", create=True)
     if setting.segment_bytes is not None:
         (log.path / "store.toml").write_text(_small(setting.segment_bytes))
-    ports = [port() for _ in range(setting.engines + 1)]
+    ports = [free_port() for _ in range(setting.engines + 1)]
     urls = [f"http://127.0.0.1:{number}" for number in ports]
     engines, proxy_url = urls[:-1], urls[-1]
     (folder / "loop.toml").write_text(setting.config(model, engines))

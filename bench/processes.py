@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,14 +37,6 @@ def some_cores(count: int) -> str:
         return "all"
     allowed = sorted(os.sched_getaffinity(0))
     return ",".join(map(str, allowed[:count]))
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def module(name: str, *words: object) -> list[str]:

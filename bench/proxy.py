@@ -23,11 +23,12 @@ from safetensors.numpy import save_file
 from rollbook.bench import litellm_peer
 from rollbook.bench.figure import Outcome
 from rollbook.bench.load_generator import ECHO
-from rollbook.bench.processes import Process, free_port, module, some_cores
+from rollbook.bench.processes import Process, module, some_cores
 from rollbook.bench.proxy_outcome import LITELLM, PROXY, STREAM, Big, Lap, Measured, Pair, figures, spreads
 from rollbook.bench.recorded import Commits, check
 from rollbook.bench.rounds import Limit, order
 from rollbook.testing.dialogues import Material, make_material, write_model, write_replies
+from rollbook.testing.ports import free_port
 
 CHAT, ECHO_PATH = "/t/NAME/v1/chat/completions", "/echo"
 SEED = 1000

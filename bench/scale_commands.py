@@ -14,12 +14,13 @@ import orjson
 
 import rollbook
 from rollbook import store
-from rollbook.bench.processes import KEY_VARIABLES, BenchError, Process, free_port, module
+from rollbook.bench.processes import KEY_VARIABLES, BenchError, Process, module
 from rollbook.bench.scale_steps import GRPO, config_text
 from rollbook.bench.scale_turns import LANE, RUN
 from rollbook.store.events import StepPlanned
 from rollbook.store.log.tail import Filter
 from rollbook.testing import tied
+from rollbook.testing.ports import free_port
 
 READY_S = 1800.0
 POLL_S = 0.02

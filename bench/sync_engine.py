@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import orjson
 
-from rollbook.bench.processes import Process, free_port
+from rollbook.bench.processes import Process
 from rollbook.store.errors import ConfigError
+from rollbook.testing.ports import free_port
 from rollbook.train.sync.control import EngineControl
 
 VARIABLE = "ROLLBOOK_SGLANG_PYTHON"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,20 +15,13 @@ import orjson
 
 from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.errors import RollbookError
+from rollbook.testing.ports import free_port
 
 READY_S, STOP_S = 120.0, 30.0
 
 
 class DemoError(RollbookError):
     """A process of the demo failed; the message ends with its last lines."""
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Process:

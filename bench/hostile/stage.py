@@ -16,9 +16,10 @@ import orjson
 from rollbook import store
 from rollbook.bench.hostile.agents import CHAT, Habits
 from rollbook.bench.hostile.attack import RECORD, TOKENS
-from rollbook.bench.loop_processes import COMMAND, Victim, port
+from rollbook.bench.loop_processes import COMMAND, Victim
 from rollbook.bench.processes import Process, module
 from rollbook.testing.dialogues import write_model
+from rollbook.testing.ports import free_port
 
 HONEST = "honest"
 """What names of honest trajectories begin with."""
@@ -115,7 +116,7 @@ class Stage:
         folder = self.folder / name
         folder.mkdir(parents=True)
         store.open(folder / "store", create=True)
-        number = port()
+        number = free_port()
         write_keys(folder / "keys.toml")
         command: list[object] = ["serve", "--store", folder / "store", "--port", number]
         command += ["--keys", folder / "keys.toml"]

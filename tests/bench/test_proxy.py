@@ -23,7 +23,7 @@ from rollbook.bench import litellm_peer, proxy
 from rollbook.bench.http_client import Connection
 from rollbook.bench.http_client import Reply as Response
 from rollbook.bench.load_generator import Conversation, WrongReply, big, streamed, turns
-from rollbook.bench.processes import BenchError, Process, free_port
+from rollbook.bench.processes import BenchError, Process
 from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
 from rollbook.bench.recorded import check
 from rollbook.bench.rounds import Limit
@@ -44,6 +44,7 @@ from rollbook.testing.dialogues import (
     write_model,
     write_replies,
 )
+from rollbook.testing.ports import free_port
 from rollbook.testing.scripted_openai import ScriptedOpenAI, choice_of
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import pytest
 from rollbook import store
 from rollbook.demo.processes import Server
 from rollbook.store.events import CursorMoved, EngineControlled, TrajectoryOpened
+from rollbook.testing.ports import free_port
 
 PAGE = (Path(__file__).parent / "pages" / "attack.html").read_text()
 SECRET = "what-nobody-else-may-read"
@@ -130,10 +130,7 @@ def _browse(chromium: str, folder: Path, url: str, rules: str) -> None:
 @pytest.fixture(scope="module")
 def own_port() -> int:
     """A port for the server of a page of one's own, whose origin the proxy is told of."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,6 +39,7 @@ from rollbook.ingest.turns.completed import CompletedTurn
 from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.fold.trajectory import Trajectory, fold
+from rollbook.testing.ports import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -497,17 +497,11 @@ def played(
     return make
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Served:
     """A `rollbook serve` of its own."""
 
     def __init__(self, folder: Path, arguments: list[str], descriptors: int | None = None) -> None:
-        self.path, self.arguments, self.port = folder, arguments, _free_port()
+        self.path, self.arguments, self.port = folder, arguments, free_port()
         self.descriptors = descriptors
         self.log = folder.with_suffix(".log")
         self.start()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from rollbook.testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-sglang"
@@ -156,13 +157,6 @@ def _shared_inodes(process: Path) -> set[int]:
         lines = (process / "maps").read_text().splitlines()
         return {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
     return set()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 from tests.ingest.conftest import Served
-from tests.sglang.server import ENVIRONMENT, Process, environment, free_port
+from tests.sglang.server import ENVIRONMENT, Process, environment
 
 from rollbook.ingest.engines.sglang.protocol import OLDEST_SERVER
+from rollbook.testing.ports import free_port
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.sync.control import SESSIONS_SINCE
 

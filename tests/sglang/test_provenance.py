@@ -16,7 +16,7 @@ import pytest
 from tests.ingest.conftest import Served
 from tests.sglang import model
 from tests.sglang.conftest import TOLERANCE, Reference, Weights
-from tests.sglang.server import SglangServer, free_port
+from tests.sglang.server import SglangServer
 
 from rollbook import store
 from rollbook.demo.processes import rollbook_command
@@ -24,6 +24,7 @@ from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record
 from rollbook.store.fold.trajectory import Trajectory
+from rollbook.testing.ports import free_port
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.config.config import RecipeConfig
 from rollbook.train.data.recipe import select

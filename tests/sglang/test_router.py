@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from tests.sglang.conftest import PROMPT, TOLERANCE, greatest_difference
-from tests.sglang.server import ENVIRONMENT, Process, SglangServer, environment, free_port
+from tests.sglang.server import ENVIRONMENT, Process, SglangServer, environment
 
 from rollbook.ingest.engines.engine import Generation, Sampling
 from rollbook.store.errors import EngineError
+from rollbook.testing.ports import free_port
 
 LONG = Sampling(900, 1.0, 3)
 

@@ -34,6 +34,7 @@ from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError, StoreError
 from rollbook.store.events import CursorMoved, StepPlanned, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.events.codec import as_json, decode, from_json
+from rollbook.testing.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +257,7 @@ def test_what_the_client_is_told(server: Any) -> None:
         pytest.raises(RequestError, match="not understood"),
     ):
         remote.wait(10)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    nobody = f"http://127.0.0.1:{free_port()}"
     with HttpTail(nobody, patience_s=0.2) as remote:
         assert not remote.wait(0.01)
         for _ in range(2):  # it goes on trying, and says so again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -14,6 +13,7 @@ import pytest
 
 from rollbook.ingest.turns.images import ImageLinks
 from rollbook.store.errors import RequestError
+from rollbook.testing.ports import free_port
 
 PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d49484452")
 DATA = "data:image/png;base64," + base64.b64encode(PIXEL).decode()
@@ -102,9 +102,7 @@ def test_a_link_that_leads_to_no_image_is_refused(host: Any, path: str) -> None:
 
 def test_a_host_that_is_away_is_told() -> None:
     """The link is named."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        link = f"http://127.0.0.1:{probe.getsockname()[1]}/one.png"
+    link = f"http://127.0.0.1:{free_port()}/one.png"
     with pytest.raises(RequestError, match="cannot be fetched") as refused:
         _resolved(ImageLinks(["127.0.0.1"]), _message(link))
     assert link in refused.value.message
