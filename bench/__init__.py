@@ -57,7 +57,7 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
 
     Args:
         scale: size of what is measured, for a benchmark that has sizes (hostile: times 100 kills and three
-            rounds; learning: times 30 rollout batches; loop: times 200 kills; scale: times a million turns;
+            rounds; learning: times 15 rollout batches; loop: times 200 kills; scale: times a million turns;
             sql: times 100,000 turns).
 
     Raises:

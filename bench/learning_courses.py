@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from rollbook.demo.run import RUN, Demo
 
 CONFIG = """\
 run = "{run}"
+policy = "{policy}"
 model = "{model}"
 steps = {steps}
 seed = {seed}
@@ -17,30 +20,22 @@ threads = 2
 checkpoint_every = 10
 idle_timeout_s = 120
 
-[recipe]
-splits = ["train"]
-drop_zero_variance = false
-
 [optimizer]
 lr = {lr}
 warmup_steps = 3
 betas = [0.9, 0.98]
-
-[sync]
-engines = ["{engine}"]
-sync_every = {sync_every}
-
-[algorithm]
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """An algorithm on the demo's task.
+    """An algorithm on a task.
 
     Attributes:
-        algorithm: its name; keys: of `[algorithm]`; critic: of `[critic]`.
-        offline: it learns from preferences that the first policy's rollouts gave, not from its own rollouts.
+        algorithm: its name; keys: of `[algorithm]`; critic: of `[critic]`; recipe: of `[recipe]`.
+        learns_from: its own rollouts and the agent's rewards; its own rollouts and the scores of a reward
+            model, which is trained on preferences between the first policy's rollouts; or those preferences.
+        policy: the name of its weights.
     """
 
     name: str
@@ -48,15 +43,23 @@ class Course:
     lr: float = 5e-4
     keys: Mapping[str, Any] = field(default_factory=dict)
     critic: Mapping[str, Any] = field(default_factory=dict)
-    offline: bool = False
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    learns_from: Literal["rewards", "scores", "preferences"] = "rewards"
+    policy: str = "actor"
 
     def steps(self, batches: int) -> int:
         """Optimizer steps on so many rollout batches."""
         return batches * int(self.keys.get("epochs", 1)) * int(self.keys.get("mini_batches", 1))
 
 
+TASKS = {"one_call": 1, "two_calls": 2}
+"""Calls of the calculator that a task's problems take."""
 GROUPED = {"groups": 16, "group_size": 8}
 SINGLE = {"groups": 128, "group_size": 1}
+SCORES = "reward-model"
+"""Source of the rewards that a reward model gives."""
+PAIRS: Any = "teacher"
+"""Split of the rollouts between which there are preferences."""
 
 COURSES = {
     one.name: one
@@ -71,23 +74,34 @@ COURSES = {
         Course("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", keys=GROUPED),
         Course("decoupled_ppo", "decoupled_ppo", keys=GROUPED | {"mini_batches": 2}),
         Course("ppo", "ppo", keys=SINGLE | {"mini_batches": 2}, critic={"lr": 1e-3, "alone_steps": 4}),
-        Course("dpo", "dpo", lr=3e-4, keys={"batch_size": 64, "beta": 0.1}, offline=True),
+        Course("dpo", "dpo", 3e-4, {"batch_size": 64, "beta": 0.1}, learns_from="preferences"),
+        Course("grpo_scored", "grpo", keys=GROUPED, recipe={"reward_source": SCORES}, learns_from="scores"),
     )
 }
+REWARD_MODEL = Course("reward_model", "reward_model", 5e-4, {"batch_size": 64}, policy="reward")
+"""What gives the scores."""
 
 
-def config_of(course: Course, demo: Demo, url: str, steps: int) -> str:
-    """The CONFIG of a course."""
+def config_of(course: Course, demo: Demo, model: Path, steps: int, url: str | None) -> str:
+    """The CONFIG of a course.
+
+    Args:
+        model: that its weights start from.
+        url: of the proxy whose engine gets the weights; None for weights that no engine serves.
+    """
     text = CONFIG.format(
-        run=RUN,
-        model=demo.folder / "model",
-        steps=steps,
-        seed=demo.seed,
-        lr=course.lr,
-        engine=f"{url}/engine",
-        sync_every=10 if course.offline else 1,
+        run=RUN, policy=course.policy, model=model, steps=steps, seed=demo.seed, lr=course.lr
     )
-    lines = [f'name = "{course.algorithm}"', *(f"{key} = {value}" for key, value in course.keys.items())]
-    if course.critic:
-        lines += ["", "[critic]", *(f"{key} = {value}" for key, value in course.critic.items())]
-    return text + "\n".join(lines) + "\n"
+    offline = course.learns_from == "preferences" or course.policy != "actor"
+    splits: Mapping[str, Any] = {"splits": [PAIRS if offline else "train"], "drop_zero_variance": False}
+    tables: dict[str, Mapping[str, Any]] = {
+        "recipe": {**splits, **course.recipe},
+        "algorithm": {"name": course.algorithm, **course.keys},
+        "critic": course.critic,
+        "sync": {"engines": [f"{url}/engine"], "sync_every": 10 if offline else 1} if url else {},
+    }
+    for table, keys in tables.items():
+        if keys:
+            lines = (f"{key} = {json.dumps(value)}" for key, value in keys.items())
+            text += "\n".join(["", f"[{table}]", *lines, ""])
+    return text

@@ -39,8 +39,12 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_model(folder: Path, seed: int) -> None:
-    """Write a model directory: config, random float32 weights, tokenizer and chat template."""
+def make_model(folder: Path, seed: int, calls: int = 1) -> None:
+    """Write a model directory: config, random float32 weights, tokenizer and chat template.
+
+    Args:
+        calls: that the problems take whose words the tokenizer knows.
+    """
     import torch
     from transformers import (
         GenerationConfig,
@@ -51,7 +55,7 @@ def make_model(folder: Path, seed: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the demo shows its own
-    tokenizer = _train_tokenizer(_texts(seed))
+    tokenizer = _train_tokenizer(_texts(seed, calls))
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -82,7 +86,7 @@ def make_model(folder: Path, seed: int) -> None:
     wrapped.save_pretrained(folder)
 
 
-def _texts(seed: int) -> Iterable[str]:
+def _texts(seed: int, calls: int) -> Iterable[str]:
     """Rendered conversations, as the tokenizer will meet them."""
     from rollbook.ingest.tokens.chat_template import compile_template
 
@@ -90,7 +94,7 @@ def _texts(seed: int) -> Iterable[str]:
     rng = random.Random(f"tokenizer-{seed}")
     # Control tokens are atoms: what stands around them is learned apart from them.
     atoms = re.compile("|".join(re.escape(token) for token in SPECIAL + MARKERS))
-    for problem in problems(rng, 1500, held_out=False):
+    for problem in problems(rng, 1500, held_out=False, calls=calls):
         text = template.render(messages=conversation(problem), tools=TOOLS, add_generation_prompt=False)
         yield from (piece for piece in atoms.split(text) if piece)
 

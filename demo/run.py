@@ -17,7 +17,7 @@ from rollbook.cli.terminal import Console
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import Agent, DemoError, Process, Server, rollbook_command
 from rollbook.demo.report import REWARD_BY_VERSION, plot, reward_by_version
-from rollbook.demo.task import Problem, calculate, problems
+from rollbook.demo.task import Problem, problems
 from rollbook.store.errors import ConfigError
 
 RUN = "demo"
@@ -84,12 +84,13 @@ engines = ["{engine}"]
 
 @dataclass(slots=True)
 class Demo:
-    """One run of the demo: where it works, and how it shows its progress."""
+    """One run of the demo: where it works, how it shows its progress, and calls that a problem takes."""
 
     path: Path
     seed: int
     console: Console
     progress: Progress
+    calls: int = 1
 
     @property
     def folder(self) -> Path:
@@ -119,7 +120,7 @@ class Demo:
                 "task": problem.text,
                 "split": split,
                 "question": problem.text,
-                "answer": str(calculate(problem.a, problem.op, problem.b)),
+                "answer": str(problem.results[-1]),
                 "seed": random.Random(f"{self.seed}-{name}-{i}-{c}").getrandbits(40),
             }
             for i, problem in enumerate(problem_list)
@@ -128,7 +129,8 @@ class Demo:
 
     def problems(self, name: str, count: int, *, held_out: bool) -> list[Problem]:
         """Problems decided by the demo's seed and this name."""
-        return list(problems(random.Random(f"{self.seed}-{name}"), count, held_out=held_out))
+        rng = random.Random(f"{self.seed}-{name}")
+        return list(problems(rng, count, held_out=held_out, calls=self.calls))
 
 
 def record_teacher(demo: Demo) -> None:

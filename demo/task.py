@@ -2,7 +2,8 @@
 
 "What is 37 plus 58?" is answered by calling `calc`, reading its result and repeating it. The teacher
 refuses at times, mixes up operators and miscopies digits, so a model that imitates it is right about
-a third of the time, and reinforcement learning has something to gain.
+a third of the time, and reinforcement learning has something to gain. A longer question goes on, as in "What
+is 37 plus 58? Then multiply by 6.", and takes a second call with the first one's result.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PHRASES = {
     "-": ("What is {a} minus {b}?", "Compute {a} less {b}.", "How much is {a} - {b}?"),
     "*": ("What is {a} times {b}?", "Multiply {a} by {b}.", "How much is {a} * {b}?"),
 }
+FURTHER = {"+": " Then add {b}.", "-": " Then subtract {b}.", "*": " Then multiply by {b}."}
 CONFUSED = {"+": "*", "-": "+", "*": "-"}
 REFUSE, CONFUSE, SLIP = 0.15, 0.55, 0.10
 
@@ -43,12 +45,19 @@ TOOLS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, and what it asks."""
+    """A question, and what it asks: a number, and what is done to it, each with a call of its own."""
 
     text: str
     a: int
-    op: str
-    b: int
+    steps: tuple[tuple[str, int], ...]
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """What each call gives; the last is the answer."""
+        found = [self.a]
+        for op, b in self.steps:
+            found.append(calculate(found[-1], op, b))
+        return tuple(found[1:])
 
 
 def calculate(a: int, op: str, b: int) -> int:
@@ -61,8 +70,12 @@ def is_held_out(a: int, b: int) -> bool:
     return (a * 7919 + b * 104729) % 10 == 0
 
 
-def problems(rng: random.Random, count: int, *, held_out: bool) -> Iterator[Problem]:
-    """Random problems over two-digit numbers, held-out pairs apart from the others."""
+def problems(rng: random.Random, count: int, *, held_out: bool, calls: int = 1) -> Iterator[Problem]:
+    """Random problems over two-digit numbers, held-out pairs apart from the others.
+
+    Args:
+        calls: of the calculator that a problem takes; those after the first have one-digit numbers.
+    """
     made = 0
     while made < count:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
@@ -70,7 +83,9 @@ def problems(rng: random.Random, count: int, *, held_out: bool) -> Iterator[Prob
         text = rng.choice(PHRASES[op]).format(a=a, b=b)
         if is_held_out(a, b) == held_out:
             made += 1
-            yield Problem(text, a, op, b)
+            further = tuple((rng.choice("+-*"), rng.randint(2, 9)) for _ in range(calls - 1))
+            text += "".join(FURTHER[op].format(b=b) for op, b in further)
+            yield Problem(text, a, ((op, b), *further))
 
 
 def call_message(a: int, op: str, b: int) -> dict[str, Any]:
@@ -85,35 +100,60 @@ def call_message(a: int, op: str, b: int) -> dict[str, Any]:
 
 def conversation(problem: Problem) -> list[dict[str, Any]]:
     """A right answer, as messages (the tokenizer is trained on such)."""
-    result = str(calculate(problem.a, problem.op, problem.b))
-    return [
-        {"role": "user", "content": problem.text},
-        call_message(problem.a, problem.op, problem.b),
-        {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
-    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": problem.text}]
+    a = problem.a
+    for (op, b), result in zip(problem.steps, problem.results, strict=True):
+        messages += [call_message(a, op, b), {"role": "tool", "content": str(result)}]
+        a = result
+    return [*messages, {"role": "assistant", "content": str(a)}]
 
 
 def parse(text: str) -> Problem:
     """The problem a question states."""
     for op, phrases in PHRASES.items():
         for phrase in phrases:
-            pattern = re.escape(phrase).replace(r"\{a\}", r"(\d+)").replace(r"\{b\}", r"(\d+)")
-            if match := re.fullmatch(pattern, text):
-                return Problem(text, int(match[1]), op, int(match[2]))
+            pattern = _numbered(phrase, a=r"(\d+)", b=r"(\d+)")
+            if match := re.match(pattern, text):
+                further = _further(text[match.end() :])
+                if further is not None:
+                    return Problem(text, int(match[1]), ((op, int(match[2])), *further))
     raise ValueError(f"not a problem of this task: {text!r}")
+
+
+def _further(text: str) -> list[tuple[str, int]] | None:
+    """What is done after the first call; None for text that says something else."""
+    found = list[tuple[str, int]]()
+    while text:
+        said = {op: re.match(_numbered(phrase, b=r"(\d+)"), text) for op, phrase in FURTHER.items()}
+        known = [(op, match) for op, match in said.items() if match]
+        if not known:
+            return None
+        [(op, match)] = known
+        found.append((op, int(match[1])))
+        text = text[match.end() :]
+    return found
+
+
+def _numbered(phrase: str, **patterns: str) -> str:
+    """A pattern of the phrase, with patterns in the places of its numbers."""
+    found = re.escape(phrase)
+    for name, pattern in patterns.items():
+        found = found.replace(rf"\{{{name}\}}", pattern)
+    return found
 
 
 def teacher(messages: Sequence[dict[str, Any]], tools: Any) -> dict[str, Any]:
     """The script behind `--engine scripted`: the same messages always get the same answer."""
     rng = random.Random(repr([(m["role"], m.get("content")) for m in messages]))
-    if messages[-1]["role"] == "tool":
-        return {"role": "assistant", "content": _copied(messages[-1]["content"], rng)}
-    problem = parse(messages[-1]["content"])
-    if rng.random() < REFUSE:
+    results = [m["content"] for m in messages if m["role"] == "tool"]
+    problem = parse(next(m["content"] for m in messages if m["role"] == "user"))
+    if len(results) == len(problem.steps):
+        return {"role": "assistant", "content": _copied(results[-1], rng)}
+    if not results and rng.random() < REFUSE:
         return {"role": "assistant", "content": "I am not sure."}
-    op = CONFUSED[problem.op] if rng.random() < CONFUSE else problem.op
-    return call_message(problem.a, op, problem.b)
+    op, b = problem.steps[len(results)]
+    op = CONFUSED[op] if rng.random() < CONFUSE else op
+    return call_message(int(results[-1]) if results else problem.a, op, b)
 
 
 def _copied(text: str, rng: random.Random) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -14,6 +15,7 @@ from rollbook.demo.task import (
     SLIP,
     TOOLS,
     calculate,
+    conversation,
     is_held_out,
     parse,
     problems,
@@ -28,29 +30,61 @@ def _answers(count: int) -> tuple[int, int, int]:
         reply = teacher([{"role": "user", "content": problem.text}], TOOLS)
         if "tool_calls" not in reply:
             refused += 1
-        elif reply["tool_calls"][0]["function"]["arguments"]["op"] == problem.op:
+        elif reply["tool_calls"][0]["function"]["arguments"]["op"] == problem.steps[0][0]:
             right += 1
         else:
             wrong += 1
     return refused, right, wrong
 
 
-def test_every_question_is_understood() -> None:
-    """A problem's text states its numbers and operator, in every phrasing."""
-    for problem in problems(random.Random(0), 300, held_out=False):
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_every_question_is_understood(calls: int) -> None:
+    """A problem's text states its numbers and operators, in every phrasing."""
+    for problem in problems(random.Random(0), 300, held_out=False, calls=calls):
         assert parse(problem.text) == problem
+        assert len(problem.steps) == calls
+
+
+def test_a_further_call_takes_the_result() -> None:
+    """Of the call before; a right answer repeats the last one's."""
+    problem = parse("What is 37 plus 58? Then multiply by 6. Then subtract 9.")
+    assert (problem.a, problem.steps) == (37, (("+", 58), ("*", 6), ("-", 9)))
+    assert problem.results == (95, 570, 561)
+    said = conversation(problem)
+    calls = [m["tool_calls"][0]["function"]["arguments"] for m in said if "tool_calls" in m]
+    assert [(call["a"], call["op"], call["b"]) for call in calls] == [
+        (37, "+", 58),
+        (95, "*", 6),
+        (570, "-", 9),
+    ]
+    assert [m["content"] for m in said if m["role"] == "tool"] == ["95", "570", "561"]
+    assert said[-1] == {"role": "assistant", "content": "561"}
+
+
+def test_the_teacher_takes_every_call() -> None:
+    """It goes on from the result that it was given, errs at any call, and refuses at the first only."""
+    right = wrong = 0
+    for problem in problems(random.Random(2), 1000, held_out=False, calls=2):
+        messages = conversation(problem)[:3]
+        reply = teacher(messages, TOOLS)
+        call = reply["tool_calls"][0]["function"]["arguments"]
+        op, b = problem.steps[1]
+        assert (call["a"], call["b"]) == (problem.results[0], b)
+        right, wrong = right + (call["op"] == op), wrong + (call["op"] != op)
+    assert wrong / (right + wrong) == pytest.approx(CONFUSE, abs=0.063)
 
 
 def test_a_foreign_question_is_refused() -> None:
     """The teacher knows this task only."""
-    with pytest.raises(ValueError, match="Who are you"):
-        parse("Who are you?")
+    for text in ("Who are you?", "What is 37 plus 58? Then rest.", "And what is 37 plus 58?"):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            parse(text)
 
 
 def test_held_out_pairs_are_never_trained_on() -> None:
     """Training and held-out problems share no pair of numbers, and the held-out are a tenth."""
-    trained = {(p.a, p.b) for p in problems(random.Random(0), 3000, held_out=False)}
-    held_out = {(p.a, p.b) for p in problems(random.Random(0), 3000, held_out=True)}
+    trained = {(p.a, p.steps[0][1]) for p in problems(random.Random(0), 3000, held_out=False)}
+    held_out = {(p.a, p.steps[0][1]) for p in problems(random.Random(0), 3000, held_out=True)}
     assert trained.isdisjoint(held_out)
     share = sum(is_held_out(a, b) for a in range(10, 100) for b in range(10, 100)) / 8100
     assert share == pytest.approx(0.1, abs=0.01)
@@ -66,8 +100,9 @@ def test_the_teacher_errs_as_often_as_it_should() -> None:
 def test_the_teacher_slips_one_digit() -> None:
     """A copied result differs from the tool's in at most one digit, at the rate of slips."""
     slips = 0
+    question = {"role": "user", "content": "What is 37 plus 58?"}
     for number in range(1000, 4000):
-        reply = teacher([{"role": "tool", "content": str(number)}], TOOLS)["content"]
+        reply = teacher([question, {"role": "tool", "content": str(number)}], TOOLS)["content"]
         wrong = sum(a != b for a, b in zip(reply, str(number), strict=True))
         assert wrong <= 1
         slips += wrong

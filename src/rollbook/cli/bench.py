@@ -29,7 +29,7 @@ def bench(
     scale: Annotated[
         float | None,
         typer.Option(
-            help="hostile: times 100 kills; learning: times 30 batches; loop: times 200 kills; scale: times "
+            help="hostile: times 100 kills; learning: times 15 batches; loop: times 200 kills; scale: times "
             "1M turns; sql: times 100,000 turns."
         ),
     ] = None,
