@@ -102,6 +102,7 @@ class StepPlanned:
     steps are taken it says: `first_step`, `number` (of this one, from 0) and `steps` (how many there are);
     until one of them is committed also `samples` and `partition`, of all of it. `critic` is null where the
     algorithm has none; otherwise it says its `optimizer`, its `learning_rate`, and whether it learns `alone`.
+    `packed` says that the model was given the samples of a micro-batch one after the other, without padding.
     """
 
     KIND: ClassVar[str] = "step.planned"
@@ -124,6 +125,7 @@ class StepPlanned:
     environment: Json
     rollout_batch: Json | None = None
     critic: Json | None = None
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ VERSIONS: Mapping[str, int] = {
     "policy.activated": 2,
     "reward.assigned": 2,
     "sample.dropped": 2,
-    "step.planned": 2,
+    "step.planned": 3,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
@@ -42,6 +42,11 @@ def _step_planned_1(values: Values) -> Values:
     """Version 2 says of which rollout batch the step is a part, and what the critic does. Before, each was
     one of its own, and there were no critics."""
     return values | {"rollout_batch": None, "critic": None}
+
+
+def _step_planned_2(values: Values) -> Values:
+    """Version 3 says whether samples were packed. Before, they were padded."""
+    return values | {"packed": False}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -81,6 +86,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
     ("step.planned", 1): _step_planned_1,
+    ("step.planned", 2): _step_planned_2,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,

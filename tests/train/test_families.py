@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rollbook.store.fold.history import History
 from rollbook.train.algorithms.logprobs import token_logprobs
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
+from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.shape import read_shape
@@ -175,6 +177,33 @@ def test_gradients_are_transformers(models: Any, case: str) -> None:
         scale = max(float(expected[name].abs().max()), 1e-3)
         error = float((gradient - expected[name]).abs().max()) / scale
         assert error < 1e-5, f"{name}: {error}"
+
+
+@EACH
+def test_packed_samples_see_themselves_alone(models: Any, case: str) -> None:
+    """One after the other in a row, they get the logprobs, entropies and gradients that they get padded; only
+    what precedes a trained token is computed."""
+    lengths = np.array([11, 4, 7])
+    micro = _micro()
+    mask = micro.loss_mask & (np.arange(11) < lengths[:, None])
+    micro, policy = replace(micro, loss_mask=mask), _policy(models[case][0])
+    said, gradients, shapes = [], [], []
+
+    def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
+        shapes.append(logits.shape)
+        of, trained = Predictions(logits, one), torch.from_numpy(mask[:, 1:])
+        values = torch.stack([of.logprobs()[trained], of.entropies()[trained]])
+        said.append(values.detach())
+        return (values * torch.tensor([[-1.0], [0.3]])).sum()
+
+    for one in (micro, replace(micro, lengths=lengths)):
+        policy.forward_backward((one,), loss_of)
+        gradients.append({name: g.clone() for name, g in policy.gradients().items()})
+    assert shapes == [(3, 11, VOCAB), (mask.sum(), VOCAB)]
+    assert torch.allclose(said[0], said[1], atol=1e-5)
+    for name, gradient in gradients[0].items():
+        scale = max(float(gradient.abs().max()), 1e-3)
+        assert float((gradient - gradients[1][name]).abs().max()) / scale < 1e-5, name
 
 
 @EACH

@@ -20,6 +20,14 @@ def log_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch
     return scaled.log_softmax(-1)
 
 
+def row_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every token in one place each, float32 [N, V]; `temperatures` are [N]."""
+    scaled = logits.float()
+    if bool((temperatures != 1).any()):  # else the same bits, and one copy of the logits less
+        scaled = scaled / temperatures.unsqueeze(-1)
+    return scaled.log_softmax(-1)
+
+
 def picked(distributions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Of each distribution [B, T - 1, V] the value of the token [B, T] that came."""
     return distributions.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)

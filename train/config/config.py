@@ -224,7 +224,11 @@ class TrainConfig(Table):
     seed: Count = 0
     """Decides the order of samples and the random generators of every step."""
     micro_batch_size: Positive | None = None
-    """Samples per forward pass; absent: the whole batch."""
+    """Samples per forward pass, padded to the longest; absent: the whole batch."""
+    tokens_per_micro_batch: Positive | None = None
+    """Packs samples instead: a forward pass takes at most so many tokens (or one sample that is longer), no
+    padding is computed, and the passes of a step are of about equal work. Gradients are equal but for the
+    order of sums."""
     checkpoint_every: Positive = 50
     """Steps between checkpoints; a replay starts at the one before its step."""
     threads: Positive = 1
@@ -270,6 +274,10 @@ class TrainConfig(Table):
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "
                 "choose an even number"
+            )
+        if self.micro_batch_size and self.tokens_per_micro_batch:
+            raise ValueError(
+                "micro_batch_size pads samples, tokens_per_micro_batch packs them: name one of the two"
             )
         if self.algorithm.head_width and self.recipe.max_staleness is not None:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.rollouts import Floats, Singles
+from rollbook.train.data.balance import packs
 from rollbook.train.data.experience import Experience
 from rollbook.train.data.samples import Sample
 
@@ -26,7 +27,8 @@ class MicroBatch:
     logprobs. `versions` is -1 where no policy version sampled a token. `old_logprobs`, `reference_logprobs`
     and `weights` are None where the algorithm needs none; ratios are then taken to the engine's logprobs.
     `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and
-    `batch_score` of the whole batch: for reward models.
+    `batch_score` of the whole batch: for reward models. `lengths`, int64 [B], are how many tokens the samples
+    have, of a micro-batch that the model is given packed, without the padding; None: it is given [B, T].
     """
 
     tokens: npt.NDArray[np.int64]
@@ -43,6 +45,7 @@ class MicroBatch:
     margins: Singles | None = None
     rewards: Singles | None = None
     batch_score: float | None = None
+    lengths: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,16 +92,39 @@ def partition(count: int, micro_batch_size: int | None) -> Partition:
     return [[list(range(i, min(i + size, count))) for i in range(0, count, size)]]
 
 
-def build_batch(experience: Experience, parts: Partition, rank: int = 0) -> Batch:
-    """The batch of ordered samples, each token weighed by its advantage."""
-    return Batch(experience, tuple(_collate(experience, part) for part in parts[rank]))
+def packed_partition(
+    samples: Sequence[Sample], most: int, work: Callable[[int], int], unit: int
+) -> Partition:
+    """One rank; micro-batches of at most `most` tokens, of about equal work. A longer sample is one of its
+    own.
+
+    Args:
+        work: of a forward pass over a sample of so many tokens.
+        unit: samples that lie together in one micro-batch, as the two of a pair do.
+    """
+    starts = range(0, len(samples), unit)
+    units = [[len(sample) for sample in samples[start : start + unit]] for start in starts]
+    places = packs([sum(one) for one in units], [sum(map(work, one)) for one in units], most)
+    return [[[at * unit + i for at in part for i in range(unit)] for part in places]]
 
 
-def collate_tokens(samples: Sequence[Sample], masks: Sequence[npt.NDArray[np.bool_]]) -> MicroBatch:
+def build_batch(experience: Experience, parts: Partition, *, packed: bool = False) -> Batch:
+    """The batch of ordered samples, each token weighed by its advantage.
+
+    Args:
+        packed: the model is given the samples of a micro-batch one after the other, without padding.
+    """
+    return Batch(experience, tuple(_collate(experience, part, packed) for part in parts[0]))
+
+
+def collate_tokens(
+    samples: Sequence[Sample], masks: Sequence[npt.NDArray[np.bool_]], *, packed: bool = False
+) -> MicroBatch:
     """Samples as one micro-batch for a forward pass alone: advantages are 0.
 
     Args:
         masks: the trained tokens of each sample, bool [T]; never the first, which nothing precedes.
+        packed: the model is given the samples one after the other, without padding.
     """
     shape = (len(samples), max(len(s) for s in samples))
     micro = MicroBatch(
@@ -108,6 +134,7 @@ def collate_tokens(samples: Sequence[Sample], masks: Sequence[npt.NDArray[np.boo
         np.ones(shape, np.float32),
         np.zeros(shape, np.float32),
         np.full(shape, -1, np.int64),
+        lengths=np.array([len(sample) for sample in samples], np.int64) if packed else None,
     )
     for row, sample in enumerate(samples):
         length = len(sample)
@@ -121,8 +148,8 @@ def collate_tokens(samples: Sequence[Sample], masks: Sequence[npt.NDArray[np.boo
     return micro
 
 
-def _collate(of: Experience, part: list[int]) -> MicroBatch:
-    micro = collate_tokens([of.samples[i] for i in part], [of.masks[i] for i in part])
+def _collate(of: Experience, part: list[int], packed: bool) -> MicroBatch:
+    micro = collate_tokens([of.samples[i] for i in part], [of.masks[i] for i in part], packed=packed)
     for row, i in enumerate(part):
         if not of.advantages.per_token:
             micro.advantages[row, : len(of.masks[i])] = of.advantages.values[i]

@@ -78,15 +78,22 @@ def _memory(config: TrainConfig, shape: ModelShape, longest: int, memory: int) -
     needs = config.algorithm.needs
     models = 1 + ("values" in needs)
     state = parameters(shape) * (STATE_BYTES * models + 8 * ("reference" in needs))
-    samples = config.micro_batch_size or config.algorithm.demand.groups * config.algorithm.demand.group_size
-    logits = samples * longest * shape.outputs * LOGIT_BYTES
+    most, key = config.tokens_per_micro_batch, "tokens_per_micro_batch"
+    if most is None:
+        demand = config.algorithm.demand
+        samples, key = config.micro_batch_size or demand.groups * demand.group_size, "micro_batch_size"
+        tokens, pass_of = samples * longest, f"{samples} samples of {longest} tokens"
+    else:
+        tokens = max(most, longest)
+        pass_of = f"at most {tokens} tokens, all trained,"
+    logits = tokens * shape.outputs * LOGIT_BYTES
     share = (state + logits) / memory
     said = (
-        f"{state / 2**30:.2f} GiB of state and {logits / 2**30:.2f} GiB of logits ({samples} samples of "
-        f"{longest} tokens in a forward pass), of {memory / 2**30:.1f} GiB"
+        f"{state / 2**30:.2f} GiB of state and {logits / 2**30:.2f} GiB of logits ({pass_of} in a forward "
+        f"pass), of {memory / 2**30:.1f} GiB"
     )
     verdict: Verdict = "red" if share > 1 else "yellow" if share > 0.7 else "green"
-    return [Check("memory", verdict, said, "micro_batch_size")]
+    return [Check("memory", verdict, said, key)]
 
 
 def _algorithm(config: TrainConfig) -> list[Check]:

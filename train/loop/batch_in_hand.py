@@ -3,6 +3,7 @@ log."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollbook.store import Store
@@ -10,7 +11,7 @@ from rollbook.store.cut import Cut, parse_cut
 from rollbook.store.events import Json
 from rollbook.store.fold.history import History, all_samples
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.batch import partition
+from rollbook.train.data.batch import Partition
 from rollbook.train.data.mini_batches import mini_batches
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
@@ -38,8 +39,12 @@ class BatchInHand:
     next: int = 0
     committed: int = 0
 
-    def described(self, micro_batch_size: int | None) -> Json | None:
-        """What the manifest of its next step says of it."""
+    def described(self, divide: Callable[[Sequence[Sample]], Partition]) -> Json | None:
+        """What the manifest of its next step says of it.
+
+        Args:
+            divide: samples into micro-batches.
+        """
         if len(self.parts) == 1:
             return None
         said: Json = {"first_step": self.first_step, "number": self.next, "steps": len(self.parts)}
@@ -47,7 +52,7 @@ class BatchInHand:
             return said
         return said | {
             "samples": [sample.reference for sample in self.samples],
-            "partition": partition(len(self.samples), micro_batch_size),
+            "partition": divide(self.samples),
         }
 
 

@@ -11,7 +11,6 @@ from rollbook.store.cut import parse_cut
 from rollbook.store.events import EvalFinished, Json
 from rollbook.store.fold.history import History
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.logprobs import log_distributions
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.config.config import TrainConfig
@@ -19,6 +18,7 @@ from rollbook.train.data.batch import MicroBatch, build_batch
 from rollbook.train.data.experience import Scores, experience_of, trained_masks
 from rollbook.train.data.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
 from rollbook.train.data.samples import Sample
+from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
 from rollbook.train.loop.scoring import References, score
 from rollbook.train.loop.step import loss_inputs
@@ -46,6 +46,7 @@ class Evaluation:
     ) -> None:
         self._config, self._log, self._trainer, self._history = config, log, trainer, history
         self._samples, self._cut = samples, cut
+        self._packed = config.tokens_per_micro_batch is not None
         earlier, steps = history.evaluations_of(family), history.of_family(family)
         self._versions = {record.policy_version for record in earlier}
         self._first = steps[0].planned.policy_version if steps else trainer.version
@@ -118,7 +119,9 @@ class Evaluation:
             if self._references is None:
                 references.append(self._reference(samples))
             scores = Scores(reference_logprobs=references[at])
-            batch = build_batch(experience_of(samples, algorithm, scores), _whole(samples))
+            batch = build_batch(
+                experience_of(samples, algorithm, scores), _whole(samples), packed=self._packed
+            )
             sums += self._trainer.policy.forward(batch.micro_batches, read)
             tokens, count = tokens + batch.trained_tokens, count + batch.trained_samples
         self._references = references
@@ -134,15 +137,15 @@ class Evaluation:
         references = References(self._log, self._history)
         masks = trained_masks(samples)
         policy, algorithm = self._trainer.policy, self._config.algorithm
-        return score(policy, algorithm, samples, masks, _whole(samples), references).reference_logprobs
+        of = score(policy, algorithm, samples, masks, _whole(samples), references, packed=self._packed)
+        return of.reference_logprobs
 
 
 def _losses(
     logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(masked losses [B, T - 1], what the algorithm measures) of a policy's logits."""
-    temperatures = torch.from_numpy(micro.temperatures).to(logits.device)
-    inputs = loss_inputs(log_distributions(logits, temperatures), micro, None)
+    inputs = loss_inputs(Predictions(logits, micro).logprobs(), micro, None)
     return torch.where(inputs.mask, algorithm.loss(inputs), 0.0), algorithm.measures(inputs)
 
 

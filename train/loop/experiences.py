@@ -54,11 +54,10 @@ class Experiences:
             self._make(plan, samples)
         assert self._held is not None
         if plan.rollout_batch is None:
-            return build_batch(self._held, plan.partition)
+            return build_batch(self._held, plan.partition, packed=plan.packed)
         places = {turn_id: iter(at) for turn_id, at in self._places.items()}
-        return build_batch(
-            self._held.part([next(places[ref["turn_id"]]) for ref in plan.samples]), plan.partition
-        )
+        part = self._held.part([next(places[ref["turn_id"]]) for ref in plan.samples])
+        return build_batch(part, plan.partition, packed=plan.packed)
 
     def _make(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> None:
         algorithm = recorded_algorithm(plan.algorithm)
@@ -66,7 +65,16 @@ class Experiences:
         ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
         parts = plan.partition if plan.rollout_batch is None else plan.rollout_batch["partition"]
         masks = trained_masks(ordered, _oldest(plan))
-        scores = score(self._policy, algorithm, ordered, masks, parts, self._references, self.critic)
+        scores = score(
+            self._policy,
+            algorithm,
+            ordered,
+            masks,
+            parts,
+            self._references,
+            self.critic,
+            packed=plan.packed,
+        )
         aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
         self._held = experience_of(ordered, algorithm, scores, masks, aged)
         self._places = {}

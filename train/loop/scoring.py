@@ -15,13 +15,13 @@ from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.logprobs import token_logprobs
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.data.batch import MicroBatch, Partition, collate_tokens, token_values
 from rollbook.train.data.experience import Bools, Scores
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import token_scores
+from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import sample_scores
 from rollbook.train.megatron.backend import Read, TrainablePolicy
 
@@ -81,26 +81,29 @@ def score(
     parts: Partition,
     references: References,
     critic: TrainablePolicy | None = None,
+    *,
+    packed: bool,
 ) -> Scores:
     """What the algorithm needs of models: of the weights in place, of the reference policy, and of the
     critic.
 
     Args:
         masks: the trained tokens of each sample.
-        parts: the rollout batch's micro-batches: bits depend on how samples are padded.
+        parts: the rollout batch's micro-batches: bits depend on how samples are padded or packed.
     """
     micro_batches = tuple(
-        collate_tokens([samples[i] for i in part], [masks[i] for i in part]) for part in parts[0]
+        collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed)
+        for part in parts[0]
     )
     old = reference = values = None
     if "old" in algorithm.needs:
-        old = _packed(policy, micro_batches, parts, _logprobs)
+        old = _joined(policy, micro_batches, parts, _logprobs)
     if algorithm.reference is not None:
         with policy.using(references.weights(algorithm.reference)):
-            reference = _packed(policy, micro_batches, parts, _logprobs)
+            reference = _joined(policy, micro_batches, parts, _logprobs)
     if "values" in algorithm.needs:
         assert critic is not None
-        values = _packed(critic, micro_batches, parts, token_scores)
+        values = _joined(critic, micro_batches, parts, token_scores)
     mean = None
     if "batch_score" in algorithm.needs:
         given = policy.forward(micro_batches, sample_scores)
@@ -108,7 +111,7 @@ def score(
     return Scores(old, reference, values, mean)
 
 
-def _packed(
+def _joined(
     policy: TrainablePolicy, micro_batches: tuple[MicroBatch, ...], parts: Partition, read: Read
 ) -> Singles:
     """What is read of the trained tokens of all samples, in their order, float32 [P]."""
@@ -120,7 +123,4 @@ def _packed(
 
 
 def _logprobs(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    tokens, temperatures = (
-        torch.from_numpy(array).to(logits.device) for array in (micro.tokens, micro.temperatures)
-    )
-    return token_logprobs(logits, tokens, temperatures)
+    return Predictions(logits, micro).logprobs()

@@ -17,13 +17,13 @@ import torch
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
-from rollbook.train.algorithms.logprobs import entropies, log_distributions, picked
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
 from rollbook.train.loop.critic import run_critic
 from rollbook.train.loop.finite import check_batch, check_samples, check_tensors, check_tokens
+from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
 from rollbook.train.megatron.backend import TrainablePolicy
 
@@ -171,34 +171,33 @@ def _micro_loss(
     logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm, version: int, seen: metrics.TokenValues
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
-    temperatures = torch.from_numpy(micro.temperatures).to(logits.device)
-    distributions = log_distributions(logits, temperatures)
+    predictions = Predictions(logits, micro)
     with torch.set_grad_enabled("entropy" in algorithm.needs):
-        entropy = entropies(distributions)
-    inputs = loss_inputs(distributions, micro, entropy if "entropy" in algorithm.needs else None)
+        entropy = predictions.entropies()
+    inputs = loss_inputs(predictions.logprobs(), micro, entropy if "entropy" in algorithm.needs else None)
     loss = algorithm.loss(inputs)
     with torch.no_grad():
         _note(seen, inputs, entropy, micro, algorithm, version)
     return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)
 
 
-def loss_inputs(distributions: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None) -> LossInputs:
+def loss_inputs(logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None) -> LossInputs:
     """What the loss of a micro-batch is computed from.
 
     Args:
-        distributions: log-probabilities, float32 [B, T - 1, V].
-        entropy: of them, [B, T - 1], for a loss that needs it.
+        logprobs: of its tokens, float32 [B, T - 1].
+        entropy: of their distributions, [B, T - 1], for a loss that needs it.
     """
 
     def placed(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array[:, 1:]).to(distributions.device)
+        return torch.from_numpy(array[:, 1:]).to(logprobs.device)
 
     def placed_if_any(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
         return None if array is None else placed(array)
 
     old = placed_if_any(micro.old_logprobs)
     return LossInputs(
-        picked(distributions, torch.from_numpy(micro.tokens).to(distributions.device)),
+        logprobs,
         placed(micro.rollout_logprobs) if old is None else old,
         placed(micro.advantages),
         placed(micro.loss_mask),

@@ -25,7 +25,7 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.config import CriticConfig, TrainConfig
-from rollbook.train.data.batch import partition
+from rollbook.train.data.batch import Partition, packed_partition, partition
 from rollbook.train.data.mini_batches import mini_batches
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
@@ -284,16 +284,25 @@ class Trainer:
             recipe=recipe,
             recipe_digest=digest_json(recipe),
             samples=[s.reference for s in samples],
-            partition=partition(len(samples), config.micro_batch_size),
+            partition=self._divide(samples),
             algorithm=self._algorithm.model_dump(mode="json"),
             optimizer=config.optimizer.model_dump(mode="json"),
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
             input_digests=self._experiences.input_digests(config.algorithm, seed),
             environment=self._environment,
-            rollout_batch=in_hand.described(config.micro_batch_size),
+            rollout_batch=in_hand.described(self._divide),
             critic=self._critic_plan(),
+            packed=config.tokens_per_micro_batch is not None,
         )
+
+    def _divide(self, samples: Sequence[Sample]) -> Partition:
+        """Micro-batches of samples."""
+        config = self._config
+        if config.tokens_per_micro_batch is None:
+            return partition(len(samples), config.micro_batch_size)
+        unit = 2 if "pairs" in config.algorithm.needs else 1
+        return packed_partition(samples, config.tokens_per_micro_batch, self.policy.shape.work, unit)
 
     def _critic_plan(self) -> Json | None:
         """What the next manifest says of the critic."""

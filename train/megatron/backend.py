@@ -13,14 +13,16 @@ from rollbook.store.digest import combine
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.model import MegatronParts, build
+from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.reshard import one_rank, rank_weights
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.weight_names import stream_weights
 
 LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(logits [B, T, V], micro-batch) -> scalar loss of the micro-batch, already normalized."""
+"""(outputs, micro-batch) -> scalar loss of the micro-batch, already normalized. Outputs are logits [B, T, V],
+or scores; of a packed micro-batch logits [N, V] of what precedes its N trained tokens, in their order."""
 Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(logits [B, T, V], micro-batch) -> a value of each token, [B, T - 1]."""
+"""(outputs, micro-batch) -> a value of each token, [B, T - 1]."""
 
 
 class TrainablePolicy:
@@ -147,7 +149,7 @@ class TrainablePolicy:
                 # Megatron divides by the number of micro-batches; the loss is normalized already.
                 return loss_of(output, micro) * count, {}
 
-            return self._logits(model, micro), scaled_loss
+            return self._outputs(model, micro), scaled_loss
 
         longest = max(m.tokens.shape[1] for m in micro_batches)
         get_forward_backward_func()(
@@ -163,7 +165,7 @@ class TrainablePolicy:
     def forward(self, micro_batches: tuple[MicroBatch, ...], read: Read) -> list[torch.Tensor]:
         """A forward pass alone: what is read of each micro-batch."""
         with torch.no_grad():
-            return [read(self._logits(self._parts.wrapped, micro), micro) for micro in micro_batches]
+            return [read(self._outputs(self._parts.wrapped, micro), micro) for micro in micro_batches]
 
     @contextlib.contextmanager
     def using(self, weights: Tensors) -> Iterator[None]:
@@ -182,12 +184,25 @@ class TrainablePolicy:
                 for parameter, value in zip(parameters, own, strict=True):
                     parameter.copy_(value)
 
-    def _logits(self, model: Any, micro: MicroBatch) -> torch.Tensor:
-        """Logits of the vocabulary's tokens, [B, T, V]; or the scores of each token."""
+    def _outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
+        """Logits of the vocabulary's tokens, [B, T, V] or [N, V]; or the scores of each token."""
+        if micro.lengths is not None:
+            return self._packed_outputs(model, micro)
         tokens = torch.from_numpy(micro.tokens).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         logits: torch.Tensor = model(tokens, positions, None)[..., : self.shape.outputs]
         return logits
+
+    def _packed_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
+        of = pack(micro, self.device)
+        places = None if self.shape.scores else of.before_trained
+        with self._parts.output_places.only(places):
+            given = model(of.tokens, of.positions, None, packed_seq_params=of.documents)
+        outputs: torch.Tensor = given[0, :, : self.shape.outputs]
+        if not self.shape.scores:
+            return outputs
+        placed = outputs.new_zeros((*micro.tokens.shape, self.shape.scores))
+        return placed.index_put((of.rows, of.columns), outputs)
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of which no step is taken."""

@@ -13,6 +13,7 @@ from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.muon import MuonBesideAdam
+from rollbook.train.megatron.packed import OutputPlaces
 from rollbook.train.megatron.reshard import RankLayout, check_layout, one_rank
 from rollbook.train.megatron.score_head import ScoreHead
 from rollbook.train.megatron.shape import ModelShape
@@ -30,13 +31,15 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 
 @dataclass(slots=True)
 class MegatronParts:
-    """A model in training: the bare module, its data-parallel wrapper, the optimizer, the config."""
+    """A model in training: the bare module, its data-parallel wrapper, the optimizer, the config; and what
+    its output layer computes."""
 
     module: Any
     wrapped: Any
     optimizer: Any
     config: Any
     device: torch.device
+    output_places: OutputPlaces
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -91,18 +94,22 @@ def build_module(shape: ModelShape, layout: RankLayout) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from rollbook.train.megatron.attention import PackedAttention
+
     check_layout(shape, layout)
     config = _transformer_config(shape, layout)
     if len(set(layout.stages)) > 1:
         raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
+    layer = get_gpt_layer_local_spec(
+        num_experts=shape.experts.count if shape.experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
     module = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=shape.experts.count if shape.experts else None,
-            moe_grouped_gemm=False,
-            qk_layernorm=shape.qk_norm,
-            normalization="RMSNorm",
-        ),
+        transformer_layer_spec=layer,
         vocab_size=shape.padded_vocab,
         max_sequence_length=shape.context,
         pre_process=layout.first,
@@ -204,4 +211,4 @@ def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.devic
     if wanted.name == "muon":
         inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
         inner.optimizer = MuonBesideAdam(inner.optimizer, module, wanted)
-    return MegatronParts(module, wrapped, optimizer, config, device)
+    return MegatronParts(module, wrapped, optimizer, config, device, OutputPlaces(module.output_layer))

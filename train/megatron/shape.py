@@ -67,6 +67,17 @@ class ModelShape:
         """Values that the model gives each token: one for each of the vocabulary, or its scores."""
         return self.scores or self.vocab
 
+    def work(self, tokens: int) -> int:
+        """Floating-point operations of a forward pass over a sample of so many tokens: 2 for every weight
+        that each meets, and causal attention between them (Kaplan et al. 2020, arXiv:2001.08361, table 1)."""
+        inner = self.heads * self.head_dim
+        attention = self.hidden * (2 * inner + 2 * self.kv_heads * self.head_dim)
+        experts = self.experts
+        width = experts.ffn * experts.per_token if experts else self.ffn
+        router = self.hidden * experts.count if experts else 0
+        weights = self.layers * (attention + 3 * self.hidden * width + router) + self.hidden * self.outputs
+        return 2 * tokens * weights + 2 * self.layers * inner * tokens * tokens
+
     @property
     def padded_vocab(self) -> int:
         """Rows of Megatron's embedding."""

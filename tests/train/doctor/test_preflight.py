@@ -79,6 +79,27 @@ def test_memory_counts_every_model(fabric: Any) -> None:
         assert memory.said.startswith(f"{count * STATE_BYTES * models / 2**30:.2f} GiB of state")
 
 
+def test_memory_of_a_forward_pass(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """Padded, samples times the longest; packed, the tokens that are named, or the longest sample."""
+    log = recorded()
+    said = {}
+    for name, changes in {
+        "padded": {"micro_batch_size": 5},
+        "packed": {"micro_batch_size": None, "tokens_per_micro_batch": 1000},
+        "less than one": {"micro_batch_size": None, "tokens_per_micro_batch": 1},
+    }.items():
+        config = fabric.config(fabric.GRPO, **changes)
+        [memory] = [c for c in preflight(config, log, log.head(), "cut", MEMORY) if c.name == "memory"]
+        said[name] = (memory.said.partition("(")[2].partition(" in a")[0], memory.lever)
+    longest = int(said["padded"][0].split()[3])
+    assert 5 < longest < 30
+    assert said == {
+        "padded": (f"5 samples of {longest} tokens", "micro_batch_size"),
+        "packed": ("at most 1000 tokens, all trained,", "tokens_per_micro_batch"),
+        "less than one": (f"at most {longest} tokens, all trained,", "tokens_per_micro_batch"),
+    }
+
+
 def test_the_command(
     fabric: Any, recorded: Callable[..., Store], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:

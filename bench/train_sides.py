@@ -1,0 +1,246 @@
+"""One side of the benchmark of training, in a process of its own: it takes a step whenever it is asked.
+
+    python -m rollbook.bench.train_sides SIDE MODEL
+
+Answers each line of standard input with a line of JSON. The samples are the same for all sides.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from rollbook.train.data.samples import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+THREADS, LR = 2, 1e-4
+VOCAB, WIDTH, LONGEST = 8192, 256, 1024
+SAMPLES, MOST, ROWS = 32, 2048, 4
+"""Samples of a step; tokens of a packed micro-batch; samples of a padded one."""
+OURS, PADDED, BARE = "rollbook", "rollbook_padded", "rollbook_without_digests"
+PLAIN, PLAIN_PACKED = "transformers", "transformers_packed"
+
+Step = Callable[[], float]
+"""Takes an optimizer step; its loss."""
+
+
+def samples() -> list[Sample]:
+    """Long-tailed lengths, as agents' are; half of the tokens are the policy's own, the others what it was
+    told."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i, drawn in enumerate(rng.lognormal(5, 1, SAMPLES)):
+        length = int(np.clip(drawn, 16, LONGEST))
+        mask = np.arange(length) % 64 >= 32
+        tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+        zeros, ones = np.zeros(length, np.float32), np.ones(length, np.float32)
+        versions = np.where(mask, 0, -1)
+        name = f"t{i}"
+        made.append(
+            Sample(
+                *("bench", name, name, name, (name,), (length,), None, "train", tokens, mask, zeros),
+                *(versions, ones, 0.0, {}),
+            )
+        )
+    return made
+
+
+def make_model(folder: Path) -> None:
+    """Write a Qwen3 model of 6 million parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        num_hidden_layers=4,
+        intermediate_size=4 * WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=WIDTH // 4,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def _policy(model: Path) -> Any:
+    import torch
+
+    from rollbook.ingest.engines.weights.digests import read_weights
+    from rollbook.train.config.config import OptimizerConfig
+    from rollbook.train.megatron.backend import TrainablePolicy
+    from rollbook.train.megatron.shape import read_shape
+
+    made = TrainablePolicy(
+        read_shape(model),
+        OptimizerConfig(lr=LR),
+        steps=1000,
+        device=torch.device("cpu"),
+        seed=0,
+        threads=THREADS,
+    )
+    made.load_weights(read_weights(model))
+    return made
+
+
+def ours(model: Path, *, packed: bool) -> Step:
+    """The trainer's own step of SFT, with the digests of its stages."""
+    from rollbook.store.events import StepPlanned
+    from rollbook.train.algorithms.sft import Sft
+    from rollbook.train.data.batch import build_batch, packed_partition, partition
+    from rollbook.train.data.experience import experience_of
+    from rollbook.train.loop.step import input_digests, run_step
+
+    policy, given = _policy(model), samples()
+    parts = packed_partition(given, MOST, policy.shape.work, 1) if packed else partition(len(given), ROWS)
+    algorithm = Sft(name="sft", batch_size=len(given))
+    plan = StepPlanned(
+        *(0, 1, "actor", 0, "", "", {}, "", [], parts, algorithm.model_dump(mode="json"), {}, LR, 0, {}, {}),
+        packed=packed,
+    )
+
+    def step() -> float:
+        input_digests(policy, 0)
+        batch = build_batch(experience_of(given, algorithm), parts, packed=packed)
+        return float(run_step(policy, plan, batch).metrics["loss"])
+
+    return step
+
+
+def bare(model: Path) -> Step:
+    """The same without digests, random states, metrics, and checks that numbers are finite."""
+
+    from rollbook.train.algorithms.sft import Sft
+    from rollbook.train.data.batch import MicroBatch, build_batch, packed_partition
+    from rollbook.train.data.experience import experience_of
+    from rollbook.train.loop.predictions import Predictions
+
+    policy, given = _policy(model), samples()
+    parts = packed_partition(given, MOST, policy.shape.work, 1)
+    algorithm = Sft(name="sft", batch_size=len(given))
+
+    def step() -> float:
+        batch = build_batch(experience_of(given, algorithm), parts, packed=True)
+        sums: list[torch.Tensor] = []
+
+        def loss_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            loss = -Predictions(logits, micro).logprobs().sum() / batch.trained_tokens
+            sums.append(loss.detach())
+            return loss
+
+        policy.forward_backward(batch.micro_batches, loss_of)
+        policy.optimizer_step(LR)
+        return float(sum(sums))
+
+    return step
+
+
+def plain(model: Path, *, packed: bool) -> Step:
+    """What one would write with transformers: cross-entropy, AdamW, a clipped gradient. Padded micro-batches
+    are of samples of like lengths."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(THREADS)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    given = sorted(samples(), key=len)
+    total = sum(sample.trained for sample in given)
+    micro_batches = (
+        _rows_of_packs(given) if packed else [given[i : i + ROWS] for i in range(0, SAMPLES, ROWS)]
+    )
+
+    def step() -> float:
+        optimizer.zero_grad()
+        found = 0.0
+        for some in micro_batches:
+            inputs, labels = _packed(some) if packed else _padded(some)
+            logits = policy(**inputs, use_cache=False).logits[:, :-1]
+            flat = labels[:, 1:].reshape(-1)
+            loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), flat, reduction="sum") / total
+            torch.autograd.backward(loss)
+            found += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        return found
+
+    return step
+
+
+def _rows_of_packs(given: Sequence[Sample]) -> list[list[Sample]]:
+    """As many samples in a row as fit."""
+    rows: list[list[Sample]] = [[]]
+    for sample in given:
+        if rows[-1] and sum(map(len, rows[-1])) + len(sample) > MOST:
+            rows.append([])
+        rows[-1].append(sample)
+    return rows
+
+
+def _packed(some: Sequence[Sample]) -> tuple[dict[str, Any], Any]:
+    """Samples in one row: positions begin anew, by which transformers tells them apart."""
+    import torch
+
+    tokens = torch.from_numpy(np.concatenate([s.tokens for s in some]).astype(np.int64))[None]
+    mask = torch.from_numpy(np.concatenate([s.loss_mask for s in some]))[None]
+    positions = torch.cat([torch.arange(len(s)) for s in some])[None]
+    return {"input_ids": tokens, "position_ids": positions}, tokens.where(mask, -100)
+
+
+def _padded(some: Sequence[Sample]) -> tuple[dict[str, Any], Any]:
+    import torch
+
+    longest = max(map(len, some))
+    tokens, labels = (torch.full((len(some), longest), fill) for fill in (0, -100))
+    attended = torch.zeros_like(tokens)
+    for row, sample in enumerate(some):
+        ids, mask = torch.from_numpy(sample.tokens.astype(np.int64)), torch.from_numpy(sample.loss_mask)
+        tokens[row, : len(ids)], attended[row, : len(ids)] = ids, 1
+        labels[row, : len(ids)] = ids.where(mask, -100)
+    return {"input_ids": tokens, "attention_mask": attended}, labels
+
+
+SIDES: dict[str, Callable[[Path], Step]] = {
+    OURS: lambda model: ours(model, packed=True),
+    PADDED: lambda model: ours(model, packed=False),
+    BARE: bare,
+    PLAIN: lambda model: plain(model, packed=False),
+    PLAIN_PACKED: lambda model: plain(model, packed=True),
+}
+
+
+def main() -> None:
+    """Take steps until standard input ends."""
+    side, model = sys.argv[1], Path(sys.argv[2])
+    import torch  # noqa: F401  (what is imported is not the model's memory)
+    import transformers  # noqa: F401
+
+    step: Step | None = None
+    for _ in sys.stdin:
+        begun_with = _resident()
+        step = step or SIDES[side](model)
+        begun = time.perf_counter()
+        loss = step()
+        answer = {"seconds": time.perf_counter() - begun, "loss": loss, "resident": begun_with}
+        sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _resident() -> int:
+    """Bytes of memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+if __name__ == "__main__":
+    main()
