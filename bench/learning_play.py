@@ -26,6 +26,8 @@ GROUPS, GROUP_SIZE = 16, 8
 """Problems that are played for a rollout batch, and how often each."""
 EVERY = 5
 """Rollout batches between looks at the held-out problems."""
+PAIRS_TIMES = 4
+"""Rollout batches between whose rollouts there are preferences, for each one that the others learn from."""
 PATIENCE_S = 120
 """Of who waits for trajectories: a batch takes seconds."""
 
@@ -77,8 +79,8 @@ def from_rewards(demo: Demo, server: Server, course: Course, plan: Plan) -> None
 
 
 def from_preferences(demo: Demo, server: Server, course: Course, plan: Plan) -> None:
-    """The first policy plays all problems, right answers are preferred to wrong ones, and the trainer learns
-    from these preferences alone."""
+    """The first policy plays, right answers are preferred to wrong ones, and the trainer learns from these
+    preferences alone."""
     with Agent(demo.folder, server.url) as agent:
         _play_held_out(demo, agent, plan, 0)
         _record_preferences(demo, server, agent, plan)
@@ -135,10 +137,9 @@ def _play_held_out(demo: Demo, agent: Agent, plan: Plan, batch: int) -> None:
 
 
 def _record_preferences(demo: Demo, server: Server, agent: Agent, plan: Plan) -> None:
-    """Play as many problems as the others play, and prefer right answers of a problem to wrong ones, one to
-    one."""
+    """Play problems, and prefer right answers of each to wrong ones, one to one."""
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        for batch in range(plan.batches):
+        for batch in range(PAIRS_TIMES * plan.batches):
             jobs = _jobs(demo, batch, f"pairs-{batch}", PAIRS)
             rewards = agent.work(jobs)
             for start in range(0, len(jobs), GROUP_SIZE):

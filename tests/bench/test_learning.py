@@ -128,6 +128,7 @@ def test_preferences_are_right_over_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(httpx, "Client", lambda **options: client)
     monkeypatch.setattr(learning_play, "GROUPS", 2)
     monkeypatch.setattr(learning_play, "GROUP_SIZE", 4)
+    monkeypatch.setattr(learning_play, "PAIRS_TIMES", 1)
     demo = learning._demo(tmp_path, "one_call", 0)
     learning_play._record_preferences(demo, SimpleNamespace(url=""), Player(), Plan(batches=1))  # type: ignore[arg-type]
     pairs = [(body["chosen"][-3:], body["rejected"][-3:]) for path, body in said if path == "/v1/preferences"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import fmean, median
 
 from rollbook.store.events import Json
@@ -20,20 +21,28 @@ Row = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The mean reward of a version's held-out trajectories, and the variance of that mean."""
+
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True, slots=True)
 class Course:
     """What a training did: its steps' metrics in order, and what happened beside them.
 
     Attributes:
         rows: of committed steps.
         numbers: of these steps.
-        held_out: version -> mean reward of evaluations; held_out_losses: version -> loss of held-out samples.
+        held_out: version -> reward of evaluations; held_out_losses: version -> loss of held-out samples.
         dropped: rule -> samples that it dropped; used: samples that steps consumed.
         failed: step -> error, of attempts that failed; syncs: errors of syncs that failed.
     """
 
     rows: Sequence[Row]
     numbers: Sequence[int]
-    held_out: Mapping[int, float]
+    held_out: Mapping[int, HeldOut]
     dropped: Mapping[str, int]
     used: int
     failed: Mapping[int, str]
@@ -114,19 +123,26 @@ def length_hacking(course: Course) -> Finding | None:
 
 
 def reward_hacking(course: Course) -> Finding | None:
-    """The reward in training rose while that of evaluations fell."""
+    """The reward in training rose while that of evaluations fell from its best, by a tenth of that and by
+    twice the standard error of the difference."""
     rewards = course.ends("reward")
-    if rewards is None or len(course.held_out) < 2:
+    if rewards is None or len(course.held_out) < 2 or rewards[1] <= rewards[0]:
         return None
-    held = [course.held_out[version] for version in sorted(course.held_out)]
-    if rewards[1] <= rewards[0] or held[-1] >= held[0]:
+    best = max(course.held_out, key=lambda version: course.held_out[version].mean)
+    then, now = course.held_out[best], course.held_out[max(course.held_out)]
+    fell = then.mean - now.mean
+    if fell <= max(0.1 * abs(then.mean), 2 * sqrt(then.variance + now.variance)):
         return None
     return Finding(
         "reward_hacking",
         f"the reward rose from {rewards[0]:.3g} to {rewards[1]:.3g} in training and fell from "
-        f"{held[0]:.3g} to {held[-1]:.3g} in evaluations",
+        f"{then.mean:.3g} at version {best} to {now.mean:.3g} in evaluations",
         _whole(course),
-        {"training": list(rewards), "evaluation": held},
+        {
+            "training": list(rewards),
+            "evaluation": [course.held_out[version].mean for version in sorted(course.held_out)],
+            "best_version": best,
+        },
         "SELECT max_version, avg(reward) FROM trajectories WHERE split = 'eval' GROUP BY ALL ORDER BY ALL",
         ("the reward", "algorithm.kl", "fewer steps"),
     )

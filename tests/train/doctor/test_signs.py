@@ -13,7 +13,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import RunOpened, SampleDropped, StepFailed, SyncFailed, SyncStarted
-from rollbook.train.doctor.signs import SIGNS, Course, findings
+from rollbook.train.doctor.signs import SIGNS, Course, HeldOut, findings
 
 STEPS = 40
 Of = Callable[[float], float]
@@ -39,13 +39,20 @@ def _course(**changed: Of) -> Course:
     for i in range(STEPS):
         at = i / (STEPS - 1)
         rows.append(_row(at) | {name: of(at) for name, of in changed.items()})
-    return Course(rows, range(STEPS), {0: 0.2, 10: 0.4}, {"staleness": 5}, 320, {}, [])
+    return Course(
+        rows, range(STEPS), {0: HeldOut(0.2, 1e-3), 10: HeldOut(0.4, 1e-3)}, {"staleness": 5}, 320, {}, []
+    )
+
+
+def _held_out(*means: float) -> dict[int, HeldOut]:
+    """Of a hundred trajectories each, at every fifth version."""
+    return {5 * i: HeldOut(mean, 0.25 / 100) for i, mean in enumerate(means)}
 
 
 FAULTY = {
     "entropy_collapse": _course(entropy=lambda at: 2 * 0.01**at),
     "length_hacking": _course(length_mean=lambda at: 100 + 300 * at, reward=lambda at: 0.5),
-    "reward_hacking": replace(_course(), held_out={0: 0.4, 5: 0.5, 10: 0.1}),
+    "reward_hacking": replace(_course(), held_out=_held_out(0.2, 0.5, 0.1)),
     "overfitting": replace(_course(loss=lambda at: 2 - at), held_out_losses={0: 2.0, 5: 1.4, 10: 1.6}),
     "critic_divergence": _course(explained_variance=lambda at: 0.5 - 2 * at),
     "sampler_gap": _course(engine_logprob_gap=lambda at: 0.3 if at > 0.8 else 1e-5),
@@ -78,6 +85,12 @@ def test_a_fault_is_named_alone(name: str) -> None:
     assert found.evidence
     assert found.sql.startswith("SELECT ")
     assert found.levers
+
+
+@pytest.mark.parametrize("means", [(0.2, 0.5, 0.46), (0.2, 0.5, 0.4), (0.5, 0.2, 0.6)])
+def test_chance_is_no_fall(means: tuple[float, ...]) -> None:
+    """A fall of less than a tenth, or of less than two standard errors, or that was made good."""
+    assert findings(replace(_course(), held_out=_held_out(*means))) == []
 
 
 def test_few_steps_are_not_judged() -> None:
@@ -141,3 +154,29 @@ def test_a_healthy_training_exits_with_0(fabric: Any, tmp_path: Path, cli: Calla
     code, out, _ = cli("doctor", "--store", log.path, "--run", fabric.RUN)
     assert code == 0
     assert "no sign of failure in 12 steps" in out
+
+
+def test_an_earlier_training_is_not_judged(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """An imitation whose entropy fell before, with drops, failures and a better evaluation, is no sign; at a
+    cut before the second training it is."""
+    log = rb.open(tmp_path / "two", create=True)
+    fabric.append(log, [RunOpened("train", {})], lane="train")
+    for step in range(24):
+        at = step % 12 / 11
+        metrics = _row(at) | ({"entropy": 9 * 0.01**at} if step < 12 else {"entropy": 0.1 - 0.01 * at})
+        plan = fabric.planned(step, step, phase="first" if step < 12 else f"second#{2 + step // 18}")
+        made = [StepFailed(4, 1, "actor", "no memory")] if step == 4 else []
+        made += (
+            [SampleDropped("t", f"t.{i}", "staleness", "r", 5, {}) for i in range(99)] if step == 5 else []
+        )
+        done = replace(fabric.committed(step, step + 1), metrics=metrics | {"samples": 4})
+        fabric.append(log, [plan, *made, done], lane="train")
+        if step in (2, 13, 20):
+            rewards = [1.0] * 30 if step == 2 else [0.0, 0.1] * 15
+            turns = [fabric.T(version=step)]
+            for i, reward in enumerate(rewards):
+                fabric.append(log, fabric.records(f"e{step}-{i}", turns, split="eval", reward=reward))
+    code, out, _ = cli("doctor", "--store", log.path, "--json")
+    assert (code, orjson.loads(out)["findings"], orjson.loads(out)["steps"]) == (0, [], 12)
+    code, out, _ = cli("doctor", "--store", log.path, "--as-of", "train=123", "--json")
+    assert "entropy_collapse" in [one["name"] for one in orjson.loads(out)["findings"]]
