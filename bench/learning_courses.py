@@ -48,7 +48,8 @@ class Course:
     policy: str = "actor"
 
     def steps(self, batches: int) -> int:
-        """Optimizer steps on so many rollout batches; preferences are there from the beginning, and cost none."""
+        """Optimizer steps on so many rollout batches; on preferences, which are all there from the beginning,
+        four times as many."""
         if self.learns_from == "preferences":
             return 4 * batches
         return batches * int(self.keys.get("epochs", 1)) * int(self.keys.get("mini_batches", 1))

@@ -1,4 +1,4 @@
-"""docs/diagnosis.md: its query and command run, and its signs are those of the code."""
+"""docs/diagnosis.md: its queries and commands run, and its signs are those of the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def page(root: Path) -> str:
     return (root / "docs" / "diagnosis.md").read_text()
 
 
-def test_the_query_and_the_command_run(
+def test_the_queries_and_the_commands_run(
     page: str, root: Path, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a store with a run of that name."""
@@ -36,8 +36,9 @@ def test_the_query_and_the_command_run(
     monkeypatch.chdir(tmp_path)
     run = sorted({event.run for event in one_of_everything.events()})[0]
     shutil.copytree(root / "configs", tmp_path / "configs")
-    lines = re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)
-    for line, answer in zip(lines, ('"verdict"', '"findings"'), strict=True):
+    lines = "\n".join(re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)).splitlines()
+    answers = ('"verdict"', '"findings"', "course.svg: loss, tokens_s of", "speed.png: loss, tokens_s of")
+    for line, answer in zip(lines, answers, strict=True):
         said = CliRunner().invoke(app, shlex.split(line.replace("--run demo", f"--run {run}"))[1:])
         assert said.exit_code in (0, 1), said.output
         assert answer in said.output

@@ -14,6 +14,7 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
+from rollbook.cli.plot import plot
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -313,8 +314,7 @@ def doctor(
     as_of: AsOf = "head",
     json: AsJson = False,
 ) -> None:
-    """Name the failures of which a training's log has signs: what was seen, in which steps, and what acts on
-    it.
+    """Name the failures of which a policy's newest training has signs: what was seen, and what acts on it.
 
     Exit code 0: no sign of failure; 1: some. The numbers are in the view `metrics`.
 
@@ -387,7 +387,7 @@ def import_(
     run_import(file, store, run, lane, split, model, skip_bad, json)
 
 
-for command in (score, bench, demo):
+for command in (plot, score, bench, demo):
     app.command()(command)
 
 
