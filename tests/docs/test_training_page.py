@@ -1,0 +1,76 @@
+"""docs/training.md: its configuration trains, and its commands run, in their order."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollbook.cli.app import app
+from rollbook.testing.dialogues import write_model
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.files import load_config
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    """The page."""
+    return (root / "docs" / "training.md").read_text()
+
+
+@pytest.fixture
+def work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small model, imported conversations, some of them held out, and the page's CONFIG."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    tokens = write_model(tmp_path / "my-model")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    size = {"vocab_size": tokens.get_vocab_size(), **small, **heads}
+    Qwen3ForCausalLM(Qwen3Config(**size)).save_pretrained(tmp_path / "my-model")
+    for split, numbers in (("teacher", range(80)), ("eval", range(80, 90))):
+        rows = [{"prompt": f"What is {i} + 2?", "completion": f"{i + 2}"} for i in numbers]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        _invoke(f"import rows.jsonl --store runs --run first --model my-model --split {split}")
+    [config] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "laptop.toml").write_text(config)
+    return tmp_path
+
+
+def _invoke(command: str, code: int = 0) -> str:
+    said = CliRunner().invoke(app, shlex.split(command))
+    assert said.exit_code == code, said.output
+    return said.output
+
+
+def test_the_commands_run(page: str, work: Path) -> None:
+    """In their order, for four steps: each says what it should."""
+    config = (work / "laptop.toml").read_text()
+    for key, value in (("steps", 4), ("warmup_steps", 1), ("every", 2)):
+        config = re.sub(rf"^{key} = \d+$", f"{key} = {value}", config, flags=re.MULTILINE)
+    (work / "laptop.toml").write_text(config)
+    [commands] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    preflight, train, plot, doctor, replay = (c.removeprefix("rollbook ") for c in commands.splitlines())
+    checked = {line.split()[0]: line.split()[1] for line in _invoke(preflight).splitlines() if line[0] != " "}
+    assert checked.items() >= {"model": "green", "memory": "green", "evaluation": "green"}.items()
+    _invoke(train)
+    assert _invoke(plot).startswith("first.svg: loss, ")
+    assert "healthy" in _invoke(doctor)
+    assert "bit for bit" in _invoke(replay)
+
+
+def test_each_way_of_dividing(page: str, work: Path) -> None:
+    """The table's keys are keys, alone or not at all."""
+    keys = re.findall(r"^\| `(\w+ = \d+)` ", page, re.MULTILINE)
+    assert len(keys) == 2
+    without = [line for line in (work / "laptop.toml").read_text().splitlines() if "per_micro" not in line]
+    for key in (*keys, ""):
+        (work / "other.toml").write_text("\n".join([key, *without]))
+        config = load_config(work / "other.toml", [])
+        assert isinstance(config, TrainConfig)
+        assert (config.tokens_per_micro_batch, config.micro_batch_size).count(None) == (1 if key else 2)
