@@ -31,6 +31,8 @@ PROMPT = list(range(20, 50))
 ROUTING = Routing(model.LAYERS, model.TOP_K)
 TOLERANCE = 1e-5
 """Of a logprob: float32 sums in another order."""
+TIE = 1e-5
+"""Of two experts: which one a token goes to is decided by the order of sums."""
 Act = Callable[[], Any]
 
 
@@ -245,19 +247,28 @@ class Reference:
 
     def experts(self, path: Path, ids: Sequence[int]) -> Any:
         """Which experts each position goes to, [positions, layers, topk], in no order."""
+        routed = self._routed(path, ids)
+        return np.stack([one.topk(model.TOP_K).indices.numpy() for one in routed], axis=1)
+
+    def nearest_tie(self, path: Path, ids: Sequence[int]) -> float:
+        """By how little, at least, an expert was chosen before another: so little that the order of sums may
+        decide it, and all that follows is otherwise. Infinite for a dense model."""
+        gaps = [one.topk(model.TOP_K + 1).values for one in self._routed(path, ids)]
+        return min((float((gap[:, -2] - gap[:, -1]).min()) for gap in gaps), default=np.inf)
+
+    def _routed(self, path: Path, ids: Sequence[int]) -> list[Any]:
+        """What each layer's router gives the experts, [positions, experts]; none of a dense model."""
         import torch
 
         chosen: list[Any] = []
         loaded = self._of(path)
-        hooks = [
-            layer.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[0]))
-            for layer in loaded.model.layers
-        ]
+        routers = [layer.mlp.gate for layer in loaded.model.layers if hasattr(layer.mlp, "gate")]
+        hooks = [router.register_forward_hook(lambda _, __, out: chosen.append(out[0])) for router in routers]
         with torch.no_grad():
             loaded(torch.tensor([list(ids)]))
         for hook in hooks:
             hook.remove()
-        return np.stack([one.topk(model.TOP_K).indices.numpy() for one in chosen], axis=1)
+        return chosen
 
 
 @pytest.fixture(scope="session")
