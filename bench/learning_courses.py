@@ -49,9 +49,9 @@ class Course:
 
     def steps(self, batches: int) -> int:
         """Optimizer steps on so many rollout batches; on preferences, which are all there from the beginning,
-        four times as many."""
+        twice as many."""
         if self.learns_from == "preferences":
-            return 4 * batches
+            return 2 * batches
         return batches * int(self.keys.get("epochs", 1)) * int(self.keys.get("mini_batches", 1))
 
 
@@ -77,7 +77,7 @@ COURSES = {
         Course("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", keys=GROUPED),
         Course("decoupled_ppo", "decoupled_ppo", keys=GROUPED | {"mini_batches": 2}),
         Course("ppo", "ppo", keys=SINGLE | {"mini_batches": 2}, critic={"lr": 1e-3, "alone_steps": 4}),
-        Course("dpo", "dpo", 3e-4, {"batch_size": 64, "beta": 0.1}, learns_from="preferences"),
+        Course("dpo", "dpo", 1e-4, {"batch_size": 64, "beta": 0.1}, learns_from="preferences"),
         Course("grpo_scored", "grpo", keys=GROUPED, recipe={"reward_source": SCORES}, learns_from="scores"),
     )
 }
