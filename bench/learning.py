@@ -20,6 +20,7 @@ from rollbook import store
 from rollbook.bench.figure import Figure, Outcome, Spread, spread
 from rollbook.bench.learning_courses import COURSES, TASKS, Course
 from rollbook.bench.learning_play import LEARN, Plan, first_policy
+from rollbook.cli.pictures import pyplot
 from rollbook.cli.terminal import Console
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import Process, Server, rollbook_command
@@ -159,14 +160,10 @@ def outcome(measured: Measured) -> Outcome:
 
 def plot(learnt: list[Learnt], file: Path) -> None:
     """Draw the held-out reward of every algorithm over its optimizer steps, a panel a task, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plots = pyplot()
     tasks = list(dict.fromkeys(one.task for one in learnt))
     size = (7 * len(tasks), 5)
-    figure, panels = pyplot.subplots(1, len(tasks), figsize=size, layout="constrained", squeeze=False)
+    figure, panels = plots.subplots(1, len(tasks), figsize=size, layout="constrained", squeeze=False)
     for task, axes in zip(tasks, panels[0], strict=True):
         shown = [one for one in learnt if one.task == task]
         for one, marker in zip(shown, "osv^<>DPX*dh" * 2, strict=False):
@@ -180,4 +177,4 @@ def plot(learnt: list[Learnt], file: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right", fontsize="small", ncols=2)
     figure.savefig(file, dpi=130)
-    pyplot.close(figure)
+    plots.close(figure)

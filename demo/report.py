@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook import store
+from rollbook.cli.pictures import pyplot
 
 REWARD_BY_VERSION = """\
 SELECT max_version AS version, split, count(*) AS rollouts, avg(reward) AS reward
@@ -30,12 +31,8 @@ def reward_by_version(path: Path) -> list[VersionReward]:
 
 def plot(rows: list[VersionReward], file: Path) -> None:
     """Draw the rewards over the policy versions as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(7, 4), layout="constrained")
     train = [r for r in rows if r.split == "train"]
     held_out = [r for r in rows if r.split == "eval"]
     axes.plot([r.version for r in train], [r.reward for r in train], marker=".", label="training rollouts")
@@ -51,4 +48,4 @@ def plot(rows: list[VersionReward], file: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(file, dpi=130)
-    pyplot.close(figure)
+    plots.close(figure)

@@ -8,24 +8,18 @@ second is abandoned and taken once more. What they say is in `format-1-abandoned
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+from golden_store import write_golden
+
 from rollbook.store.events import (
     CheckpointWritten,
-    Event,
     PolicyPublished,
     StepAbandoned,
     StepCommitted,
     StepPlanned,
 )
-from rollbook.store.events.event_json import as_json
-from rollbook.store.open import open_store
-from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
-from rollbook.store.sealed.unit import current_units
-from rollbook.store.settings import AppendSettings, SealSettings
 
 FOLDER = Path(__file__).parent / "format-1-abandoned"
 STORE_ID = "01900000-0000-7000-8000-000000000004"
@@ -51,31 +45,11 @@ def written(version: int, digest: str, parent: int | None) -> list[Any]:
 
 def main() -> None:
     """Write the store."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    open_store(FOLDER, create=True)
-    (FOLDER / "STORE.json").write_text(f'{{"format":1,"id":"{STORE_ID}","created_us":0}}\n')
-    log, made = open_store(FOLDER), 0
     segments: list[list[Any]] = [
         [*step(0, 0), *written(1, "w1", 0), *step(1, 1)],
         [StepAbandoned(1, 1, "actor", 2, 1, 3), *written(3, "w1", 1), *step(2, 3)],
     ]
-    for records in segments:
-        with log.writer("train", AppendSettings()) as writer:
-            events = [
-                Event(record, "golden", f"e-{made + i:02}", 1_900_000_000_000_000 + made + i)
-                for i, record in enumerate(records)
-            ]
-            writer.append(events).result()
-            made += len(events)
-        if records is segments[0]:
-            list(seal_closed(log.path, "train", SealSettings(), all_of_it=True))
-            remove_sealed_wal(log.path, "train", current_units(log.path, "train"), 0)
-    lines = [json.dumps(as_json(event), ensure_ascii=False) for event in log.events()]
-    FOLDER.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    for path in [*FOLDER.glob("catalog.db*"), *FOLDER.glob("lanes/*/LOCK")]:
-        path.unlink()
-    for name in ("claims", "leases", "derived"):
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
+    write_golden(FOLDER, STORE_ID, "train", segments)
 
 
 if __name__ == "__main__":

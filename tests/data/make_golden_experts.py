@@ -9,28 +9,22 @@ say is in `format-1-experts.jsonl`.
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from golden_store import write_golden
 
 from rollbook.store.events import (
-    Event,
     TrajectoryOpened,
     TurnCompleted,
     TurnRequested,
     VersionSpan,
     token_ids,
 )
-from rollbook.store.events.event_json import as_json
 from rollbook.store.events.routed_experts import pack
 from rollbook.store.fold.trajectory import prompt_sha256
-from rollbook.store.open import open_store
-from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
-from rollbook.store.sealed.unit import current_units
-from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.settings import AppendSettings
 
 FOLDER = Path(__file__).parent / "format-1-experts"
 STORE_ID = "01900000-0000-7000-8000-000000000002"
@@ -70,10 +64,6 @@ def turn(name: str, parent: str | None, prompt: list[int], new: int, routed: dic
 
 def main() -> None:
     """Write the store."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    open_store(FOLDER, create=True)
-    (FOLDER / "STORE.json").write_text(f'{{"format":1,"id":"{STORE_ID}","created_us":0}}\n')
-    log, made = open_store(FOLDER), 0
     long = list(range(100, 200))
     segments = [
         [
@@ -86,23 +76,14 @@ def main() -> None:
             *turn("u4", "u1", [*long, 5, 6, 7, 9], 1, experts(102, 4, 512)),
         ],
     ]
-    for records in segments:
-        with log.writer("serve", AppendSettings(body_bytes=256)) as writer:
-            events = [
-                Event(record, "golden", f"e-{made + i:02}", 1_800_000_000_000_000 + made + i)
-                for i, record in enumerate(records)
-            ]
-            writer.append(events).result()
-            made += len(events)
-        if records is segments[0]:
-            list(seal_closed(log.path, "serve", SealSettings(), all_of_it=True))
-            remove_sealed_wal(log.path, "serve", current_units(log.path, "serve"), 0)
-    lines = [json.dumps(as_json(event), ensure_ascii=False) for event in log.events()]
-    FOLDER.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    for path in [*FOLDER.glob("catalog.db*"), *FOLDER.glob("lanes/*/LOCK")]:
-        path.unlink()
-    for name in ("claims", "leases", "derived"):
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
+    write_golden(
+        FOLDER,
+        STORE_ID,
+        "serve",
+        segments,
+        first_us=1_800_000_000_000_000,
+        settings=AppendSettings(body_bytes=256),
+    )
 
 
 if __name__ == "__main__":

@@ -9,17 +9,12 @@ live one with another. What they say is in `format-1-preferences.jsonl`.
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from rollbook.store.events import Event, PreferenceAdded, TrajectoryFinished, TrajectoryOpened
-from rollbook.store.events.event_json import as_json
-from rollbook.store.open import open_store
-from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
-from rollbook.store.sealed.unit import current_units
-from rollbook.store.settings import AppendSettings, SealSettings
+from golden_store import write_golden
+
+from rollbook.store.events import PreferenceAdded, TrajectoryFinished, TrajectoryOpened
 
 FOLDER = Path(__file__).parent / "format-1-preferences"
 STORE_ID = "01900000-0000-7000-8000-000000000008"
@@ -37,27 +32,7 @@ def segments() -> list[list[Any]]:
 
 def main() -> None:
     """Write the store."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    open_store(FOLDER, create=True)
-    (FOLDER / "STORE.json").write_text(f'{{"format":1,"id":"{STORE_ID}","created_us":0}}\n')
-    log, made = open_store(FOLDER), 0
-    for number, records in enumerate(segments()):
-        with log.writer("serve", AppendSettings()) as writer:
-            events = [
-                Event(record, "golden", f"e-{made + i:02}", 1_900_000_000_000_000 + made + i)
-                for i, record in enumerate(records)
-            ]
-            writer.append(events).result()
-            made += len(events)
-        if not number:
-            list(seal_closed(log.path, "serve", SealSettings(), all_of_it=True))
-            remove_sealed_wal(log.path, "serve", current_units(log.path, "serve"), 0)
-    lines = [json.dumps(as_json(event), ensure_ascii=False) for event in log.events()]
-    FOLDER.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    for path in [*FOLDER.glob("catalog.db*"), *FOLDER.glob("lanes/*/LOCK")]:
-        path.unlink()
-    for name in ("claims", "leases", "derived"):
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
+    write_golden(FOLDER, STORE_ID, "serve", segments())
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ since it was damaged; lane `upkeep` says so. What they say is in `format-1-repai
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
+from golden_store import begin_golden, end_golden
+
 from rollbook.store.events import Event, SegmentRepaired, TrajectoryFinished, TrajectoryOpened
-from rollbook.store.events.event_json import as_json
-from rollbook.store.open import open_store
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
 
@@ -24,10 +22,7 @@ STORE_ID = "01900000-0000-7000-8000-000000000005"
 
 def main() -> None:
     """Write the store."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    open_store(FOLDER, create=True)
-    (FOLDER / "STORE.json").write_text(f'{{"format":1,"id":"{STORE_ID}","created_us":0}}\n')
-    log = open_store(FOLDER)
+    log = begin_golden(FOLDER, STORE_ID)
     said = SegmentRepaired("notes", 1, "00000001-00000002.1", 0, 1, "checksum mismatch")
     one = [("notes", TrajectoryOpened("t1", "one")), ("notes", TrajectoryFinished("t1"))]
     for number, (lane, record) in enumerate([*one, ("upkeep", said)]):
@@ -37,12 +32,7 @@ def main() -> None:
         if number == 1:
             list(seal_closed(log.path, "notes", SealSettings(), all_of_it=True))
     (FOLDER / "lanes" / "notes" / "00000001.wal").unlink()
-    lines = [json.dumps(as_json(event), ensure_ascii=False) for event in log.events()]
-    FOLDER.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    for path in [*FOLDER.glob("catalog.db*"), *FOLDER.glob("lanes/*/LOCK")]:
-        path.unlink()
-    for name in ("claims", "leases", "derived"):
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
+    end_golden(log)
 
 
 if __name__ == "__main__":

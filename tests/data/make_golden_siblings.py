@@ -9,19 +9,14 @@ another engine was asked instead of u5. What they say is in `format-1-siblings.j
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollbook.store.events import Event, TrajectoryOpened, TurnFailed, TurnRequested
-from rollbook.store.events.event_json import as_json
+from golden_store import write_golden
+
+from rollbook.store.events import TrajectoryOpened, TurnFailed, TurnRequested
 from rollbook.store.fold.siblings import as_sibling
-from rollbook.store.open import open_store
-from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
-from rollbook.store.sealed.unit import current_units
-from rollbook.store.settings import SealSettings
 
 FOLDER = Path(__file__).parent / "format-1-siblings"
 STORE_ID = "01900000-0000-7000-8000-000000000003"
@@ -51,10 +46,6 @@ def asked(names: list[str], parent: str | None, request: dict[str, Any], wire: d
 
 def main() -> None:
     """Write the store."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    open_store(FOLDER, create=True)
-    (FOLDER / "STORE.json").write_text(f'{{"format":1,"id":"{STORE_ID}","created_us":0}}\n')
-    log, made = open_store(FOLDER), 0
     tools = {"tools": [{"type": "function", "function": {"name": "add"}}], "n": 3}
     items = {"endpoint": "/v1/responses", "digest": "d2", "shared_items": 0, "items": [{"role": "user"}]}
     responses = asked(["u4", "u5"], "u1", {"store": True}, items)
@@ -63,23 +54,7 @@ def main() -> None:
         [TrajectoryOpened("t1", "alpha"), *asked(["u1", "u2", "u3"], None, tools, {"digest": "d1"})],
         [*responses, TurnFailed("t1", "u5", "the engine went away"), again],
     ]
-    for records in segments:
-        with log.writer("serve") as writer:
-            events = [
-                Event(record, "golden", f"e-{made + i:02}", 1_800_000_000_000_000 + made + i)
-                for i, record in enumerate(records)
-            ]
-            writer.append(events).result()
-            made += len(events)
-        if records is segments[0]:
-            list(seal_closed(log.path, "serve", SealSettings(), all_of_it=True))
-            remove_sealed_wal(log.path, "serve", current_units(log.path, "serve"), 0)
-    lines = [json.dumps(as_json(event), ensure_ascii=False) for event in log.events()]
-    FOLDER.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    for path in [*FOLDER.glob("catalog.db*"), *FOLDER.glob("lanes/*/LOCK")]:
-        path.unlink()
-    for name in ("claims", "leases", "derived"):
-        shutil.rmtree(FOLDER / name, ignore_errors=True)
+    write_golden(FOLDER, STORE_ID, "serve", segments, first_us=1_800_000_000_000_000)
 
 
 if __name__ == "__main__":

@@ -300,6 +300,11 @@ class TrainConfig(Table):
             check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
         return self
 
+    @property
+    def packed(self) -> bool:
+        """Whether samples are packed, instead of padded."""
+        return self.tokens_per_micro_batch is not None
+
     def as_json(self) -> Json:
         """Plain JSON values."""
         return self.model_dump(mode="json")

@@ -46,7 +46,6 @@ class Evaluation:
     ) -> None:
         self._config, self._log, self._trainer, self._history = config, log, trainer, history
         self._samples, self._cut = samples, cut
-        self._packed = config.tokens_per_micro_batch is not None
         earlier, steps = history.evaluations_of(family), history.of_family(family)
         self._versions = {record.policy_version for record in earlier}
         self._first = steps[0].planned.policy_version if steps else trainer.version
@@ -120,7 +119,7 @@ class Evaluation:
                 references.append(self._reference(samples))
             scores = Scores(reference_logprobs=references[at])
             batch = build_batch(
-                experience_of(samples, algorithm, scores), _whole(samples), packed=self._packed
+                experience_of(samples, algorithm, scores), _whole(samples), packed=self._config.packed
             )
             sums += self._trainer.policy.forward(batch.micro_batches, read)
             tokens, count = tokens + batch.trained_tokens, count + batch.trained_samples
@@ -137,7 +136,7 @@ class Evaluation:
         references = References(self._log, self._history)
         masks = trained_masks(samples)
         policy, algorithm = self._trainer.policy, self._config.algorithm
-        of = score(policy, algorithm, samples, masks, _whole(samples), references, packed=self._packed)
+        of = score(policy, algorithm, samples, masks, _whole(samples), references, packed=self._config.packed)
         return of.reference_logprobs
 
 

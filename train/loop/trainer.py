@@ -293,7 +293,7 @@ class Trainer:
             environment=self._environment,
             rollout_batch=in_hand.described(self._divide),
             critic=self._critic_plan(),
-            packed=config.tokens_per_micro_batch is not None,
+            packed=config.packed,
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:

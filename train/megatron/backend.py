@@ -202,7 +202,7 @@ class TrainablePolicy:
         if not self.shape.scores:
             return outputs
         placed = outputs.new_zeros((*micro.tokens.shape, self.shape.scores))
-        return placed.index_put((of.rows, of.columns), outputs)
+        return placed.index_put((of.rows, of.positions[0]), outputs)
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of which no step is taken."""

@@ -22,7 +22,7 @@ class Pack:
         tokens, positions: int64 [1, P]; positions begin anew with each sample.
         documents: where samples begin and end, as Megatron's attention takes it.
         before_trained: int64 [N], the places whose next token is trained.
-        rows, columns: int64 [P], the place of each token in the micro-batch's arrays [B, T].
+        rows: int64 [P], the sample of each token.
     """
 
     tokens: torch.Tensor
@@ -30,7 +30,6 @@ class Pack:
     documents: Any
     before_trained: torch.Tensor
     rows: torch.Tensor
-    columns: torch.Tensor
 
 
 def pack(micro: MicroBatch, device: torch.device) -> Pack:
@@ -43,7 +42,7 @@ def pack(micro: MicroBatch, device: torch.device) -> Pack:
     ends = np.cumsum([0, *micro.lengths])
     places = (micro.tokens[real], columns, np.flatnonzero(next_trained[real]), rows)
     tokens, positions, before, at = (torch.from_numpy(array).to(device) for array in places)
-    return Pack(tokens[None], positions[None], documents(ends, device), before, at, positions)
+    return Pack(tokens[None], positions[None], documents(ends, device), before, at)
 
 
 def documents(ends: npt.NDArray[np.int64], device: torch.device) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollbook.cli.pictures import pyplot
 from rollbook.cli.runs import check_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.terminal import print_json, say
@@ -184,12 +185,12 @@ def draw(curves: Sequence[Curve], output: Path, by: str) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    pyplot = _pyplot()
+    plots = pyplot()
     panels, runs = _panels(curves), list(dict.fromkeys(curve.run for curve in curves))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     size = (4.6 * columns, 2.9 * rows)
-    figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    figure, grid = plots.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     places: list[Any] = list(grid.flat)
     for panel, axes in zip(panels, places, strict=False):
         for curve in (one for one in curves if one.panel == panel):
@@ -207,15 +208,4 @@ def draw(curves: Sequence[Curve], output: Path, by: str) -> None:
     for axes in places[len(panels) :]:
         axes.set_axis_off()
     figure.savefig(output, dpi=130)
-    pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("rollbook plot draws with matplotlib: pip install 'rollbook[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    plots.close(figure)
