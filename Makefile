@@ -20,7 +20,7 @@ EXACT := $(INSTALL) --no-deps
 # compiles nothing: the first import does, a sixth of what is installed.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-bench test-clients test-crashes test-hostile test-parity test-sglang check lint types fmt bench wheel clean
+.PHONY: demo test test-bench test-clients test-crashes test-hostile test-parity test-ranks test-sglang check lint types fmt bench wheel clean
 
 $(UV_HOME)/$(UV_VERSION):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -39,10 +39,13 @@ demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 	$(BIN)/rollbook demo --replace
 
 test: $(STAMP)  ## the tests, but for those below; those of one file stay together
-	$(PYTEST) -m "not crashes"
+	$(PYTEST) -m "not crashes and not ranks"
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
 	$(PYTEST) -m crashes
+
+test-ranks: $(STAMP)  ## trainings over two and four ranks, and ranks that die or hang
+	$(BIN)/pytest -m ranks tests/train tests/docs --numprocesses 2 --dist loadfile
 
 test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model folders, planted secrets
 	$(PYTEST) tests/hostile

@@ -125,16 +125,16 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
     from rollbook.train.data.recipe import select
     from rollbook.train.data.samples import all_samples
     from rollbook.train.data.selection import Selection
-    from rollbook.train.loop.environment import fingerprint
     from rollbook.train.loop.trainer import Trainer
+    from rollbook.train.megatron.ranks import Ranks
 
     config = parse_config(tomllib.loads(config_text(model, len(steps), algorithm)), "CONFIG")
     own = {lane: count for lane, count in log.head().items() if lane != TRAIN_LANE}
     with log.writer(TRAIN_LANE) as writer:
         history = fold_history(log.events(None, own), RUN, POLICY)
-        trainer = Trainer(config, log, writer, history, family_in(history, config, "tail"))
+        trainer = Trainer(config, log, writer, history, family_in(history, config, "tail"), Ranks())
         said = config.as_json() | {"source": "tail", "steps_done": 0}
-        trainer.write(RunOpened("train", said, environment=fingerprint(trainer.policy.device)))
+        trainer.write(RunOpened("train", said, environment=trainer.environment))
         for chosen in steps:
             found = log.trajectories(ids=chosen)
             samples = all_samples(found[trajectory_id] for trajectory_id in chosen)

@@ -131,14 +131,12 @@ def bare(model: Path) -> Step:
 
     def step() -> float:
         batch = build_batch(experience_of(given, algorithm), parts, packed=True)
-        sums: list[torch.Tensor] = []
 
-        def loss_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        def loss_of(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             loss = -Predictions(logits, micro).logprobs().sum() / batch.trained_tokens
-            sums.append(loss.detach())
-            return loss
+            return loss, loss.detach()
 
-        policy.forward_backward(batch.micro_batches, loss_of)
+        sums: list[torch.Tensor] = policy.forward_backward(batch.micro_batches, loss_of)
         policy.optimizer_step(LR)
         return float(sum(sums))
 

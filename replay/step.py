@@ -15,14 +15,16 @@ from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.loop.critic import recorded_critic, restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
-from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.shape import read_shape
 
 
@@ -68,6 +70,7 @@ def replay_step(
 
     Raises:
         TrainError: it names some, and they are not trusted, or cannot be loaded.
+        RankError: the step was taken by several ranks, and one of those that are started here ended.
         ReplayError: no such committed step, or several runs have one.
         ModelError: the checkpoint's files are damaged.
         CorruptionError: the log is damaged.
@@ -80,9 +83,11 @@ def replay_step(
             load_part(name)
     base, between = history.base_for(step, plan.phase)
     device = choose_device(str(plan.environment["device"]).split(":")[0])
-    trainable, critic = _restored(log, base, plan, device)
-    experiences = Experiences(trainable, References(log, history), critic)
-    reran, last = _run_until_different(log, trainable, experiences, [*between, target], history.run)
+    with Ranks(*recorded_parallel(plan.environment.get("parallel") or {})) as ranks:
+        trainable, critic = _restored(log, base, plan, device, ranks)
+        experiences = Experiences(trainable, References(log, history), critic)
+        reran, last = _run_until_different(log, trainable, experiences, [*between, target], history.run)
+        layout = ranks.described
     return StepReplay(
         run=history.run,
         step=step,
@@ -98,13 +103,13 @@ def replay_step(
             if s in last.recorded or s in last.found
         },
         metrics=last.metrics,
-        environment=differences(plan.environment, fingerprint(device, plan.algorithm)),
+        environment=differences(plan.environment, fingerprint(device, plan.algorithm, layout)),
     )
 
 
 def _restored(
-    log: Store, base: CheckpointWritten, plan: StepPlanned, device: torch.device
-) -> tuple[TrainablePolicy, TrainablePolicy | None]:
+    log: Store, base: CheckpointWritten, plan: StepPlanned, device: torch.device, ranks: Ranks
+) -> tuple[Policy, Policy | None]:
     """The policy, and the critic if the step has one, as they were when a checkpoint was written."""
     checkpoint = place_inside(log.path, base.path)
     shape, held, threads = (
@@ -113,7 +118,8 @@ def _restored(
         int(plan.environment["threads"]),
     )
     goes_on = base.phase == plan.phase
-    policy = TrainablePolicy(
+    policy = ranks.policy(
+        "actor",
         shape,
         OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer)),
         steps=1,
@@ -126,6 +132,7 @@ def _restored(
     if plan.critic is None:
         return policy, None
     critic = restored_critic(
+        ranks,
         shape,
         recorded_critic(plan),
         held,
@@ -139,7 +146,7 @@ def _restored(
 
 
 def _run_until_different(
-    log: Store, policy: TrainablePolicy, experiences: Experiences, steps: list[CommittedStep], run: str
+    log: Store, policy: Policy, experiences: Experiences, steps: list[CommittedStep], run: str
 ) -> tuple[list[int], RerunStep]:
     reran: list[int] = []
     for result in rerun_steps(log, policy, experiences, steps, run):

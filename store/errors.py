@@ -26,6 +26,7 @@
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
     ├── TrainError               a training run that cannot go on
     │   ├── IdleError            no samples came for a step in the time that is waited for them
+    │   ├── RankError            a rank of the training ended, hangs, or did not come
     │   └── NotFiniteError       a step's numbers overflowed, or are none; nothing of it was committed
     └── ReplayError              a step that cannot be replayed at all
 
@@ -148,6 +149,10 @@ class TrainError(RollbookError):
 
 class IdleError(TrainError):
     """No samples that fill a step arrived within the idle timeout."""
+
+
+class RankError(TrainError):
+    """A rank of the training ended, hangs, or did not come; it is named, with its last words."""
 
 
 class NotFiniteError(TrainError):

@@ -275,13 +275,12 @@ def train(
     as_of: str = "head",
     lane: str = "train",
     abandon_after: int | None = None,
+    ranks: int = 1,
 ) -> None:
     """`rollbook train` in this process."""
-    from rollbook.cli.training import TrainingProgress
-    from rollbook.train.loop.loop import train as run
+    from rollbook.cli.training import run_train
 
-    with TrainingProgress() as progress:
-        run(settings, log.path, source, as_of, lane, progress, abandon_after)
+    run_train(settings, log.path, source, as_of, lane, abandon_after, ranks)
 
 
 @functools.cache

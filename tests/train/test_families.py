@@ -120,15 +120,13 @@ def _masked_loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 def _run(policy: TrainablePolicy, micro: MicroBatch) -> tuple[torch.Tensor, float]:
     """Logits and loss of one forward and backward pass; the gradients stay in the policy."""
-    seen: list[Any] = []
 
-    def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
+    def loss_of(logits: torch.Tensor, one: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, float]]:
         loss = _masked_loss(logits, one)
-        seen.extend((logits.detach().clone(), float(loss)))
-        return loss
+        return loss, (logits.detach().clone(), float(loss))
 
-    policy.forward_backward((micro,), loss_of)
-    return seen[0], seen[1]
+    (seen,) = policy.forward_backward((micro,), loss_of)
+    return seen
 
 
 @EACH
@@ -189,12 +187,12 @@ def test_packed_samples_see_themselves_alone(models: Any, case: str) -> None:
     micro, policy = replace(micro, loss_mask=mask), _policy(models[case][0])
     said, gradients, shapes = [], [], []
 
-    def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
+    def loss_of(logits: torch.Tensor, one: MicroBatch) -> tuple[torch.Tensor, None]:
         shapes.append(logits.shape)
         of, trained = Predictions(logits, one), torch.from_numpy(mask[:, 1:])
         values = torch.stack([of.logprobs()[trained], of.entropies()[trained]])
         said.append(values.detach())
-        return (values * torch.tensor([[-1.0], [0.3]])).sum()
+        return (values * torch.tensor([[-1.0], [0.3]])).sum(), None
 
     for one in (micro, replace(micro, lengths=lengths)):
         policy.forward_backward((one,), loss_of)
@@ -228,10 +226,10 @@ def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
     """Rows in one micro-batch, or each in its own, add up to the same gradient (to rounding)."""
     micro, policy = _micro(), _policy(models["qwen3-tied"][0])
 
-    def loss_of(logits: torch.Tensor, one: MicroBatch) -> torch.Tensor:
+    def loss_of(logits: torch.Tensor, one: MicroBatch) -> tuple[torch.Tensor, None]:
         tokens, temperatures = torch.from_numpy(one.tokens), torch.from_numpy(one.temperatures)
         loss = -token_logprobs(logits, tokens, temperatures)
-        return torch.where(torch.from_numpy(one.loss_mask[:, 1:]), loss, 0.0).sum() / 7
+        return torch.where(torch.from_numpy(one.loss_mask[:, 1:]), loss, 0.0).sum() / 7, None
 
     policy.forward_backward((micro,), loss_of)
     whole = {name: g.clone() for name, g in policy.gradients().items()}

@@ -120,3 +120,14 @@ def recorded_algorithm(values: Json) -> Algorithm:
         raise TrainError(
             f"algorithm {name!r}, key {key!r}: {first['msg']} (got {first['input']!r})"
         ) from error
+
+
+def sent_algorithm(values: Json) -> Algorithm:
+    """The algorithm that another rank of the same training names, whose own parts are imported here too.
+
+    Raises:
+        TrainError: a part cannot be loaded here.
+    """
+    for name in named_parts(values):
+        load_part(name)
+    return recorded_algorithm(values)

@@ -23,6 +23,7 @@ from rollbook.store.redaction import shown
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
+from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.table import Count, Positive, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -254,6 +255,8 @@ class TrainConfig(Table):
     """The optimizer and its learning-rate schedule."""
     critic: CriticConfig | None = None
     """The critic of an algorithm that has one; absent: with all defaults."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the training is spread over its ranks."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
     evaluation: EvaluationConfig | None = None
@@ -288,6 +291,10 @@ class TrainConfig(Table):
             raise ValueError(
                 "[sync]: engines serve policies, and "
                 f"{self.algorithm.algorithm_name} trains a reward model: leave the table out"
+            )
+        if "muon" in (self.optimizer.name, self.critic and self.critic.name) and self.parallel.tensor > 1:
+            raise ValueError(
+                'optimizer.name "muon" takes whole matrices: leave parallel.tensor 1, or take "adamw"'
             )
         steps = self.algorithm.demand.steps
         if self.steps % steps:
@@ -335,6 +342,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "admission": {"": AdmissionConfig},
     "optimizer": {"": OptimizerConfig},
     "critic": {"": CriticConfig},
+    "parallel": {"": ParallelConfig},
     "sync": {"": SyncConfig},
     "evaluation": {"": EvaluationConfig},
     "stop": {"": StopRule},

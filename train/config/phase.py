@@ -18,7 +18,7 @@ from rollbook.train.config.config import TrainConfig
 FREE = frozenset(
     {
         *("steps", "checkpoint_every", "threads", "device", "engine_gap_alarm", "idle_timeout_s"),
-        *("sync", "model", "admission", "on_not_finite", "evaluation", "stop"),
+        *("sync", "model", "admission", "on_not_finite", "evaluation", "stop", "parallel"),
     }
 )
 """Keys that may change between restarts of the same training."""

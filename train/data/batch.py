@@ -11,12 +11,22 @@ import numpy.typing as npt
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.rollouts import Floats, Singles
-from rollbook.train.data.balance import packs
+from rollbook.train.data.balance import evenly, packs_of_ranks
 from rollbook.train.data.experience import Experience
 from rollbook.train.data.samples import Sample
 
 Partition = list[list[list[int]]]
 """Data-parallel rank -> micro-batch -> positions of its samples in the batch."""
+
+
+def micro_batches_of(parts: Partition) -> list[list[int]]:
+    """The micro-batches of all data-parallel ranks, rank by rank."""
+    return [part for rank in parts for part in rank]
+
+
+def shares_of(parts: Partition) -> tuple[int, ...]:
+    """How many micro-batches each data-parallel rank takes."""
+    return tuple(map(len, parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +60,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The experience of a step's samples, and their micro-batches."""
+    """The experience of a step's samples, their micro-batches rank by rank, and how many are each rank's."""
 
     experience: Experience
     micro_batches: tuple[MicroBatch, ...]
+    shares: tuple[int, ...]
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -86,17 +97,28 @@ class Batch:
         return {"samples": digest_arrays(arrays | layout)} | self.experience.digests()
 
 
-def partition(count: int, micro_batch_size: int | None) -> Partition:
-    """One rank; samples in order, `micro_batch_size` (default: all) to a micro-batch."""
-    size = micro_batch_size or max(count, 1)
-    return [[list(range(i, min(i + size, count))) for i in range(0, count, size)]]
+def partition(count: int, micro_batch_size: int | None, ranks: int = 1, unit: int = 1) -> Partition:
+    """Samples in order, shared out evenly over the ranks; `micro_batch_size` (default: all) to a micro-batch.
+
+    Args:
+        unit: samples that lie together in one micro-batch, as the two of a pair do.
+    """
+    size = max((micro_batch_size or max(count, 1)) // unit, 1)
+    shares = evenly(range(count // unit), ranks)
+    return [
+        [
+            [at * unit + i for at in share[start : start + size] for i in range(unit)]
+            for start in range(0, len(share), size)
+        ]
+        for share in shares
+    ]
 
 
 def packed_partition(
-    samples: Sequence[Sample], most: int, work: Callable[[int], int], unit: int
+    samples: Sequence[Sample], most: int, work: Callable[[int], int], unit: int, ranks: int = 1
 ) -> Partition:
-    """One rank; micro-batches of at most `most` tokens, of about equal work. A longer sample is one of its
-    own.
+    """Ranks of about equal work, and on each micro-batches of at most `most` tokens, of about equal work, as
+    many on each rank. A longer sample is one of its own.
 
     Args:
         work: of a forward pass over a sample of so many tokens.
@@ -104,8 +126,11 @@ def packed_partition(
     """
     starts = range(0, len(samples), unit)
     units = [[len(sample) for sample in samples[start : start + unit]] for start in starts]
-    places = packs([sum(one) for one in units], [sum(map(work, one)) for one in units], most)
-    return [[[at * unit + i for at in part for i in range(unit)] for part in places]]
+    lengths, works = [sum(one) for one in units], [sum(map(work, one)) for one in units]
+    return [
+        [[at * unit + i for at in part for i in range(unit)] for part in parts]
+        for parts in packs_of_ranks(lengths, works, most, ranks)
+    ]
 
 
 def build_batch(experience: Experience, parts: Partition, *, packed: bool = False) -> Batch:
@@ -114,7 +139,8 @@ def build_batch(experience: Experience, parts: Partition, *, packed: bool = Fals
     Args:
         packed: the model is given the samples of a micro-batch one after the other, without padding.
     """
-    return Batch(experience, tuple(_collate(experience, part, packed) for part in parts[0]))
+    micro_batches = tuple(_collate(experience, part, packed) for part in micro_batches_of(parts))
+    return Batch(experience, micro_batches, shares_of(parts))
 
 
 def collate_tokens(

@@ -13,11 +13,13 @@ import torch
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.registry import sent_algorithm
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
 from rollbook.train.data.batch import Batch, MicroBatch
-from rollbook.train.loop.finite import check_tensors, check_tokens
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.loop.finite import check_tokens, digest_stage
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.score_head import with_head
 from rollbook.train.megatron.shape import ModelShape
 
@@ -28,6 +30,7 @@ def critic_shape(shape: ModelShape) -> ModelShape:
 
 
 def restored_critic(
+    ranks: Ranks,
     shape: ModelShape,
     config: CriticConfig,
     held: Checkpoint,
@@ -37,15 +40,15 @@ def restored_critic(
     device: torch.device,
     seed: int,
     threads: int,
-) -> TrainablePolicy:
+) -> Policy:
     """The critic as it was when a checkpoint was written, or as it starts from the checkpoint's policy.
 
     Args:
         goes_on: whether the checkpoint is one of the training that the critic is of.
         steps: that its schedule spans.
     """
-    critic = TrainablePolicy(
-        critic_shape(shape), config, steps=steps, device=device, seed=seed, threads=threads
+    critic = ranks.policy(
+        "critic", critic_shape(shape), config, steps=steps, device=device, seed=seed, threads=threads
     )
     if goes_on and held.critic is not None:
         critic.load_weights(held.critic)
@@ -61,7 +64,7 @@ def recorded_critic(plan: StepPlanned) -> CriticConfig:
     return CriticConfig.model_validate_json(orjson.dumps(plan.critic["optimizer"]))
 
 
-def critic_inputs(critic: TrainablePolicy) -> Json:
+def critic_inputs(critic: Policy) -> Json:
     """Digests of what the critic starts a step from."""
     return {
         "critic_input_weights": critic.weights_digest(),
@@ -83,7 +86,7 @@ class CriticResult:
 
 
 def run_critic(
-    critic: TrainablePolicy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
+    critic: Policy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
 ) -> CriticResult:
     """The critic's forward, backward and optimizer step: the mean loss over the batch's trained tokens.
 
@@ -91,34 +94,47 @@ def run_critic(
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
     assert plan.critic is not None
-    losses: list[torch.Tensor] = []
     tokens = max(batch.trained_tokens, 1)
-
-    def loss_of(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        mask, old, returns = (
-            _placed(array, scores.device) for array in (micro.loss_mask, micro.old_values, micro.returns)
-        )
-        loss = torch.where(mask, algorithm.value_loss(token_scores(scores, micro), old, returns), 0.0)
-        losses.append(loss.detach())
-        return loss.sum() / tokens
-
-    critic.forward_backward(batch.micro_batches, loss_of)
+    losses = critic.forward_backward(batch.micro_batches, ValueLoss(algorithm, tokens), batch.shares)
     if finite:
         check_tokens("value_losses", losses, batch, plan.partition)
-        check_tensors("critic_gradients", critic.gradients().items())
-    gradients = digest_tensors(critic.gradients())
+    gradients = digest_stage("critic_gradients", critic.stream_gradients(), finite=finite)
     norm = critic.optimizer_step(plan.critic["learning_rate"])
-    if finite:
-        check_tensors("critic_weights", critic.stream_weights())
+    weights = digest_stage("critic_weights", critic.stream_weights(), finite=finite)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "critic_gradients": gradients,
         "critic_optimizer": critic.optimizer_digest(),
-        "critic_weights": critic.weights_digest(),
+        "critic_weights": weights,
     }
     total = sum(float(loss.sum()) for loss in losses)
     metrics = {"value_loss": total / tokens, "critic_gradient_norm": norm} | _explained(batch)
     return CriticResult(digests, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """The loss of a critic's micro-batches: the mean over the trained tokens of the whole batch. Other ranks
+    are sent it."""
+
+    algorithm: Algorithm
+    tokens: int
+
+    def __call__(self, scores: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The micro-batch's part of the loss, and the loss of each token, [B, T - 1]."""
+        mask, old, returns = (
+            _placed(array, scores.device) for array in (micro.loss_mask, micro.old_values, micro.returns)
+        )
+        loss = torch.where(mask, self.algorithm.value_loss(token_scores(scores, micro), old, returns), 0.0)
+        return loss.sum() / self.tokens, loss.detach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.algorithm.model_dump(mode="json"), self.tokens)
+
+
+def _received(algorithm: Json, tokens: int) -> ValueLoss:
+    """A loss on the rank that it was sent to."""
+    return ValueLoss(sent_algorithm(algorithm), tokens)
 
 
 def _placed(array: npt.NDArray[Any] | None, device: torch.device) -> torch.Tensor:

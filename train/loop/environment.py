@@ -26,7 +26,7 @@ VARIABLES = (
 )
 
 
-def fingerprint(device: torch.device, algorithm: Json | None = None) -> Json:
+def fingerprint(device: torch.device, algorithm: Json | None = None, parallel: Json | None = None) -> Json:
     """Everything known to change bits: versions, processor, threads, flags, parallel layout, and the sources
     of an algorithm's parts that are not Rollbook's."""
     found: Json = {
@@ -41,7 +41,7 @@ def fingerprint(device: torch.device, algorithm: Json | None = None) -> Json:
         "threads": torch.get_num_threads(),
         "dtype": "float32",
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "parallel": {"data": 1, "tensor": 1, "pipeline": 1},
+        "parallel": parallel or {"data": 1, "tensor": 1, "pipeline": 1},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
     if own := sources(algorithm or {}):

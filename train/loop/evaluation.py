@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from rollbook.store.events import EvalFinished, Json
 from rollbook.store.fold.history import History
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.algorithms.registry import sent_algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.batch import MicroBatch, build_batch
@@ -100,19 +103,8 @@ class Evaluation:
         """The loss and what the algorithm measures of the held-out samples; and how many tokens it is of."""
         if self._samples is None:
             return {}, 0
-        algorithm, device = self._config.algorithm, self._trainer.policy.device
-        sums, measured, tokens, count = list[torch.Tensor](), dict[str, list[torch.Tensor]](), 0, 0
-
-        def read(outputs: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-            mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(device)
-            if algorithm.head_width:
-                loss, _, found = score_loss(outputs, micro, algorithm)
-            else:
-                loss, found = _losses(outputs, micro, algorithm)
-            for name, values in found.items():
-                measured.setdefault(name, []).append(values.cpu())
-            return algorithm.add(loss, mask)
-
+        algorithm = self._config.algorithm
+        read, told, tokens, count = _LossOfHeldOut(algorithm), list[_HeldOutLoss](), 0, 0
         references = [] if self._references is None else self._references
         for at, samples in enumerate(self._samples.micro_batches()):
             if self._references is None:
@@ -121,11 +113,15 @@ class Evaluation:
             batch = build_batch(
                 experience_of(samples, algorithm, scores), _whole(samples), packed=self._config.packed
             )
-            sums += self._trainer.policy.forward(batch.micro_batches, read)
+            told += self._trainer.policy.forward(batch.micro_batches, read)
             tokens, count = tokens + batch.trained_tokens, count + batch.trained_samples
         self._references = references
-        loss = float(torch.stack(sums).double().sum()) / max(algorithm.divisor(Totals(tokens, count)), 1)
-        values = {name: torch.cat(parts).double().numpy() for name, parts in measured.items()}
+        sums = torch.stack([one.total for one in told])
+        loss = float(sums.double().sum()) / max(algorithm.divisor(Totals(tokens, count)), 1)
+        values = {
+            name: torch.cat([one.measured[name] for one in told]).double().numpy()
+            for name in told[0].measured
+        }
         means = {name: float(of_each.mean()) for name, of_each in values.items()}
         return _finite({"loss": loss} | means | algorithm.fitted(values)), tokens
 
@@ -138,6 +134,38 @@ class Evaluation:
         policy, algorithm = self._trainer.policy, self._config.algorithm
         of = score(policy, algorithm, samples, masks, _whole(samples), references, packed=self._config.packed)
         return of.reference_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldOutLoss:
+    """What a micro-batch adds to the loss, and what the algorithm measures of its samples or pairs."""
+
+    total: torch.Tensor
+    measured: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _LossOfHeldOut:
+    """Reads the loss of a micro-batch of held-out samples. Other ranks are sent it."""
+
+    algorithm: Algorithm
+
+    def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> _HeldOutLoss:
+        mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(outputs.device)
+        if self.algorithm.head_width:
+            loss, _, found = score_loss(outputs, micro, self.algorithm)
+        else:
+            loss, found = _losses(outputs, micro, self.algorithm)
+        total = self.algorithm.add(loss, mask)
+        return _HeldOutLoss(total.cpu(), {name: values.cpu() for name, values in found.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.algorithm.model_dump(mode="json"),)
+
+
+def _received(algorithm: Json) -> _LossOfHeldOut:
+    """A loss on the rank that it was sent to."""
+    return _LossOfHeldOut(sent_algorithm(algorithm))
 
 
 def _losses(

@@ -15,15 +15,13 @@ from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import critic_inputs
 from rollbook.train.loop.scoring import References, score
 from rollbook.train.loop.step import input_digests
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.policy import Policy
 
 
 class Experiences:
     """Makes the batches of a policy's steps, which are run in order."""
 
-    def __init__(
-        self, policy: TrainablePolicy, references: References, critic: TrainablePolicy | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, references: References, critic: Policy | None = None) -> None:
         self._policy, self._references, self.critic = policy, references, critic
         self._held: Experience | None = None
         self._places: dict[str, list[int]] = {}

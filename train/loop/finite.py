@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from rollbook.ingest.engines.weights.digests import line_of
+from rollbook.store.digest import combine
 from rollbook.store.errors import NotFiniteError
-from rollbook.train.data.batch import Batch, Partition
+from rollbook.train.data.batch import Batch, Partition, micro_batches_of
 
 
 def check_batch(batch: Batch) -> None:
@@ -50,7 +52,7 @@ def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, part
         if len(bad):
             row, column = bad[0].tolist()
             value = float(tensor[row, column])
-            sample = _sample(batch, parts[0][micro][row])
+            sample = _sample(batch, micro_batches_of(parts)[micro][row])
             raise _error(stage, f"{stage} of token {column + 1} of {sample} is {value}")
 
 
@@ -67,20 +69,28 @@ def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, par
         bad = torch.nonzero(~torch.isfinite(tensor))
         if len(bad):
             place = bad[0].tolist()
-            sample = _sample(batch, parts[0][micro][place[0]])
+            sample = _sample(batch, micro_batches_of(parts)[micro][place[0]])
             raise _error(stage, f"{stage} of {sample} is {float(tensor[tuple(place)])}")
 
 
-def check_tensors(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that every value of named tensors is finite.
+def digest_stage(stage: str, tensors: Iterable[tuple[str, torch.Tensor]], *, finite: bool) -> str:
+    """Digest of a stage's named tensors, which come one at a time.
+
+    Args:
+        finite: check that every value is.
 
     Raises:
         NotFiniteError: it names the stage and the first tensor.
     """
+    return combine(line_of(name, t) for name, t in (_checked(stage, tensors) if finite else tensors))
+
+
+def _checked(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in tensors:
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise _error(stage, f"{stage}: {bad} of {tensor.numel()} values of {name} are not finite")
+        yield name, tensor
 
 
 def _sample(batch: Batch, at: int) -> str:

@@ -22,7 +22,6 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
 from rollbook.train.data.held_out import HeldOutSamples, learns_from_samples
 from rollbook.train.loop.abandon import go_back
-from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.evaluation import Evaluation
 from rollbook.train.loop.feed import Feed
 from rollbook.train.loop.judge import Judge
@@ -31,6 +30,7 @@ from rollbook.train.loop.rate import rate_change
 from rollbook.train.loop.stopping import Stopped, Stopping
 from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import TrainingStart, Watcher
+from rollbook.train.megatron.ranks import Ranks
 
 
 def train(
@@ -41,6 +41,7 @@ def train(
     lane: str,
     watcher: Watcher,
     abandon_after: int | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Train a phase to its end. An interrupted phase resumes where it stopped.
 
@@ -53,6 +54,7 @@ def train(
         lane: the lane to write.
         watcher: shows how it goes.
         abandon_after: first give up the steps after this version, and go on from its checkpoint.
+        ranks: that it is spread over; None: this process alone.
 
     Raises:
         RollbookError: the configuration, the model or the log cannot be used.
@@ -73,7 +75,7 @@ def train(
         feed = Feed(config, log, source, cut, family)
         feed.look(history, done)
         held_out = _held_out(feed, history, watcher)
-        trainer = Trainer(config, log, writer, history, family, watcher.warn)
+        trainer = Trainer(config, log, writer, history, family, ranks or Ranks(), watcher.warn)
         judge = _judge(feed, trainer, history, held_out, watcher)
         try:
             _begin(watcher, trainer, feed, done, before)
@@ -148,7 +150,7 @@ def _begin(watcher: Watcher, trainer: Trainer, feed: Feed, done: int, before: Ru
     demand = asdict(config.algorithm.demand)
     # With these the proxies know what is used, how much of it a step takes, and for how long.
     said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
-    trainer.write(RunOpened("train", said, environment=fingerprint(trainer.policy.device)))
+    trainer.write(RunOpened("train", said, environment=trainer.environment))
     trainer.sync_current()
 
 

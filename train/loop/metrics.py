@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,17 @@ class TokenValues:
         for name, tensor in values.items():
             if tensor is not None:
                 getattr(self, name).append(tensor.detach()[mask].cpu())
+
+
+def all_of(parts: Sequence[TokenValues]) -> TokenValues:
+    """The values of several micro-batches, in their order."""
+    found = TokenValues()
+    for part in parts:
+        for name in ("engine_gaps", "log_ratios", "reference_gaps", "entropies", "low", "high", "ages"):
+            getattr(found, name).extend(getattr(part, name))
+        for name, tensors in part.measured.items():
+            found.measured.setdefault(name, []).extend(tensors)
+    return found
 
 
 def of_batch(batch: Batch) -> Json:

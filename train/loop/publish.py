@@ -32,7 +32,7 @@ from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import SyncConfig, TrainConfig
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, weight_shapes
@@ -155,14 +155,14 @@ class Publisher:
 
     def publish(
         self,
-        policy: TrainablePolicy,
+        policy: Policy,
         version: int,
         like: Path,
         phase: str,
         *,
         checkpoint: bool,
         sync: bool,
-        critic: TrainablePolicy | None = None,
+        critic: Policy | None = None,
     ) -> None:
         """Write a version's checkpoint if requested, and sync the engines to it.
 
@@ -182,7 +182,7 @@ class Publisher:
         if sync:
             self._sync(policy, version, record)
 
-    def keep_served(self, policy: TrainablePolicy, version: int, like: Path, phase: str) -> None:
+    def keep_served(self, policy: Policy, version: int, like: Path, phase: str) -> None:
         """Sync the current version to engines that were restarted since their last sync."""
         lost = [] if self._syncer is None else self._syncer.lost()
         if lost:
@@ -190,7 +190,7 @@ class Publisher:
                 self.sync_current(policy, version, like, phase, lost)
 
     def sync_current(
-        self, policy: TrainablePolicy, version: int, like: Path, phase: str, only: Sequence[str] = ()
+        self, policy: Policy, version: int, like: Path, phase: str, only: Sequence[str] = ()
     ) -> None:
         """Sync the engines, or some of them, to the version that training resumes from."""
         if self._config.sync is None:
@@ -203,13 +203,13 @@ class Publisher:
 
     def _write_checkpoint(
         self,
-        policy: TrainablePolicy,
+        policy: Policy,
         version: int,
         like: Path,
         phase: str,
         *,
         whole: bool,
-        critic: TrainablePolicy | None = None,
+        critic: Policy | None = None,
     ) -> CheckpointWritten:
         record = write_checkpoint(
             self._log.path,
@@ -239,7 +239,7 @@ class Publisher:
 
     def _sync(
         self,
-        policy: TrainablePolicy,
+        policy: Policy,
         version: int,
         record: CheckpointWritten | None,
         only: Sequence[str] = (),

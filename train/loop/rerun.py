@@ -18,7 +18,7 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.samples import Sample, of_another_run, samples_of
 from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.step import STAGES, run_step
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _why_erased(log: Store, trajectory_id: str) -> str:
 
 def rerun_steps(
     log: Store,
-    policy: TrainablePolicy,
+    policy: Policy,
     experiences: Experiences,
     steps: Iterable[CommittedStep],
     run: str,

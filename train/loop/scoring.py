@@ -17,13 +17,20 @@ from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
-from rollbook.train.data.batch import MicroBatch, Partition, collate_tokens, token_values
+from rollbook.train.data.batch import (
+    MicroBatch,
+    Partition,
+    collate_tokens,
+    micro_batches_of,
+    shares_of,
+    token_values,
+)
 from rollbook.train.data.experience import Bools, Scores
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import token_scores
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import sample_scores
-from rollbook.train.megatron.backend import Read, TrainablePolicy
+from rollbook.train.megatron.policy import Policy, Read
 
 
 @dataclass(slots=True)
@@ -74,13 +81,13 @@ class References:
 
 
 def score(
-    policy: TrainablePolicy,
+    policy: Policy,
     algorithm: Algorithm,
     samples: Sequence[Sample],
     masks: Sequence[Bools],
     parts: Partition,
     references: References,
-    critic: TrainablePolicy | None = None,
+    critic: Policy | None = None,
     *,
     packed: bool,
 ) -> Scores:
@@ -93,7 +100,7 @@ def score(
     """
     micro_batches = tuple(
         collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed)
-        for part in parts[0]
+        for part in micro_batches_of(parts)
     )
     old = reference = values = None
     if "old" in algorithm.needs:
@@ -106,18 +113,18 @@ def score(
         values = _joined(critic, micro_batches, parts, token_scores)
     mean = None
     if "batch_score" in algorithm.needs:
-        given = policy.forward(micro_batches, sample_scores)
+        given = policy.forward(micro_batches, sample_scores, shares_of(parts))
         mean = float(torch.cat(given)[:, 0].double().mean())
     return Scores(old, reference, values, mean)
 
 
 def _joined(
-    policy: TrainablePolicy, micro_batches: tuple[MicroBatch, ...], parts: Partition, read: Read
+    policy: Policy, micro_batches: tuple[MicroBatch, ...], parts: Partition, read: Read[torch.Tensor]
 ) -> Singles:
     """What is read of the trained tokens of all samples, in their order, float32 [P]."""
     found: dict[int, Singles] = {}
-    read_of = policy.forward(micro_batches, read)
-    for micro, part, values in zip(micro_batches, parts[0], read_of, strict=True):
+    read_of = policy.forward(micro_batches, read, shares_of(parts))
+    for micro, part, values in zip(micro_batches, micro_batches_of(parts), read_of, strict=True):
         found |= zip(part, token_values(micro, values.cpu().numpy()), strict=True)
     return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
 

@@ -18,14 +18,14 @@ from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.algorithms.registry import recorded_algorithm, sent_algorithm
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
 from rollbook.train.loop.critic import run_critic
-from rollbook.train.loop.finite import check_batch, check_samples, check_tensors, check_tokens
+from rollbook.train.loop.finite import check_batch, check_samples, check_tokens, digest_stage
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.policy import Policy
 
 STAGES = (
     "input_weights",
@@ -85,7 +85,7 @@ def rng_digest() -> str:
     return digest_tensors(states)
 
 
-def input_digests(policy: TrainablePolicy, seed: int) -> Json:
+def input_digests(policy: Policy, seed: int) -> Json:
     """Seed the generators and digest what the step starts from."""
     policy.seed_step(seed)
     return {
@@ -96,12 +96,12 @@ def input_digests(policy: TrainablePolicy, seed: int) -> Json:
 
 
 def run_step(
-    policy: TrainablePolicy,
+    policy: Policy,
     plan: StepPlanned,
     batch: Batch,
     *,
     finite: bool = True,
-    critic: TrainablePolicy | None = None,
+    critic: Policy | None = None,
 ) -> StepResult:
     """Forward, backward, optimizer, and then the critic's. The generators were seeded by `input_digests`.
 
@@ -122,49 +122,85 @@ def run_step(
 
 
 def _run_policy(
-    policy: TrainablePolicy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
+    policy: Policy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
     divisor = max(algorithm.divisor(Totals(batch.trained_tokens, batch.trained_samples)), 1)
-    given = "scores" if algorithm.head_width else "logprobs"
-    kept: dict[str, list[torch.Tensor]] = {given: [], "losses": [], "sums": []}
-    seen = metrics.TokenValues()
-    check = check_samples if algorithm.head_width else check_tokens
-
-    def loss_of(outputs: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        if algorithm.head_width:
-            loss, values, measured = score_loss(outputs, micro, algorithm)
-            seen.measure(measured)
-        else:
-            loss, values = _micro_loss(outputs, micro, algorithm, plan.policy_version, seen)
-        total = algorithm.add(loss, torch.from_numpy(micro.loss_mask[:, 1:]).to(loss.device))
-        for name, value in zip(kept, (values, loss, total), strict=True):
-            kept[name].append(value.detach())
-        return total / divisor
-
+    given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
     if finite:
         check_batch(batch)
-    policy.forward_backward(batch.micro_batches, loss_of)
+    loss_of = PolicyLoss(algorithm, plan.policy_version, divisor)
+    told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
+    values, losses = [one.values for one in told], [one.losses for one in told]
     if finite:
-        for stage in (given, "losses"):
-            check(stage, kept[stage], batch, plan.partition)
-        check_tensors("gradients", policy.gradients().items())
-    gradients = digest_tensors(policy.gradients())
+        check(given, values, batch, plan.partition)
+        check("losses", losses, batch, plan.partition)
+    gradients = digest_stage("gradients", policy.stream_gradients(), finite=finite)
     if plan.critic is not None and plan.critic["alone"]:
         norm = policy.gradient_norm()
     else:
         norm = policy.optimizer_step(plan.learning_rate)
-    if finite:
-        check_tensors("weights", policy.stream_weights())
+    weights = digest_stage("weights", policy.stream_weights(), finite=finite)
     digests = batch.digests() | {
-        given: digest_tensors({str(i): t for i, t in enumerate(kept[given])}),
-        "losses": digest_tensors({str(i): t for i, t in enumerate(kept["losses"])}),
+        given: digest_tensors({str(i): t for i, t in enumerate(values)}),
+        "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "gradients": gradients,
         "optimizer": policy.optimizer_digest(),
-        "weights": policy.weights_digest(),
+        "weights": weights,
     }
-    found = {"loss": float(sum(kept["sums"])) / divisor, "gradient_norm": norm}
+    found = {"loss": float(sum(one.total for one in told)) / divisor, "gradient_norm": norm}
+    seen = metrics.all_of([one.seen for one in told])
     return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(seen))
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLoss:
+    """What is kept of a micro-batch's loss.
+
+    Attributes:
+        values: logprobs [B, T - 1], or the scores [B, k] of a reward model; losses: [B, T - 1], or [B]. Both
+            are 0 where nothing is trained.
+        total: what the micro-batch adds to the sum that is divided for the loss.
+        seen: what metrics are made of.
+    """
+
+    values: torch.Tensor
+    losses: torch.Tensor
+    total: torch.Tensor
+    seen: metrics.TokenValues
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """The loss of a policy's micro-batches. Other ranks are sent it.
+
+    Attributes:
+        version: the policy's, which ages of tokens count from.
+        divisor: of the sum over the whole batch.
+    """
+
+    algorithm: Algorithm
+    version: int
+    divisor: int
+
+    def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MicroLoss]:
+        """The micro-batch's part of the loss, and what is kept of it."""
+        algorithm, seen = self.algorithm, metrics.TokenValues()
+        if algorithm.head_width:
+            losses, values, measured = score_loss(outputs, micro, algorithm)
+            seen.measure(measured)
+        else:
+            losses, values = _micro_loss(outputs, micro, algorithm, self.version, seen)
+        total = algorithm.add(losses, torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device))
+        return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), seen)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.algorithm.model_dump(mode="json"), self.version, self.divisor)
+
+
+def _received(algorithm: Json, version: int, divisor: int) -> PolicyLoss:
+    """A loss on the rank that it was sent to."""
+    return PolicyLoss(sent_algorithm(algorithm), version, divisor)
 
 
 def _micro_loss(

@@ -39,8 +39,9 @@ from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import run_step, step_seed
-from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import choose_device, set_deterministic
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.ranks import Ranks
 
 SKIPS_IN_A_ROW = 8
 """Most batches in a row that may be skipped as not finite: more are not caused by samples."""
@@ -71,9 +72,11 @@ class Trainer:
         writer: LaneWriter,
         history: History,
         family: str,
+        ranks: Ranks,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config, self._log = config, log
+        self._ranks = ranks
         self._history, self._phase = history, history.phase_to_train(family)
         self._publisher = Publisher(config, log, writer, history)
         if not history.checkpoints:
@@ -81,8 +84,9 @@ class Trainer:
         whole = nearest_whole(log, history, self._phase, warn)
         base, self._like = whole.record, whole.path
         between = history.between(base, history.next_step)
-        device = choose_device(config.device)
-        self.policy = TrainablePolicy(
+        self._device = device = choose_device(config.device)
+        self.policy = ranks.policy(
+            "actor",
             whole.shape,
             config.optimizer,
             steps=config.steps,
@@ -109,15 +113,16 @@ class Trainer:
         self._taken = 0
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
-        self._environment = fingerprint(device, config.algorithm.model_dump())
+        self._environment = self._fingerprint()
         if base.policy_version == self.version:
             self._publisher.restored(self.version)
 
-    def _restored_critic(self, whole: WholeCheckpoint, device: torch.device) -> TrainablePolicy | None:
+    def _restored_critic(self, whole: WholeCheckpoint, device: torch.device) -> Policy | None:
         config = self._config
         if "values" not in config.algorithm.needs:
             return None
         return restored_critic(
+            self._ranks,
             whole.shape,
             config.critic or CriticConfig(),
             whole.held,
@@ -145,10 +150,13 @@ class Trainer:
             raise TrainError(f"run {self._config.run!r} cannot be resumed: {error}; {remedy}") from error
         set_deterministic(self._config.threads)
 
+    def _fingerprint(self) -> Json:
+        return fingerprint(self._device, self._config.algorithm.model_dump(), self._ranks.described)
+
     def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
         here = differences(
             between[-1].planned.environment,
-            fingerprint(self.policy.device, self._config.algorithm.model_dump()),
+            self._fingerprint(),
         )
         return (
             f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
@@ -159,6 +167,11 @@ class Trainer:
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
         self._publisher.write(*records)
+
+    @property
+    def environment(self) -> Json:
+        """The fingerprint of what its steps run in."""
+        return self._environment
 
     def tells(self, listener: Callable[..., None]) -> None:
         """Let somebody hear of all records that are written from now on."""
@@ -297,12 +310,13 @@ class Trainer:
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:
-        """Micro-batches of samples."""
-        config = self._config
-        if config.tokens_per_micro_batch is None:
-            return partition(len(samples), config.micro_batch_size)
+        """Micro-batches of samples, by rank."""
+        config, copies = self._config, self._ranks.copies
         unit = 2 if "pairs" in config.algorithm.needs else 1
-        return packed_partition(samples, config.tokens_per_micro_batch, self.policy.shape.work, unit)
+        if config.tokens_per_micro_batch is None:
+            return partition(len(samples), config.micro_batch_size, copies, unit)
+        work = self.policy.shape.work
+        return packed_partition(samples, config.tokens_per_micro_batch, work, unit, copies)
 
     def _critic_plan(self) -> Json | None:
         """What the next manifest says of the critic."""

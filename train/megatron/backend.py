@@ -1,10 +1,11 @@
-"""The trainable policy: weights, optimizer and gradients of one Megatron model, as named tensors."""
+"""A rank's part of a trainable policy: weights, optimizer and gradients of one Megatron model, as named
+tensors. Where there is one rank, it is the policy."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,19 +15,16 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.model import MegatronParts, build
 from rollbook.train.megatron.packed import pack
-from rollbook.train.megatron.reshard import one_rank, rank_weights
+from rollbook.train.megatron.policy import LossOf, Read
+from rollbook.train.megatron.reshard import rank_weights
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.weight_names import stream_weights
 
-LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(outputs, micro-batch) -> scalar loss of the micro-batch, already normalized. Outputs are logits [B, T, V],
-or scores; of a packed micro-batch logits [N, V] of what precedes its N trained tokens, in their order."""
-Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(outputs, micro-batch) -> a value of each token, [B, T - 1]."""
+T = TypeVar("T")
 
 
 class TrainablePolicy:
-    """One policy in training. All names of weights are Hugging Face's.
+    """One policy in training, or a rank's part of it. All names of weights are Hugging Face's.
 
     Args:
         shape: the architecture.
@@ -49,6 +47,14 @@ class TrainablePolicy:
         self._schedule = _schedule(self._parts.optimizer, optimizer, steps)
         self._wanted = optimizer
         self._names = {p: name for name, p in self._parts.module.named_parameters()}
+        self.layout = self._parts.layout
+        self._optimizer_of = {
+            parameter: optimizer
+            for optimizer in self._parts.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._aside: list[torch.Tensor] = []
 
     @property
     def device(self) -> torch.device:
@@ -63,18 +69,19 @@ class TrainablePolicy:
         Raises:
             ModelError: they are another architecture's.
         """
-        own = dict(self._parts.module.named_parameters())
-        with torch.no_grad():
-            for name, tensor in rank_weights(tensors, self.shape, one_rank(self.shape)):
-                own[name].copy_(tensor)
+        for name, tensor in rank_weights(tensors, self.shape, self.layout):
+            self.put(name, tensor)
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under Hugging Face names, one at a time, in the order of `weight_names.plan`.
 
         Most are views of the live weights: use or copy each before the next step.
         """
-        held = {name: p.detach() for name, p in self._parts.module.named_parameters()}
-        return stream_weights(held, self.shape)
+        return stream_weights(self.own_weights(), self.shape)
+
+    def own_weights(self) -> Tensors:
+        """The weights that this rank holds, under Megatron's names."""
+        return {name: p.detach() for name, p in self._parts.module.named_parameters()}
 
     def weights(self) -> Tensors:
         """The weights under Hugging Face names (views where possible)."""
@@ -84,25 +91,44 @@ class TrainablePolicy:
         """The accumulated gradients, before clipping, under Megatron's names."""
         return {name: p.main_grad.detach() for p, name in self._names.items()}
 
+    def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The accumulated gradients, before clipping, under Megatron's names."""
+        yield from self.gradients().items()
+
     def optimizer_state(self) -> Tensors:
         """Adam's moments and step counts, `parameter.field`; empty before the first step."""
         state: Tensors = {}
-        for parameter, fields in self._adam().state.items():
-            for field, value in fields.items():
-                state[f"{self._names[parameter]}.{field}"] = torch.as_tensor(value).detach()
+        for optimizer in self._parts.optimizers:
+            for parameter, fields in optimizer.state.items():
+                for field, value in fields.items():
+                    state[f"{self._names[parameter]}.{field}"] = torch.as_tensor(value).detach()
         return state
 
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place; an empty one starts Adam anew."""
-        adam = self._adam()
-        adam.state.clear()
-        by_name = {name: p for p, name in self._names.items()}
+        self.forget_optimizer_state()
         for key, value in state.items():
-            name, field = key.rsplit(".", 1)
-            adam.state[by_name[name]][field] = value.clone()
+            name, _, field = key.rpartition(".")
+            self.put_optimizer_state(name, field, value.clone())
 
-    def _adam(self) -> Any:
-        return self._parts.optimizer.optimizer
+    def forget_optimizer_state(self) -> None:
+        """Start the optimizer anew."""
+        for optimizer in self._parts.optimizers:
+            optimizer.state.clear()
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put the weight of one of Megatron's names in place."""
+        with torch.no_grad():
+            self._parameter(name).copy_(value)
+
+    def put_optimizer_state(self, name: str, field: str, value: torch.Tensor) -> None:
+        """Put one field of the optimizer's state of a parameter in place."""
+        parameter = self._parameter(name)
+        self._optimizer_of[parameter].state[parameter][field] = value
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        found: torch.nn.Parameter = self._parts.module.get_parameter(name)
+        return found
 
     def weights_digest(self) -> str:
         """Digest of the weights, as in checkpoints and engines."""
@@ -134,38 +160,56 @@ class TrainablePolicy:
         schedule.step(step + 1)
         return float(self._parts.optimizer.param_groups[0]["lr"])
 
-    def forward_backward(self, micro_batches: tuple[MicroBatch, ...], loss_of: LossOf) -> None:
-        """Accumulate the gradients of all micro-batches."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_of: LossOf[T], shares: Sequence[int] | None = None
+    ) -> list[T]:
+        """Accumulate the gradients of all micro-batches; what is kept of each, on the last pipeline stage."""
+        from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self._parts.wrapped.zero_grad_buffer()
         self._parts.optimizer.zero_grad()
-        count = len(micro_batches)
+        # Megatron divides by both; the loss is normalized already.
+        count = len(micro_batches) * parallel_state.get_data_parallel_world_size()
+
+        def scaled(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, T]:
+            loss, kept = loss_of(output, micro)
+            return loss * count, kept
+
+        schedule = self._schedule_of(micro_batches, scaled)
+        found: list[T] = get_forward_backward_func()(**schedule, forward_only=False)
+        return found
+
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], read: Read[T], shares: Sequence[int] | None = None
+    ) -> list[T]:
+        """A forward pass alone: what is read of each micro-batch, on the last pipeline stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with torch.no_grad():
+            if len(self.layout.stages) == 1:
+                return [read(self._outputs(self._parts.wrapped, micro), micro) for micro in micro_batches]
+            only = {"forward_only": True, "collect_non_loss_data": True}
+            found: list[T] = get_forward_backward_func()(**self._schedule_of(micro_batches, read), **only)
+            return found
+
+    def _schedule_of(
+        self, micro_batches: Sequence[MicroBatch], of_output: Callable[[torch.Tensor, MicroBatch], Any]
+    ) -> dict[str, Any]:
+        """What Megatron's schedules are given: on the last stage each output goes to `of_output`."""
 
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             micro = next(batches)
+            return self._outputs(model, micro), lambda output, non_loss_data=False: of_output(output, micro)
 
-            def scaled_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-                # Megatron divides by the number of micro-batches; the loss is normalized already.
-                return loss_of(output, micro) * count, {}
-
-            return self._outputs(model, micro), scaled_loss
-
-        longest = max(m.tokens.shape[1] for m in micro_batches)
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=[self._parts.wrapped],
-            num_microbatches=count,
-            seq_length=longest,
-            micro_batch_size=micro_batches[0].tokens.shape[0],
-            forward_only=False,
-        )
-
-    def forward(self, micro_batches: tuple[MicroBatch, ...], read: Read) -> list[torch.Tensor]:
-        """A forward pass alone: what is read of each micro-batch."""
-        with torch.no_grad():
-            return [read(self._outputs(self._parts.wrapped, micro), micro) for micro in micro_batches]
+        return {
+            "forward_step_func": forward,
+            "data_iterator": iter(micro_batches),
+            "model": [self._parts.wrapped],
+            "num_microbatches": len(micro_batches),
+            "seq_length": max(m.tokens.shape[1] for m in micro_batches),
+            "micro_batch_size": micro_batches[0].tokens.shape[0],
+        }
 
     @contextlib.contextmanager
     def using(self, weights: Tensors) -> Iterator[None]:
@@ -174,15 +218,23 @@ class TrainablePolicy:
         Raises:
             ModelError: they are another architecture's.
         """
-        parameters = list(self._parts.module.parameters())
-        own = [parameter.detach().clone() for parameter in parameters]
+        self.put_aside()
         try:
             self.load_weights(weights)
             yield
         finally:
-            with torch.no_grad():
-                for parameter, value in zip(parameters, own, strict=True):
-                    parameter.copy_(value)
+            self.put_back()
+
+    def put_aside(self) -> None:
+        """Keep a copy of the weights in place, until `put_back`."""
+        self._aside = [parameter.detach().clone() for parameter in self._parts.module.parameters()]
+
+    def put_back(self) -> None:
+        """Put the weights of the last `put_aside` in place."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parts.module.parameters(), self._aside, strict=True):
+                parameter.copy_(value)
+        self._aside = []
 
     def _outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         """Logits of the vocabulary's tokens, [B, T, V] or [N, V]; or the scores of each token."""
@@ -190,14 +242,16 @@ class TrainablePolicy:
             return self._packed_outputs(model, micro)
         tokens = torch.from_numpy(micro.tokens).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        logits: torch.Tensor = model(tokens, positions, None)[..., : self.shape.outputs]
-        return logits
+        outputs: torch.Tensor = model(tokens, positions, None)
+        return outputs[..., : self.shape.outputs] if self.layout.last else outputs
 
     def _packed_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         of = pack(micro, self.device)
         places = None if self.shape.scores else of.before_trained
         with self._parts.output_places.only(places):
-            given = model(of.tokens, of.positions, None, packed_seq_params=of.documents)
+            given: torch.Tensor = model(of.tokens, of.positions, None, packed_seq_params=of.documents)
+        if not self.layout.last:  # hidden states for the next stage
+            return given
         outputs: torch.Tensor = given[0, :, : self.shape.outputs]
         if not self.shape.scores:
             return outputs

@@ -1,7 +1,7 @@
 """Runs unmodified megatron-core on the CPU: every reference to a CUDA device is redirected to the CPU.
 
 Every patch redirects a device name or makes a stream inert; no arithmetic is replaced. It is installed
-only in a process that trains on the CPU. Written against megatron-core 0.16.1, whose internals two
+only in a process that trains on the CPU. Written against megatron-core 0.16.1, whose internals three
 patches name.
 """
 
@@ -150,7 +150,12 @@ def _make_streams_inert() -> None:
 
 def _patch_megatron() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
+    # Megatron leaves what is on the CPU as it is; a collective's splits are numbers, not tensors.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     # Without TransformerEngine, 0.16.1 never defines this name, and looks it up.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

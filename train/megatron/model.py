@@ -14,7 +14,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.muon import MuonBesideAdam
 from rollbook.train.megatron.packed import OutputPlaces
-from rollbook.train.megatron.reshard import RankLayout, check_layout, one_rank
+from rollbook.train.megatron.reshard import RankLayout, check_layout
 from rollbook.train.megatron.score_head import ScoreHead
 from rollbook.train.megatron.shape import ModelShape
 
@@ -31,15 +31,20 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 
 @dataclass(slots=True)
 class MegatronParts:
-    """A model in training: the bare module, its data-parallel wrapper, the optimizer, the config; and what
-    its output layer computes."""
+    """A rank's part of a model in training: the bare module, its data-parallel wrapper, the optimizer; where
+    it stands, and what its output layer computes."""
 
     module: Any
     wrapped: Any
     optimizer: Any
-    config: Any
+    layout: RankLayout
     device: torch.device
     output_places: OutputPlaces
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The torch optimizers: one, and where experts are spread over ranks one for them."""
+        return [one.optimizer for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -50,7 +55,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def start_ranks(device: torch.device, seed: int) -> None:
-    """One process group of this process alone, megatron's groups in it, and its random state."""
+    """Megatron's groups, of this process alone unless `Ranks` made others, and its random state."""
     if device.type == "cpu":
         cpu_device.install()
     import torch.distributed as dist
@@ -66,6 +71,32 @@ def start_ranks(device: torch.device, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def layout_here(shape: ModelShape) -> RankLayout:
+    """The layout of this process in Megatron's groups, stages of equal depth.
+
+    Raises:
+        ModelError: the model cannot be split so.
+    """
+    from megatron.core import parallel_state as ranks
+
+    count = ranks.get_pipeline_model_parallel_world_size()
+    if shape.layers % count:
+        raise ModelError(f"{shape.layers} layers cannot be {count} stages of one depth: choose a divisor")
+    layout = RankLayout(
+        stages=(shape.layers // count,) * count,
+        stage=ranks.get_pipeline_model_parallel_rank(),
+        tensor=ranks.get_tensor_model_parallel_world_size(),
+        tensor_rank=ranks.get_tensor_model_parallel_rank(),
+        expert_tensor=ranks.get_expert_tensor_parallel_world_size(),
+        spread=ranks.get_expert_model_parallel_world_size(),
+        expert_rank=ranks.get_expert_model_parallel_rank(),
+        copy=ranks.get_data_parallel_rank(),
+        expert_copy=ranks.get_expert_data_parallel_rank(),
+    )
+    check_layout(shape, layout)
+    return layout
+
+
 def set_deterministic(threads: int) -> None:
     """Deterministic kernels and a fixed number of threads, from the first step on."""
     torch.set_num_threads(threads)
@@ -78,11 +109,12 @@ def set_deterministic(threads: int) -> None:
 def build(
     shape: ModelShape, optimizer: OptimizerConfig, device: torch.device, seed: int, threads: int
 ) -> MegatronParts:
-    """A float32 model as megatron's GPTModel on one rank, with megatron's DDP and Adam."""
+    """This rank's part of a float32 model as megatron's GPTModel, with megatron's DDP and Adam."""
     set_deterministic(threads)
     start_ranks(device, seed)
-    module = build_module(shape, one_rank(shape)).to(device)
-    return _wrap(module, module.config, optimizer, device)
+    layout = layout_here(shape)
+    module = build_module(shape, layout).to(device)
+    return _wrap(module, layout, optimizer, device)
 
 
 def build_module(shape: ModelShape, layout: RankLayout) -> Any:
@@ -115,6 +147,7 @@ def build_module(shape: ModelShape, layout: RankLayout) -> Any:
         pre_process=layout.first,
         post_process=layout.last,
         share_embeddings_and_output_weights=shape.tied and not shape.scores,
+        parallel_output=False,
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
     )
@@ -155,6 +188,8 @@ def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=len(layout.stages),
+        variable_seq_lengths=len(layout.stages) > 1,
+        moe_token_dispatcher_type="alltoall",
         **_expert_config(shape, layout),
     )
 
@@ -175,12 +210,12 @@ def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.renormalized,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
         "expert_tensor_parallel_size": layout.expert_tensor,
+        "expert_model_parallel_size": layout.spread,
     }
 
 
-def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.device) -> MegatronParts:
+def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, device: torch.device) -> MegatronParts:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -189,6 +224,7 @@ def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.devic
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
+    config = module.config
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     wrapped = DistributedDataParallel(config, ddp, module)
     config.finalize_model_grads_func = finalize_model_grads
@@ -211,4 +247,5 @@ def _wrap(module: Any, config: Any, wanted: OptimizerConfig, device: torch.devic
     if wanted.name == "muon":
         inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
         inner.optimizer = MuonBesideAdam(inner.optimizer, module, wanted)
-    return MegatronParts(module, wrapped, optimizer, config, device, OutputPlaces(module.output_layer))
+    places = OutputPlaces(getattr(module, "output_layer", None))
+    return MegatronParts(module, wrapped, optimizer, layout, device, places)

@@ -67,9 +67,10 @@ class OutputPlaces:
     """Has an output layer compute some places of a pack only: the vocabulary is wide, and of prompts and of
     tools' results nothing is asked."""
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, layer: torch.nn.Module | None) -> None:
         self._places: torch.Tensor | None = None
-        layer.register_forward_pre_hook(self._choose)
+        if layer is not None:  # on the last pipeline stage
+            layer.register_forward_pre_hook(self._choose)
 
     @contextlib.contextmanager
     def only(self, places: torch.Tensor | None) -> Iterator[None]:

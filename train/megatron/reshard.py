@@ -1,21 +1,25 @@
-"""A model spread over tensor- and pipeline-parallel ranks: each rank's part of whole tensors.
+"""A model spread over ranks: which part of its tensors each rank holds, and how they are whole again. Pure.
 
 Tensors are split as Megatron-core splits them: queries, keys and values by key-value group, gate and up
-each on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages in order. The
-tensors of an expert are split like a dense layer's, or whole on every rank (`expert_tensor` 1). Experts
-are not spread over ranks (expert parallelism is 1), and interleaved stages are not known here.
+each on its own, outputs by columns, the vocabulary by rows; layers go to pipeline stages in order, experts to
+ranks in order. The tensors of an expert are split like a dense layer's, or whole on every rank
+(`expert_tensor` 1). Interleaved stages are not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rollbook.store.errors import ModelError
 from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.megatron.weight_names import Weight, checked, plan, shard
+from rollbook.train.megatron.weight_names import Weight, checked, parts, plan, shard
+
+LAYERS = "decoder.layers."
+EXPERTS = "mlp.experts.local_experts."
+OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,9 @@ class RankLayout:
 
     `tensor` ranks share each tensor, of which this one is `tensor_rank`; `stages` counts the layers of
     every pipeline stage, and this rank is in stage `stage`. The tensors of an expert are shared by
-    `expert_tensor` ranks: as many as `tensor`, or 1.
+    `expert_tensor` ranks: as many as `tensor`, or 1. `spread` ranks share the experts of a layer, of which
+    this one is `expert_rank`. `copy` numbers the ranks that hold the same part, `expert_copy` those that hold
+    the same experts.
     """
 
     stages: tuple[int, ...]
@@ -32,6 +38,10 @@ class RankLayout:
     tensor: int = 1
     tensor_rank: int = 0
     expert_tensor: int = 1
+    spread: int = 1
+    expert_rank: int = 0
+    copy: int = 0
+    expert_copy: int = 0
 
     @property
     def first(self) -> bool:
@@ -48,10 +58,11 @@ class RankLayout:
         """Layers in the stages before."""
         return sum(self.stages[: self.stage])
 
-
-def one_rank(shape: ModelShape) -> RankLayout:
-    """The layout of a process that holds the whole model."""
-    return RankLayout((shape.layers,))
+    @property
+    def tells(self) -> bool:
+        """Whether what its copy of the model computes is told by this rank: the last stage has it, and each
+        of the ranks that share its tensors."""
+        return self.last and self.tensor_rank == 0
 
 
 def check_layout(shape: ModelShape, layout: RankLayout) -> None:
@@ -74,12 +85,26 @@ def check_layout(shape: ModelShape, layout: RankLayout) -> None:
                 f"{count} {what} cannot be split over {layout.tensor} tensor-parallel ranks: "
                 "choose a number that divides them"
             )
-    if shape.experts is None:
+    _check_experts(shape, layout)
+
+
+def _check_experts(shape: ModelShape, layout: RankLayout) -> None:
+    experts = shape.experts
+    if experts is None:
+        if layout.spread > 1:
+            raise ModelError(
+                f"expert = {layout.spread}: the model has no experts to spread over ranks; leave it 1"
+            )
         return
-    if layout.expert_tensor not in (1, layout.tensor) or shape.experts.ffn % layout.expert_tensor:
+    if layout.expert_tensor not in (1, layout.tensor) or experts.ffn % layout.expert_tensor:
         raise ModelError(
-            f"experts of width {shape.experts.ffn} on {layout.tensor} tensor-parallel ranks cannot be split "
+            f"experts of width {experts.ffn} on {layout.tensor} tensor-parallel ranks cannot be split "
             f"over {layout.expert_tensor}: choose 1, or all the ranks if their number divides the width"
+        )
+    if experts.count % layout.spread:
+        raise ModelError(
+            f"{experts.count} experts cannot be spread over {layout.spread} ranks: choose a number that "
+            "divides them"
         )
 
 
@@ -88,19 +113,78 @@ def _stage_of(weight: Weight, layout: RankLayout) -> int:
     return next(i for i, end in enumerate(ends) if weight.layer < end)
 
 
-def _local_name(weight: Weight, layout: RankLayout, stage: int) -> str:
-    """Its name within its pipeline stage, whose layers are numbered from 0."""
-    if not weight.megatron.startswith("decoder.layers."):
+def _expert_rank_of(weight: Weight, shape: ModelShape, layout: RankLayout) -> int:
+    """Which of the ranks that share the experts has the weight's; 0 for a weight of no expert."""
+    if weight.expert is None or shape.experts is None:
+        return 0
+    return weight.expert // (shape.experts.count // layout.spread)
+
+
+def local_name(weight: Weight, shape: ModelShape, layout: RankLayout) -> str:
+    """Its name on the ranks that hold it, whose layers and experts are numbered from 0."""
+    if not weight.megatron.startswith(LAYERS):
         return weight.megatron
     inner = weight.megatron.split(".", 3)[3]
-    return f"decoder.layers.{weight.layer - sum(layout.stages[:stage])}.{inner}"
+    if weight.expert is not None and shape.experts is not None:
+        own = weight.expert % (shape.experts.count // layout.spread)
+        inner = f"{EXPERTS}{own}.{inner.removeprefix(EXPERTS).split('.', 1)[1]}"
+    return f"{LAYERS}{weight.layer - sum(layout.stages[: _stage_of(weight, layout)])}.{inner}"
 
 
 def _split_over(weight: Weight, layout: RankLayout) -> int:
     """How many ranks share the tensor; 1 where each has all of it."""
     if weight.kind == "replicated":
         return 1
-    return layout.expert_tensor if weight.expert else layout.tensor
+    return layout.tensor if weight.expert is None else layout.expert_tensor
+
+
+def holds(weight: Weight, shape: ModelShape, layout: RankLayout) -> bool:
+    """Whether a rank holds the weight, or a part of it."""
+    if _stage_of(weight, layout) != layout.stage:
+        return False
+    return weight.expert is None or _expert_rank_of(weight, shape, layout) == layout.expert_rank
+
+
+def givers(weight: Weight, shape: ModelShape, layouts: Sequence[RankLayout]) -> list[int]:
+    """The ranks whose tensors are the weight's parts, in order: of several that hold the same, the first.
+
+    Args:
+        layouts: of all ranks, by number.
+    """
+    found: dict[int, int] = {}
+    for rank, layout in enumerate(layouts):
+        copy = layout.copy if weight.expert is None else layout.expert_copy
+        part = layout.tensor_rank if _split_over(weight, layout) > 1 else 0
+        if copy == 0 and holds(weight, shape, layout):
+            found.setdefault(part, rank)
+    return [found[part] for part in sorted(found)]
+
+
+def part_of(
+    weight: Weight, whole: Mapping[str, torch.Tensor], shape: ModelShape, layout: RankLayout
+) -> torch.Tensor:
+    """The rank's part of a weight that it holds, from whole Hugging Face tensors."""
+    size = _split_over(weight, layout)
+    return shard(weight, whole, shape, layout.tensor_rank if size > 1 else 0, size)
+
+
+def joined(weight: Weight, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+    """The tensor that one rank with the whole model would hold, of what the ranks hold of it."""
+    if len(shards) == 1:
+        return shards[0]
+    return shard(weight, dict(zip(weight.huggingface, parts(weight, shards, shape), strict=True)), shape)
+
+
+def tied_output(weight: Weight, shape: ModelShape, layout: RankLayout) -> bool:
+    """Whether the rank has a copy of the embedding as its output: the last stage of a tied model has, if the
+    embedding is elsewhere."""
+    return (
+        weight.megatron.startswith("embedding.")
+        and shape.tied
+        and not shape.scores
+        and layout.last
+        and not layout.first
+    )
 
 
 def rank_weights(
@@ -108,23 +192,13 @@ def rank_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A rank's Megatron tensors, one at a time, from whole Hugging Face tensors.
 
-    A tied model's last stage has a copy of the embedding, `output_layer.weight`, if that is elsewhere.
-
     Raises:
         ModelError: a tensor is missing or ill-shaped, or the model cannot be split so.
     """
     check_layout(shape, layout)
     fitting = checked(tensors, shape)
     for weight in plan(shape):
-        size = _split_over(weight, layout)
-        rank = layout.tensor_rank if size > 1 else 0
-        if _stage_of(weight, layout) == layout.stage:
-            yield _local_name(weight, layout, layout.stage), shard(weight, fitting, shape, rank, size)
-        if (
-            weight.megatron.startswith("embedding.")
-            and shape.tied
-            and not shape.scores
-            and layout.last
-            and not layout.first
-        ):
-            yield "output_layer.weight", shard(weight, fitting, shape, rank, size)
+        if holds(weight, shape, layout):
+            yield local_name(weight, shape, layout), part_of(weight, fitting, shape, layout)
+        if tied_output(weight, shape, layout):
+            yield OUTPUT, part_of(weight, fitting, shape, layout)

@@ -33,8 +33,8 @@ class Weight:
     """One Megatron tensor of the whole model.
 
     `shapes` are those of the Hugging Face tensors. `layer` is the layer it is in, or lies beside: the
-    embedding goes with the first, the final norm and the output with the last. `expert` marks the
-    tensors of one expert.
+    embedding goes with the first, the final norm and the output with the last. `expert` is the number of
+    the expert that it is of; None for all other tensors.
     """
 
     megatron: str
@@ -42,7 +42,7 @@ class Weight:
     kind: Kind
     shapes: tuple[tuple[int, ...], ...]
     layer: int
-    expert: bool = False
+    expert: int | None = None
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,7 +67,7 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
 
 
 def _one(
-    megatron: str, huggingface: str, kind: Kind, dims: tuple[int, ...], layer: int, expert: bool = False
+    megatron: str, huggingface: str, kind: Kind, dims: tuple[int, ...], layer: int, expert: int | None = None
 ) -> Weight:
     return Weight(f"{megatron}.weight", (f"{huggingface}.weight",), kind, (dims,), layer, expert)
 
@@ -105,11 +105,11 @@ def _feed_forward(shape: ModelShape, layer: int) -> Iterator[Weight]:
     for expert in range(shape.experts.count):
         inner = f"{target}mlp.experts.local_experts.{expert}"
         outer = f"{source}mlp.experts.{expert}"
-        yield from _gated(inner, outer, shape.hidden, shape.experts.ffn, layer, expert=True)
+        yield from _gated(inner, outer, shape.hidden, shape.experts.ffn, layer, expert=expert)
 
 
 def _gated(
-    target: str, source: str, hidden: int, ffn: int, layer: int, *, expert: bool = False
+    target: str, source: str, hidden: int, ffn: int, layer: int, *, expert: int | None = None
 ) -> Iterator[Weight]:
     names = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
     shapes = ((ffn, hidden), (ffn, hidden))

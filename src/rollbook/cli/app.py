@@ -256,6 +256,12 @@ def train(
         int | None,
         typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes to train with, on this host; absent: as many as [parallel] needs."
+        ),
+    ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
     ] = False,
@@ -264,6 +270,7 @@ def train(
 
     SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on. Where it
     cannot, --abandon-after VERSION goes on all the same: what later steps consumed may be used again.
+    Under torchrun or Slurm the same command finds its rank in the environment.
     The keys of CONFIG are in docs/configuration.md.
     """
     from rollbook.train.config.files import load_config
@@ -275,11 +282,9 @@ def train(
 
         say(as_toml(settings))
         return
-    from rollbook.cli.training import TrainingProgress
-    from rollbook.train.loop.loop import train as run_training
+    from rollbook.cli.training import run_train
 
-    with TrainingProgress() as progress:
-        run_training(settings, store, source.value, as_of, lane, progress, abandon_after)
+    run_train(settings, store, source.value, as_of, lane, abandon_after, ranks)
 
 
 @app.command()

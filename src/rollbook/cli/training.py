@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rollbook.cli.terminal import Console
+from rollbook.store.errors import ConfigError
 from rollbook.store.events import (
     CheckpointWritten,
     EvalFinished,
@@ -20,6 +23,7 @@ from rollbook.store.events import (
     SyncFailed,
     SyncFinished,
 )
+from rollbook.train.config.config import TrainConfig
 from rollbook.train.loop.watcher import TrainingStart
 
 SHOWN = {
@@ -42,6 +46,30 @@ EVALUATED = {
 }
 """The metrics of an evaluation that are shown."""
 IN_BAR = {name: SHOWN[name] for name in ("loss", "reward")}
+
+
+def run_train(
+    config: TrainConfig,
+    store: Path,
+    source: str,
+    as_of: str,
+    lane: str,
+    abandon_after: int | None,
+    count: int | None,
+) -> None:
+    """Train, with the ranks that are asked for; or follow, as a rank that a launcher started."""
+    from rollbook.train.loop.loop import train
+    from rollbook.train.megatron.ranks import Ranks, follow_at, place_in
+
+    place = place_in(os.environ)
+    if place is not None and count not in (None, place.count):
+        raise ConfigError(f"--ranks {count}: the launcher started {place.count} ranks; leave it out")
+    if place is not None and place.rank > 0:
+        follow_at(place)
+        return
+    ranks = Ranks(config.parallel, place.count if place else count or config.parallel.fewest, place)
+    with ranks, TrainingProgress() as progress:
+        train(config, store, source, as_of, lane, progress, abandon_after, ranks)
 
 
 class TrainingProgress:

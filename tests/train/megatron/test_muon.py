@@ -45,9 +45,10 @@ def _micro(log: Store) -> MicroBatch:
     return collate_tokens(samples, trained_masks(samples))
 
 
-def _loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def _loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, None]:
     tokens, temperatures = torch.from_numpy(micro.tokens), torch.from_numpy(micro.temperatures)
-    return -token_logprobs(logits, tokens, temperatures)[torch.from_numpy(micro.loss_mask[:, 1:])].mean()
+    loss = -token_logprobs(logits, tokens, temperatures)
+    return loss[torch.from_numpy(micro.loss_mask[:, 1:])].mean(), None
 
 
 def test_a_step(fabric: Any, recorded: Stores) -> None:

@@ -1,0 +1,53 @@
+"""docs/ranks.md: its configuration trains on the ranks that it says, and its commands run, in their order."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollbook.cli.app import app
+from rollbook.testing.dialogues import write_model
+from rollbook.train.config.parallel import ParallelConfig
+
+pytestmark = pytest.mark.ranks
+
+
+def _invoke(command: str) -> str:
+    said = CliRunner().invoke(app, shlex.split(command))
+    assert said.exit_code == 0, said.output
+    return said.output
+
+
+def test_the_commands_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, query and replay."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    page = (root / "docs" / "ranks.md").read_text()
+    tokens = write_model(tmp_path / "my-model")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    size = {"vocab_size": tokens.get_vocab_size(), **small, **heads}
+    Qwen3ForCausalLM(Qwen3Config(**size)).save_pretrained(tmp_path / "my-model")
+    rows = [{"prompt": f"What is {i} + 2?", "completion": f"{i + 2}"} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _invoke("import rows.jsonl --store runs --run first --model my-model")
+    [config] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "ranks.toml").write_text(config)
+    [commands] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    train, query, replay = (command.removeprefix("rollbook ") for command in commands.splitlines())
+    _invoke(train)
+    assert '"tensor":2' in _invoke(f"{query} --format csv").replace('""', '"').replace(" ", "")
+    assert "bit for bit" in _invoke(replay)
+
+
+def test_the_tables_keys_are_keys(root: Path) -> None:
+    """Each is a size of `[parallel]`."""
+    keys = re.findall(r"^\| `(\w+)` ", (root / "docs" / "ranks.md").read_text(), re.MULTILINE)
+    assert keys
+    assert set(keys) <= set(ParallelConfig.model_fields)

@@ -1,0 +1,43 @@
+"""Tiny models of every architecture, for the tests of Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _model(folder: Path, family: str, **changes: Any) -> None:
+    """Write a tiny transformers model with random weights, biases too."""
+    import torch
+    import transformers
+
+    values = {
+        "vocab_size": 125,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = getattr(transformers, f"{family}Config")(**(values | changes))
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def model_folders(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tiny models: dense tied and untied, with biases, with experts."""
+    place = tmp_path_factory.mktemp("spread")
+    for tied in (True, False):
+        fabric.make_model(place / f"qwen3-{'tied' if tied else 'untied'}", tied=tied)
+    _model(place / "qwen2", "Qwen2")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    _model(place / "qwen3_moe", "Qwen3Moe", norm_topk_prob=True, **experts)
+    return place

@@ -1,0 +1,221 @@
+"""A policy spread over ranks is the policy of one: its weights, outputs, gradients, steps and state."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.store.errors import ModelError
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.data.batch import MicroBatch
+from rollbook.train.loop.predictions import Predictions
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.ranks import Ranks
+from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.weight_names import weight_shapes
+
+CPU = torch.device("cpu")
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "expert 2": (2, {"expert": 2}),
+    "data 2, tensor 2": (4, {"tensor": 2}),
+    "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
+}
+pytestmark = pytest.mark.ranks
+MODELS = ("qwen2", "qwen3-tied", "qwen3_moe")
+OPTIMIZER = OptimizerConfig(lr=0.01, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Nll:
+    """The mean negative log-probability of the trained tokens of all micro-batches."""
+
+    tokens: int
+
+    def __call__(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.from_numpy(micro.loss_mask[:, 1:])
+        losses = torch.where(mask, -Predictions(logits, micro).logprobs(), 0.0)
+        return losses.sum() / self.tokens, losses.detach()
+
+
+def read_logits(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """The logits themselves."""
+    return logits.clone()
+
+
+def _micro(rows: int, length: int, seed: int, *, packed: bool = False) -> MicroBatch:
+    rng = np.random.default_rng(seed)
+    shape = (rows, length)
+    mask = rng.random(shape) < 0.7
+    mask[:, 0] = False
+    floats = [np.zeros(shape, np.float32), rng.uniform(0.5, 1.5, shape).astype(np.float32)]
+    lengths = np.full(rows, length) if packed else None
+    ones = np.ones(shape, np.float32)
+    tokens = rng.integers(0, 90, shape)
+    return MicroBatch(tokens, mask, *floats, ones, np.zeros(shape, np.int64), lengths=lengths)
+
+
+BATCH = (_micro(2, 7, 0), _micro(1, 11, 1), _micro(3, 5, 2))
+PACKED = tuple(_micro(n, length, n, packed=True) for n, length in ((2, 7), (1, 11), (3, 5)))
+
+
+def _loss(batch: tuple[MicroBatch, ...]) -> Nll:
+    return Nll(sum(int(micro.loss_mask.sum()) for micro in batch))
+
+
+def _policy(ranks: Ranks, folder: Path) -> Policy:
+    made = ranks.policy("actor", read_shape(folder), OPTIMIZER, steps=9, device=CPU, seed=0, threads=1)
+    made.load_weights(read_weights(folder))
+    return made
+
+
+def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        scale = max(float(tensor.abs().max()), 1e-2)
+        assert float((tensor - other[name]).abs().max()) <= most * scale, name
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a policy of one rank does."""
+
+    logits: list[torch.Tensor]
+    losses: list[torch.Tensor]
+    packed: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    next_losses: torch.Tensor
+    next_weights: dict[str, torch.Tensor]
+
+
+def _course(policy: Policy) -> Course:
+    """Three optimizer steps, the second on packed samples; weights and state are of before the third."""
+    logits = policy.forward(BATCH, read_logits)
+    losses = policy.forward_backward(BATCH, _loss(BATCH))
+    gradients = {name: tensor.clone() for name, tensor in policy.stream_gradients()}
+    norms = [policy.optimizer_step(0.01)]
+    packed = policy.forward_backward(PACKED, _loss(PACKED))
+    norms.append(policy.optimizer_step(0.01))
+    weights = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+    state = {name: tensor.clone() for name, tensor in policy.optimizer_state().items()}
+    return Course(logits, losses, packed, gradients, norms, weights, state, *_next(policy))
+
+
+def _next(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The losses of one more step, and the weights after it."""
+    told = policy.forward_backward(BATCH, _loss(BATCH))
+    policy.optimizer_step(0.01)
+    return torch.cat([t.flatten() for t in told]), {n: t.clone() for n, t in policy.stream_weights()}
+
+
+@pytest.fixture(scope="session")
+def of_one(model_folders: Path) -> dict[str, Course]:
+    """Each model's course on one rank; before the others, since this process is rank 0 of those."""
+    return {name: _course(_policy(Ranks(), model_folders / name)) for name in MODELS}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def spread(request: pytest.FixtureRequest, of_one: Any) -> Iterator[tuple[str, Ranks]]:
+    """The ranks of a layout, started once for all tests of it."""
+    count, sizes = LAYOUTS[request.param]
+    with Ranks(ParallelConfig(**sizes, timeout_s=120.0), count) as ranks:
+        yield request.param, ranks
+
+
+def _fits(layout: str, model: str) -> bool:
+    return "expert" not in layout or model == "qwen3_moe"
+
+
+def _models(layout: str) -> list[str]:
+    """Megatron trains experts on ranks that share matrices only where these share samples too."""
+    return [m for m in MODELS if _fits(layout, m) and not ("tensor" in layout and m == "qwen3_moe")]
+
+
+def test_it_computes_what_one_rank_does(
+    spread: tuple[str, Ranks], model_folders: Path, of_one: dict[str, Course]
+) -> None:
+    """Logits, losses, gradients, norms, and the weights and moments after two steps."""
+    layout, ranks = spread
+    for model in _models(layout):
+        found, one = _course(_policy(ranks, model_folders / model)), of_one[model]
+        for ours, theirs, most in (
+            (found.logits, one.logits, 1e-5),
+            (found.losses, one.losses, 1e-5),
+            (found.packed, one.packed, 1e-4),  # after a step, whose rounding they see
+        ):
+            assert [t.shape for t in ours] == [t.shape for t in theirs]
+            assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) < most, model
+        _close(one.gradients, found.gradients, 1e-5)
+        assert found.norms == pytest.approx(one.norms, rel=1e-5)
+        # Adam's first steps go by the sign of a gradient: one near zero may turn it.
+        for name, tensor in one.weights.items():
+            apart = (tensor - found.weights[name]).abs()
+            assert float(apart.max()) <= 0.04, name
+            assert float((apart > 1e-5).float().mean()) < 0.02, name
+        _close(one.state, found.state, 1e-4)
+
+
+def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Path) -> None:
+    """Bit for bit, in the plan's order; also after a stream that nobody went on with."""
+    layout, ranks = spread
+    for model in _models(layout):
+        policy, given = _policy(ranks, model_folders / model), read_weights(model_folders / model)
+        begun = list(itertools.islice(policy.stream_weights(), 2))
+        assert all(torch.equal(tensor, given[name]) for name, tensor in begun)
+        found = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+        assert list(found) == list(weight_shapes(policy.shape))
+        assert all(torch.equal(found[name], given[name]) for name in found)
+        assert policy.weights_digest() == digest_tensors(given)
+
+
+def test_other_weights_in_its_place(
+    spread: tuple[str, Ranks], model_folders: Path, of_one: dict[str, Course]
+) -> None:
+    """For forward passes: what they give, and afterwards the own ones again, bit for bit."""
+    layout, ranks = spread
+    for model in _models(layout):
+        policy = _policy(ranks, model_folders / model)
+        own = policy.weights_digest()
+        with policy.using(of_one[model].weights):
+            assert policy.weights_digest() == digest_tensors(of_one[model].weights)
+            other = policy.forward(BATCH, read_logits)
+        assert policy.weights_digest() == own
+        assert not torch.allclose(other[0], of_one[model].logits[0], atol=1e-3)
+
+
+def test_a_state_goes_on_from_another_layout(
+    spread: tuple[str, Ranks], model_folders: Path, of_one: dict[str, Course]
+) -> None:
+    """Weights and optimizer state of one rank are put in place bit for bit, and the next step is the same one
+    as there, to rounding."""
+    layout, ranks = spread
+    for model in _models(layout):
+        policy, one = _policy(ranks, model_folders / model), of_one[model]
+        policy.load_weights(one.weights)
+        policy.load_optimizer_state(one.state)
+        assert policy.optimizer_digest() == digest_tensors(one.state)
+        losses, weights = _next(policy)
+        steps = {float(t) for name, t in policy.optimizer_state().items() if name.endswith(".step")}
+        assert steps == {3.0}
+        assert float((losses - one.next_losses).abs().max()) < 1e-5
+        for name, tensor in one.next_weights.items():
+            assert float((tensor - weights[name]).abs().max()) < 1e-6, (model, name)
+
+
+def test_a_model_that_cannot_be_spread_so(spread: tuple[str, Ranks], model_folders: Path) -> None:
+    """A layout that a model does not fit is an error that names the number; the ranks stay usable."""
+    layout, ranks = spread
+    if "expert" in layout:
+        with pytest.raises(ModelError, match="the model has no experts to spread over ranks"):
+            _policy(ranks, model_folders / "qwen2")

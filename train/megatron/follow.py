@@ -1,0 +1,35 @@
+"""A rank that follows: `python -m rollbook.train.megatron.follow HOST PORT RANK COUNT LEADER`.
+
+It does its part of what rank 0 asks all ranks to do, and ends when that does. `Launched` starts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with(leader: int) -> None:
+    """Have the kernel end this process when its parent ends, however that does (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != leader:  # it ended before
+        sys.exit(1)
+
+
+def main(host: str, port: int, rank: int, count: int, leader: int) -> None:
+    """Follow until rank 0 lets go."""
+    end_with(leader)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    from rollbook.train.megatron.ranks import follow, meet
+
+    follow(meet(host, port, leads=False), rank, count)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *(int(word) for word in sys.argv[2:]))

@@ -1,0 +1,330 @@
+"""The ranks of a training: rank 0 leads, the others do their part of what it asks of all.
+
+Rank 0 alone has the log and decides what comes next. Others are told by a key of the store at which all met:
+they may wait there for as long as nothing is to be done. What is computed goes over the process group, gloo
+on CPUs and nccl on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from rollbook.store.errors import ConfigError, RankError
+from rollbook.store.events import Json
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.megatron import cpu_device
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.launch import Launched
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.reshard import RankLayout, check_layout
+from rollbook.train.megatron.shape import ModelShape
+from rollbook.train.megatron.spread import Part, SpreadPolicy
+
+FOREVER = timedelta(days=3650)
+STREAM = "stream"
+"""The method of a part whose result is gone through on every rank."""
+START_S = 300.0
+"""Longest wait for all ranks to have started."""
+LOOK_S = 0.05
+LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process's place among ranks that a launcher started, and where they meet."""
+
+    rank: int
+    count: int
+    local_rank: int
+    host: str
+    port: int
+
+
+def place_in(environment: Mapping[str, str]) -> Place | None:
+    """The place that torchrun, Slurm or another launcher gives this process by its environment; None where
+    it is no rank of several.
+
+    Raises:
+        ConfigError: there are several ranks, and it is not said where they meet.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if "RANK" not in environment and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    rank, count, local = (environment.get(name) for name in names)
+    if rank is None or count is None or int(count) == 1:
+        return None
+    host = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    port = environment.get("MASTER_PORT")
+    if host is None or port is None:
+        raise ConfigError(
+            f"rank {rank} of {count} ({names[0]}, {names[1]}): MASTER_ADDR and MASTER_PORT do not "
+            "say where they meet: set both to an address of rank 0's host and a free port there"
+        )
+    return Place(int(rank), int(count), int(local or 0), host, int(port))
+
+
+def meet(host: str, port: int, *, leads: bool) -> Any:
+    """The store at which the ranks meet; rank 0 serves it.
+
+    Args:
+        port: 0 chooses a free one.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=timedelta(minutes=5))
+
+
+def _join(store: Any, rank: int, count: int, parallel: ParallelConfig, device: torch.device) -> None:
+    """Make the process group, and Megatron's groups in it. Every rank calls it."""
+    import torch.distributed as dist
+
+    if device.type == "cpu":
+        cpu_device.install()
+    from megatron.core import parallel_state
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=parallel.timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=parallel.timeout_s / 60,
+    )
+
+
+class Ranks:
+    """Where the policies of a training are: in this process, or spread over it, as rank 0, and others.
+
+    Args:
+        count: of ranks; 1: this process alone.
+        place: of this process among ranks that a launcher started; None: this process starts the others.
+    """
+
+    def __init__(
+        self, parallel: ParallelConfig | None = None, count: int = 1, place: Place | None = None
+    ) -> None:
+        self.parallel, self.count = parallel or ParallelConfig(), count
+        self.copies = self.parallel.copies(count)
+        self._said, self._joined, self._parts = 0, False, dict[str, Part]()
+        self._launched: Launched | None = None
+        self._store: Any = None
+        if count == 1:
+            return
+        if place is None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            self._store = meet(LOOPBACK, 0, leads=True)
+            self._launched = Launched(count, (LOOPBACK, self._store.port))
+        else:
+            self._store = meet(place.host, place.port, leads=not _agents_store())
+
+    @property
+    def described(self) -> Json:
+        """The layout as a step's fingerprint has it."""
+        return self.parallel.described(self.count)
+
+    def policy(
+        self,
+        name: str,
+        shape: ModelShape,
+        optimizer: OptimizerConfig,
+        *,
+        steps: int,
+        device: torch.device,
+        seed: int,
+        threads: int,
+    ) -> Policy:
+        """A policy in training, its weights not yet in place. Arguments as of `TrainablePolicy`.
+
+        Raises:
+            ModelError: the model cannot be spread so.
+            RankError: a rank does not come.
+        """
+        check_layout(shape, self._layout(shape))
+        settings: Json = {"steps": steps, "device": device, "seed": seed, "threads": threads}
+        if self.count == 1:
+            return TrainablePolicy(shape, optimizer, **settings)
+        if not self._joined:
+            self._await_others()
+            self._say(("join", self.parallel, device))
+            with self._heard():
+                _join(self._store, 0, self.count, self.parallel, device)
+            self._joined = True
+        self._say(("make", name, shape, optimizer, settings))
+        with self._heard():
+            part = self._parts[name] = Part.made(shape, optimizer, settings)
+        return SpreadPolicy(part, functools.partial(self._ask, name))
+
+    def _layout(self, shape: ModelShape) -> RankLayout:
+        """Rank 0's layout."""
+        sizes, stages = self.parallel, self.parallel.pipeline
+        return RankLayout(
+            stages=(-(-shape.layers // stages),) * stages,
+            tensor=sizes.tensor,
+            expert_tensor=sizes.expert_tensor or sizes.tensor,
+            spread=sizes.expert,
+        )
+
+    def _await_others(self) -> None:
+        """Wait until every rank is there.
+
+        Raises:
+            RankError: one ended before, or does not come in time.
+        """
+        missing = {f"here/{rank}" for rank in range(1, self.count)}
+        until = time.monotonic() + START_S
+        while missing := {key for key in missing if not self._store.check([key])}:
+            ended = self._launched.ended() if self._launched else None
+            if ended is not None or time.monotonic() > until:
+                ranks = ", ".join(sorted(key.partition("/")[2] for key in missing))
+                late = f"of {self.count} ranks these did not come within {START_S:g} s: {ranks}"
+                raise RankError(ended or late)
+            time.sleep(LOOK_S)
+
+    def _ask(self, name: str, method: str, *given: Any, own: Callable[[], Any] | None = None) -> Any:
+        """Have all ranks call a method of their parts; what this one's gives."""
+        with self._heard():
+            for part in self._parts.values():
+                part.drain()
+        self._say(("call", name, method, given))
+        with self._heard():
+            result = own() if own else getattr(self._parts[name], method)(*given)
+        return self._streamed(result) if method == STREAM else result
+
+    def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
+        """What others send. Should nobody go on with it, the next call takes what is left."""
+        with self._heard():
+            while (one := next(stream, None)) is not None:  # `yield from` would close the stream with this
+                yield one
+
+    def _say(self, what: tuple[Any, ...]) -> None:
+        with self._heard():
+            self._store.set(f"said/{self._said}", pickle.dumps(what))
+        self._said += 1
+
+    @contextlib.contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Turn an error of the process group into one that names the rank that is to blame.
+
+        Raises:
+            RankError: a rank ended or hangs.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not _of_group(error):
+                raise
+            why = self._launched.last_words() if self._launched else None
+            raise RankError(
+                why or f"another rank ended, or was waited for in vain ({error}): see what it printed"
+            ) from error
+
+    def close(self) -> None:
+        """Let the other ranks go, and end those that do not."""
+        if self.count == 1 or self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"said/{self._said}", pickle.dumps(("end",)))
+        if self._launched is not None:
+            self._launched.close()
+        self._leave()
+        self._store = None
+
+    def _leave(self) -> None:
+        """Forget the group, so that this process may be alone again."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        self._parts.clear()
+        if self._joined:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _of_group(error: RuntimeError) -> bool:
+    """Whether the error is one of the process group: gloo's have no type of their own."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or any(
+        words in str(error)
+        for words in ("gloo", "Connection closed", "Connection reset", "Timed out", "Broken pipe")
+    )
+
+
+def _agents_store() -> bool:
+    """Whether a launcher serves the store itself, as torchrun does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def follow(store: Any, rank: int, count: int) -> None:
+    """Do this rank's part of what rank 0 asks of all, until it lets go."""
+    parts: dict[str, Part] = {}
+    said = 0
+    store.set(f"here/{rank}", b"")
+    while True:
+        key = f"said/{said}"
+        store.wait([key], FOREVER)
+        what = pickle.loads(store.get(key))
+        if store.add(f"read/{said}", 1) == count - 1:  # all have heard it
+            store.delete_key(key)
+            store.delete_key(f"read/{said}")
+        said += 1
+        match what:
+            case ("join", parallel, device):
+                _join(store, rank, count, parallel, _own(device, rank))
+            case ("make", name, shape, optimizer, settings):
+                own = settings | {"device": _own(settings["device"], rank)}
+                parts[name] = Part.made(shape, optimizer, own)
+            case ("call", name, method, given):
+                result = getattr(parts[name], method)(*given)
+                if method == STREAM:
+                    for _ in result:
+                        pass
+            case ("end",):
+                return
+
+
+def follow_at(place: Place) -> None:
+    """Follow rank 0, as the rank that a launcher started."""
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    follow(meet(place.host, place.port, leads=False), place.rank, place.count)
+
+
+def _own(device: torch.device, rank: int) -> torch.device:
+    """A rank's own device: of this host's GPUs the one with its number."""
+    if device.type != "cuda":
+        return device
+    local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

@@ -1,0 +1,369 @@
+"""A policy whose weights are spread over ranks, as one: what rank 0 asks of all, and what each rank does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rollbook.ingest.engines.weights.digests import Tensors, line_of
+from rollbook.store.digest import combine
+from rollbook.store.events import Json
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.data.balance import evenly
+from rollbook.train.data.batch import MicroBatch
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.policy import LossOf, Read
+from rollbook.train.megatron.reshard import (
+    OUTPUT,
+    RankLayout,
+    givers,
+    holds,
+    joined,
+    local_name,
+    part_of,
+    tied_output,
+)
+from rollbook.train.megatron.shape import ModelShape
+from rollbook.train.megatron.weight_names import Weight, checked, parts, plan
+
+T = TypeVar("T")
+
+
+class Ask(Protocol):
+    """Has all ranks call a method of their parts, and gives what rank 0's gives.
+
+    `own` is called on rank 0 in the place of the method, where rank 0 has more to give it than others.
+    """
+
+    def __call__(self, method: str, *given: Any, own: Callable[[], Any] | None = None) -> Any: ...
+
+
+Named = tuple[str, tuple[int, ...], torch.dtype]
+"""What a tensor that is sent is called, its shape and its type."""
+Fields = dict[str, torch.Tensor]
+"""What a rank holds of a weight, by field; the only one of weights and gradients is called ""."""
+
+
+class Part:
+    """A rank's part of a policy. Every rank calls each method, with the same arguments, in the same order."""
+
+    def __init__(self, policy: TrainablePolicy, layouts: Sequence[RankLayout]) -> None:
+        self.policy, self.layouts, self.rank = policy, layouts, dist.get_rank()
+        self.shape, self.layout = policy.shape, policy.layout
+        self._givers = [(weight, givers(weight, self.shape, layouts)) for weight in plan(self.shape)]
+        self._streaming: Iterator[Any] | None = None
+
+    @classmethod
+    def made(cls, shape: ModelShape, optimizer: OptimizerConfig, settings: Json) -> Part:
+        """The part of a new policy.
+
+        Raises:
+            ModelError: the model cannot be spread so.
+        """
+        policy = TrainablePolicy(shape, optimizer, **settings)
+        layouts: list[RankLayout] = [policy.layout] * dist.get_world_size()
+        dist.all_gather_object(layouts, policy.layout)
+        return cls(policy, layouts)
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel copies of the model."""
+        return max(layout.copy for layout in self.layouts) + 1
+
+    # Passes -----------------------------------------------------------------------------------
+
+    def pass_over(self, work: Any, backward: bool, shares: list[list[MicroBatch]] | None = None) -> list[Any]:
+        """Forward, or forward and backward, over the rank's share, which it gets from rank 0; there, what is
+        told of each micro-batch of all.
+
+        Args:
+            work: of a micro-batch, a `LossOf` or a `Read`.
+            shares: of every copy, on rank 0.
+        """
+        mine: list[Any] = [None]
+        sent = None if shares is None else [_even(shares, layout.copy) for layout in self.layouts]
+        dist.scatter_object_list(mine, sent, src=0)
+        micro_batches, real = mine[0]
+        if backward:
+            found = self.policy.forward_backward(micro_batches, _muted(work, micro_batches[real:]))
+        else:
+            found = self.policy.forward(micro_batches, work)
+        told: list[Any] | None = [None] * len(self.layouts) if self.rank == 0 else None
+        dist.gather_object(found[:real] if self.layout.tells else None, told, dst=0)
+        if told is None:
+            return []
+        tellers = sorted((of.copy, rank) for rank, of in enumerate(self.layouts) if of.tells)
+        return [one for _, rank in tellers for one in told[rank]]
+
+    # Tensors ----------------------------------------------------------------------------------
+
+    def stream(self, kind: str) -> Iterator[tuple[Weight, str, list[torch.Tensor]]]:
+        """On rank 0: of each weight and field the parts that the ranks hold, one after the other. Others send
+        theirs, and yield nothing.
+
+        Args:
+            kind: weights, gradients or state.
+        """
+        held = self._held(kind)
+        said = {n: [(f, tuple(t.shape), t.dtype) for f, t in sorted(of.items())] for n, of in held.items()}
+        all_said: list[dict[str, list[Named]]] | None = [said] * len(self.layouts) if self.rank == 0 else None
+        dist.gather_object(said, all_said, dst=0)
+        if all_said is None:
+            return self._sending(held)
+        self._streaming = self._receiving(held, all_said)
+        return self._streaming
+
+    def drain(self) -> None:
+        """Take what is still being sent, of a stream that nobody goes on with."""
+        for _ in self._streaming or ():
+            pass
+        self._streaming = None
+
+    def _sending(self, held: dict[str, Fields]) -> Iterator[Any]:
+        for weight, ranks in self._givers:
+            if self.rank not in ranks:
+                continue
+            for _, tensor in sorted(held.get(local_name(weight, self.shape, self.layout), {}).items()):
+                if tensor.dim() or self.rank == ranks[0]:
+                    dist.send(tensor.contiguous(), dst=0)
+        return iter(())
+
+    def _receiving(
+        self, held: dict[str, Fields], said: Sequence[dict[str, list[Named]]]
+    ) -> Iterator[tuple[Weight, str, list[torch.Tensor]]]:
+        for weight, ranks in self._givers:
+            name = local_name(weight, self.shape, self.layouts[ranks[0]])
+            for field, dims, _ in said[ranks[0]].get(name, ()):
+                shards = []
+                for rank in ranks if dims else ranks[:1]:
+                    if rank == 0:
+                        shards.append(held[name][field])
+                        continue
+                    own = local_name(weight, self.shape, self.layouts[rank])
+                    _, shape, dtype = next(one for one in said[rank][own] if one[0] == field)
+                    shards.append(torch.empty(shape, dtype=dtype, device=self.policy.device))
+                    dist.recv(shards[-1], src=rank)
+                yield weight, field, shards
+
+    def _held(self, kind: str) -> dict[str, Fields]:
+        policy = self.policy
+        if kind == "weights":
+            return {name: {"": tensor} for name, tensor in policy.own_weights().items()}
+        if kind == "gradients":
+            return {name: {"": tensor} for name, tensor in policy.gradients().items()}
+        found: dict[str, Fields] = {}
+        for key, tensor in policy.optimizer_state().items():
+            name, _, field = key.rpartition(".")
+            found.setdefault(name, {})[field] = tensor
+        return found
+
+    def take_weights(self, said: Sequence[Named]) -> None:
+        """Put the rank's part of weights in place, which it gets from rank 0 whole.
+
+        Args:
+            said: of every Hugging Face tensor, in the order of the plan.
+        """
+        self.spread_weights({name: torch.empty(dims, dtype=dtype) for name, dims, dtype in said})
+
+    def spread_weights(self, tensors: Tensors) -> None:
+        """The same on rank 0, which has them."""
+        for weight in plan(self.shape):
+            whole = {name: tensors[name] for name in weight.huggingface}
+            for tensor in whole.values():
+                dist.broadcast(tensor, src=0)
+            if holds(weight, self.shape, self.layout):
+                name = local_name(weight, self.shape, self.layout)
+                self.policy.put(name, part_of(weight, whole, self.shape, self.layout))
+            if tied_output(weight, self.shape, self.layout):
+                self.policy.put(OUTPUT, part_of(weight, whole, self.shape, self.layout))
+
+    def take_state(self, said: Sequence[tuple[int, str, tuple[int, ...], torch.dtype]]) -> None:
+        """Put the rank's part of an optimizer's state in place, which it gets from rank 0 whole.
+
+        Args:
+            said: number of the weight in the plan, field, shape and type, of each tensor.
+        """
+        self.spread_state([(at, f, torch.empty(dims, dtype=dtype)) for at, f, dims, dtype in said])
+
+    def spread_state(self, state: Sequence[tuple[int, str, torch.Tensor]]) -> None:
+        """The same on rank 0, which has it."""
+        self.policy.forget_optimizer_state()
+        for at, field, tensor in state:
+            dist.broadcast(tensor, src=0)
+            weight = plan(self.shape)[at]
+            names = []
+            if holds(weight, self.shape, self.layout):
+                names.append(local_name(weight, self.shape, self.layout))
+            if tied_output(weight, self.shape, self.layout):
+                names.append(OUTPUT)
+            for name in names:
+                part = tensor.clone()
+                if tensor.dim():
+                    split = dict(zip(weight.huggingface, parts(weight, [tensor], self.shape), strict=True))
+                    part = part_of(weight, split, self.shape, self.layout).clone()
+                self.policy.put_optimizer_state(name, field, part)
+
+    # What needs nothing of others -------------------------------------------------------------
+
+    def seed_step(self, seed: int) -> None:
+        """As the policy's."""
+        self.policy.seed_step(seed)
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """As the policy's, of all ranks together."""
+        return self.policy.optimizer_step(learning_rate)
+
+    def put_aside(self) -> None:
+        """As the policy's."""
+        self.policy.put_aside()
+
+    def put_back(self) -> None:
+        """As the policy's."""
+        self.policy.put_back()
+
+
+def _even(shares: list[list[MicroBatch]], copy: int) -> tuple[list[MicroBatch], int]:
+    """A copy's share, and how much of it is real: all have as many micro-batches, since ranks that share
+    experts meet in each; what is missing is one in which nothing is trained."""
+    share = shares[copy]
+    most = max(map(len, shares))
+    nothing = next(micro for one in shares for micro in one)
+    nothing = replace(nothing, loss_mask=np.zeros_like(nothing.loss_mask))
+    return [*share, *[nothing] * (most - len(share))], len(share)
+
+
+def _muted(loss_of: LossOf[T], without: Sequence[MicroBatch]) -> LossOf[T]:
+    """The loss, without that of some micro-batches."""
+    muted = {id(micro) for micro in without}
+
+    def of(outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, T]:
+        loss, kept = loss_of(outputs, micro)
+        return (loss * 0 if id(micro) in muted else loss), kept
+
+    return of
+
+
+class SpreadPolicy:
+    """A policy whose weights are spread over ranks, of which this process is rank 0. As `Policy`.
+
+    Args:
+        ask: has all ranks call a method of their parts.
+    """
+
+    def __init__(self, part: Part, ask: Ask) -> None:
+        self._part, self._ask = part, ask
+        self.shape, self.device = part.shape, part.policy.device
+
+    def load_weights(self, tensors: Tensors) -> None:
+        """Put Hugging Face weights in place, on each rank its part.
+
+        Raises:
+            ModelError: they are another architecture's.
+        """
+        fitting = checked(tensors, self.shape)
+        names = [name for weight in plan(self.shape) for name in weight.huggingface]
+        own = {name: fitting[name].contiguous() for name in names}
+        said = [(n, tuple(t.shape), t.dtype) for n, t in own.items()]
+        self._ask("take_weights", said, own=lambda: self._part.spread_weights(own))
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under Hugging Face names, one at a time, gathered from the ranks."""
+        for weight, _, shards in self._ask("stream", "weights"):
+            yield from zip(weight.huggingface, parts(weight, shards, self.shape), strict=True)
+
+    def weights(self) -> Tensors:
+        """The weights under Hugging Face names."""
+        return dict(self.stream_weights())
+
+    def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The accumulated gradients, before clipping, one at a time."""
+        for weight, _, shards in self._ask("stream", "gradients"):
+            yield weight.megatron, joined(weight, shards, self.shape)
+
+    def optimizer_state(self) -> Tensors:
+        """Moments and step counts, `parameter.field`."""
+        return dict(self._stream_state())
+
+    def _stream_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight, field, shards in self._ask("stream", "state"):
+            whole = shards[0] if not shards[0].dim() else joined(weight, shards, self.shape)
+            yield f"{weight.megatron}.{field}", whole
+
+    def load_optimizer_state(self, state: Tensors) -> None:
+        """Put an optimizer state in place, on each rank its part."""
+        number = {weight.megatron: at for at, weight in enumerate(plan(self.shape))}
+        split = [(key.rpartition("."), value.contiguous()) for key, value in state.items()]
+        own = [(number[name], field, value) for (name, _, field), value in split]
+        said = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
+        self._ask("take_state", said, own=lambda: self._part.spread_state(own))
+
+    def weights_digest(self) -> str:
+        """Digest of the weights, as in checkpoints and engines."""
+        return combine(line_of(name, tensor) for name, tensor in self.stream_weights())
+
+    def optimizer_digest(self) -> str:
+        """Digest of the optimizer state."""
+        return combine(line_of(name, tensor) for name, tensor in self._stream_state())
+
+    def seed_step(self, seed: int) -> None:
+        """Set every random generator of all ranks for a step."""
+        self._ask("seed_step", seed)
+
+    def learning_rate(self, step: int, steps: int | None = None) -> float:
+        """Learning rate of the phase's step (from 0), by Megatron's schedule."""
+        return self._part.policy.learning_rate(step, steps)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_of: LossOf[T], shares: Sequence[int] | None = None
+    ) -> list[T]:
+        """Accumulate the gradients of all micro-batches, each copy those of its share; what is kept of
+        each."""
+        return self._pass_over(micro_batches, loss_of, shares, backward=True)
+
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], read: Read[T], shares: Sequence[int] | None = None
+    ) -> list[T]:
+        """A forward pass alone: what is read of each micro-batch."""
+        return self._pass_over(micro_batches, read, shares, backward=False)
+
+    def _pass_over(
+        self, micro_batches: Sequence[MicroBatch], work: Any, shares: Sequence[int] | None, *, backward: bool
+    ) -> list[T]:
+        copies = self._part.copies
+        counts = shares or [len(some) for some in evenly(micro_batches, copies)]
+        taken = iter(micro_batches)
+        own = [[next(taken) for _ in range(count)] for count in counts]
+        own += [[] for _ in range(copies - len(own))]
+        told: list[T] = self._ask(
+            "pass_over", work, backward, own=lambda: self._part.pass_over(work, backward, own)
+        )
+        return told
+
+    @contextlib.contextmanager
+    def using(self, weights: Tensors) -> Iterator[None]:
+        """Other weights in place of its own, on all ranks, for forward passes.
+
+        Raises:
+            ModelError: they are another architecture's.
+        """
+        self._ask("put_aside")
+        try:
+            self.load_weights(weights)
+            yield
+        finally:
+            self._ask("put_back")
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients together, of which no step is taken."""
+        return float(torch.stack([gradient.norm() for _, gradient in self.stream_gradients()]).norm())
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Clip and take one step; the gradient norm before clipping."""
+        norm: float = self._ask("optimizer_step", learning_rate)
+        return norm
