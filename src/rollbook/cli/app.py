@@ -270,10 +270,11 @@ def train(
         say(as_toml(settings))
         return
     from rollbook.cli.training import TrainingProgress
+    from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train as run_training
 
-    with TrainingProgress() as progress:
-        run_training(settings, store, source.value, as_of, lane, progress, abandon_after)
+    with TrainingProgress() as progress, Reporter(settings, store, progress) as watcher:
+        run_training(settings, store, source.value, as_of, lane, watcher, abandon_after)
 
 
 @app.command()
