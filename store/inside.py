@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from rollbook.store.allowed import allows_folder, remedy
 from rollbook.store.errors import OutsideError
 
-OURS = ("lanes", "sealed", "derived", "leases", "claims", "checkpoints")
+OURS = ("lanes", "sealed", "derived", "leases", "claims", "checkpoints", "tensorboard")
 """Folders of a store that are looked through. What else lies beside them is looked at, but not into."""
 SMALL = 1 << 20
 """Bytes beyond which a small file (a marker, settings, a note) is none of ours."""

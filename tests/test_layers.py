@@ -27,7 +27,18 @@ ROOMS = {
         *("engines", "staleness", "requests", "tokens", "replies", "turns", "trajectories", "admission"),
         *("recording", "endpoints", "http", "upstream", "serve", "datasets"),
     ],
-    "train": ["algorithms", "config", "data", "megatron", "checkpoints", "sync", "loop", "doctor", "rewards"],
+    "train": [
+        "algorithms",
+        "config",
+        "data",
+        "megatron",
+        "checkpoints",
+        "sync",
+        "loop",
+        "curves",
+        "doctor",
+        "rewards",
+    ],
 }
 """Each room of a layer imports those before it; modules in no room are the ground that all stand on."""
 OF_INGEST_IN_TRAINING = {"engines", "staleness"}

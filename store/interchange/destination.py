@@ -1,4 +1,7 @@
-"""Where an export goes: under a temporary name until it is whole, and never over something that is there."""
+"""Where an export goes: under a temporary name until it is whole, and never over something that is there.
+
+An empty folder in the place of a folder is nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def destination(out: Path, *, folder: bool) -> Iterator[Path]:
     Raises:
         InterchangeError: something is at `out`, or it cannot be written there.
     """
-    _refuse_existing(out)
+    _refuse_existing(out, folder)
     temporary = out.with_name(f".{out.name}.{new_id()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +33,7 @@ def destination(out: Path, *, folder: bool) -> Iterator[Path]:
         yield temporary
         for path in sorted(temporary.rglob("*")) if folder else [temporary]:
             _flush(path)
-        _refuse_existing(out)
+        _refuse_existing(out, folder)
         temporary.rename(out)
     except OSError as error:
         if isinstance(error, RollbookError):
@@ -43,7 +46,9 @@ def destination(out: Path, *, folder: bool) -> Iterator[Path]:
             temporary.unlink()
 
 
-def _refuse_existing(out: Path) -> None:
+def _refuse_existing(out: Path, folder: bool) -> None:
+    if folder and out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
+        return
     if os.path.lexists(out):
         raise InterchangeError(f"{out} exists: an export never overwrites; remove it or name another --to")
 

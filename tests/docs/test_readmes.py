@@ -85,7 +85,7 @@ def parse(words: list[str]) -> dict[str, Any]:
     """
     command: Any = typer.main.get_command(app)
     name = "rollbook"
-    while words and words[0] in getattr(command, "commands", {}):
+    while words and (words := getattr(command, "named", list)(words))[0] in getattr(command, "commands", {}):
         name, *words = words
         command = command.commands[name]
     if hasattr(command, "commands"):

@@ -49,19 +49,29 @@ def _invoke(command: str, code: int = 0) -> str:
 
 
 def test_the_commands_run(page: str, work: Path) -> None:
-    """In their order, for four steps: each says what it should."""
+    """In their order, for four steps: each says what it should, and what is exported is a model."""
+    from transformers import AutoTokenizer
+
     config = (work / "laptop.toml").read_text()
     for key, value in (("steps", 4), ("warmup_steps", 1), ("every", 2)):
         config = re.sub(rf"^{key} = \d+$", f"{key} = {value}", config, flags=re.MULTILINE)
     (work / "laptop.toml").write_text(config)
     [commands] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    preflight, train, plot, doctor, replay = (c.removeprefix("rollbook ") for c in commands.splitlines())
+    words = [line.removeprefix("rollbook ") for line in commands.splitlines()]
+    preflight, train, plot, doctor, replay, export = words
     checked = {line.split()[0]: line.split()[1] for line in _invoke(preflight).splitlines() if line[0] != " "}
     assert checked.items() >= {"model": "green", "memory": "green", "evaluation": "green"}.items()
     _invoke(train)
     assert _invoke(plot).startswith("first.svg: loss, ")
     assert "healthy" in _invoke(doctor)
     assert "bit for bit" in _invoke(replay)
+    assert "version 4 of policy actor" in _invoke(export)
+    assert AutoTokenizer.from_pretrained("first-model").decode([1])
+    [query] = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    assert [row.split(",")[2] for row in _invoke(f'sql "{query}" --format csv --store runs').split()[1:]] == [
+        "0",
+        "4",
+    ]
 
 
 def test_each_way_of_dividing(page: str, work: Path) -> None:

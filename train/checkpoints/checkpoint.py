@@ -113,13 +113,13 @@ def write_checkpoint(
             phase=phase,
             bytes=sum(file.stat().st_size for file in building.iterdir()),
         )
-        manifest = _manifest(run, record, {"weights": saved} | lines)
+        manifest = manifest_of(run, record, {"weights": saved} | lines)
         make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
         _make_durable(building, target)
     return record
 
 
-def _manifest(run: str, record: CheckpointWritten, lines: Mapping[str, dict[str, str]]) -> Json:
+def manifest_of(run: str, record: CheckpointWritten, lines: Mapping[str, dict[str, str]]) -> Json:
     """What `rollbook.json` says: the digest of all that is held, together and by tensor."""
     said: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
     said |= {"optimizer_digest": None, _TENSORS["optimizer"]: {}}
@@ -131,7 +131,7 @@ def _manifest(run: str, record: CheckpointWritten, lines: Mapping[str, dict[str,
 def _copy_along(like: Path, building: Path) -> None:
     """Copy the files of a model directory that are not weights."""
     for file in like.iterdir():
-        if file.is_file() and not _holds_weights(file.name):
+        if file.is_file() and not holds_weights(file.name):
             shutil.copyfile(file, make_empty(building / file.name))
 
 
@@ -184,7 +184,7 @@ def _hashes(lines: dict[str, str]) -> dict[str, str]:
     return {name: line.rsplit(" ", 1)[1] for name, line in lines.items()}
 
 
-def _holds_weights(name: str) -> bool:
+def holds_weights(name: str) -> bool:
     """Whether a file of a model directory holds weights or describes weight files, and is not copied."""
     return name == MANIFEST or name.endswith((".safetensors", ".bin", ".index.json"))
 

@@ -6,6 +6,7 @@ Engines verify what they loaded with this, and the trainer what it wrote: one di
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,17 +51,25 @@ def read_weights(model: Path) -> Tensors:
     Raises:
         ModelError: there are none, or they cannot be read.
     """
+    return dict(stream_files(model))
+
+
+def stream_files(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, one tensor at a time.
+
+    Raises:
+        ModelError: as `read_weights`.
+    """
     files = weight_files(model)
     if not files:
         raise ModelError(f"{model}: holds no safetensors weights")
-    tensors: Tensors = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+                for name in handle.keys():  # noqa: SIM118
+                    yield name, handle.get_tensor(name)
         except Exception as error:
             raise ModelError(f"{file}: cannot be read: {error}") from error
-    return tensors
 
 
 def read_manifest(model: Path) -> Json | None:

@@ -12,6 +12,7 @@ import typer
 from rollbook import __version__
 from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
+from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
 from rollbook.cli.plot import plot
@@ -33,6 +34,7 @@ recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
+app.add_typer(export_app, name="export")
 app.command(cls=ServeCommand)(serve)
 
 
@@ -49,14 +51,6 @@ class Source(StrEnum):
 
     cut = "cut"
     tail = "tail"
-
-
-class ExportFormat(StrEnum):
-    """What `rollbook export` writes."""
-
-    parquet = "parquet"
-    jsonl = "jsonl"
-    datasets = "datasets"
 
 
 def _version(wanted: bool) -> None:
@@ -346,25 +340,6 @@ def replay_step(
     from rollbook.cli.replay import replay_command
 
     raise typer.Exit(replay_command(step, store, run, policy, trust_parts, json))
-
-
-@app.command("export")
-def export_(
-    store: StoreOption,
-    to: Annotated[Path, typer.Option(help="File or folder to make; it must not exist yet.")],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
-    ],
-    as_of: AsOf = "head",
-    run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
-    split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
-    json: AsJson = False,
-) -> None:
-    """Write trajectories to files for others: Parquet tables, JSONL chats, or a Hugging Face dataset."""
-    from rollbook.cli.export import run_export
-
-    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
 
 
 @app.command("import")

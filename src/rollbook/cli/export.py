@@ -1,20 +1,97 @@
-"""What `rollbook export` prints."""
+"""`rollbook export`: what the store holds, as files for others."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Any
 
-from rollbook.cli.progress import progress
-from rollbook.cli.runs import of_run
-from rollbook.cli.terminal import print_json, say
-from rollbook.store.interchange.export import export_store
-from rollbook.store.open import open_store
+import typer
+from typer.core import TyperGroup
+
+from rollbook.cli.options import AsJson, AsOf, StoreOption
+
+
+class ExportFormat(StrEnum):
+    """What `rollbook export trajectories` writes."""
+
+    parquet = "parquet"
+    jsonl = "jsonl"
+    datasets = "datasets"
+
+
+class _TrajectoriesUnlessNamed(TyperGroup):
+    """Commands of which `trajectories` is meant where options alone are given."""
+
+    def named(self, args: list[str]) -> list[str]:
+        """The arguments, with the command's name before them."""
+        options = args and args[0].startswith("-") and args[0] != "--help"
+        return ["trajectories", *args] if options else args
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As the group of commands does, of the named ones."""
+        parsed: list[str] = super().parse_args(ctx, self.named(args))
+        return parsed
+
+
+export_app = typer.Typer(
+    cls=_TrajectoriesUnlessNamed,
+    no_args_is_help=True,
+    help="Write what the store holds to files for others: trajectories, or a model.\n\n"
+    "Options alone are those of trajectories: rollbook export --to out --format jsonl.",
+)
+
+
+@export_app.command("trajectories")
+def trajectories(
+    store: StoreOption,
+    to: Annotated[
+        Path, typer.Option("--to", "-o", help="File or folder to make; a folder that is there must be empty.")
+    ],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(help="Tables, chats with their tokens, or a folder for datasets.load_dataset."),
+    ],
+    as_of: AsOf = "head",
+    run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
+    split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
+    json: AsJson = False,
+) -> None:
+    """Write trajectories: Parquet tables, JSONL chats, or a Hugging Face dataset."""
+    run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
+
+
+@export_app.command("model")
+def model(
+    store: StoreOption,
+    to: Annotated[Path, typer.Option("--to", "-o", help="Folder to make; one that is there must be empty.")],
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, help="Policy version; default: the newest that has a checkpoint."),
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Run, where several have checkpoints.")] = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    json: AsJson = False,
+) -> None:
+    """Write a trained version as a Hugging Face model directory: config, tokenizer, safetensors.
+
+    Its weights are compared with the digest in the log, before and after.
+
+    rollbook export model --store runs --version 50 -o my-model-50
+    """
+    run_export_model(store, to, version, run, policy, json)
 
 
 def run_export(
     store: Path, out: Path, format_: str, as_of: str, run: str | None, split: str | None, as_json: bool
 ) -> None:
-    """Export, and print a summary."""
+    """Export trajectories, and print a summary."""
+    from rollbook.cli.progress import progress
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.terminal import print_json, say
+    from rollbook.store.interchange.export import export_store
+    from rollbook.store.open import open_store
+
     with of_run(open_store(store), run):
         done = export_store(store, out, format_, as_of=as_of, run=run, split=split, progress=progress)
     if as_json:
@@ -22,3 +99,26 @@ def run_export(
         return
     rows = ", ".join(f"{count} {name}" for name, count in done["rows"].items())
     say(f"wrote {out}: {rows}, as of {done['cut']}")
+
+
+def run_export_model(
+    store: Path, out: Path, version: int | None, run: str | None, policy: str, as_json: bool
+) -> None:
+    """Export a model, and print what it is."""
+    from dataclasses import asdict
+
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.terminal import print_json, say
+    from rollbook.store.open import open_store
+    from rollbook.train.checkpoints.export import export_model
+
+    log = open_store(store)
+    with of_run(log, run):
+        done = export_model(log, out, version, run, policy)
+    if as_json:
+        print_json(asdict(done))
+        return
+    say(
+        f"wrote {out}: version {done.policy_version} of policy {done.policy}, run {done.run} "
+        f"({done.bytes / 2**20:.1f} MiB); its weights are those that the log names"
+    )

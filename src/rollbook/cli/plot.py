@@ -33,6 +33,12 @@ def plot(
     ] = None,
     by: Annotated[Axis, typer.Option(help="Over steps, or over policy versions.")] = Axis.step,
     first: Annotated[int, typer.Option("--from", min=0, help="First step or version that is drawn.")] = 0,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write TensorBoard's files into this folder instead, RUN/POLICY each: all metrics."
+        ),
+    ] = None,
     as_of: AsOf = "head",
     json: AsJson = False,
 ) -> None:
@@ -44,8 +50,14 @@ def plot(
 
     rollbook plot --store runs -o math.svg
     rollbook plot --store runs --run math-1 --run math-2 --metric reward --metric entropy --by version
+    rollbook plot --store runs --tensorboard curves
     """
     from rollbook.cli.plotting import Wanted, run_plot
 
+    if tensorboard is not None:
+        from rollbook.cli.curves import write_curves
+
+        write_curves(store, tensorboard, runs or [], policy, as_of, json)
+        return
     wanted = Wanted(runs or [], policy, metrics or [], by.value, first)
     run_plot(store, output, wanted, as_of, json)

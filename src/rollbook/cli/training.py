@@ -58,6 +58,7 @@ def run_train(
     count: int | None,
 ) -> None:
     """Train, with the ranks that are asked for; or follow, as a rank that a launcher started."""
+    from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train
     from rollbook.train.megatron.ranks import Ranks, follow_at, place_in
 
@@ -68,8 +69,8 @@ def run_train(
         follow_at(place)
         return
     ranks = Ranks(config.parallel, place.count if place else count or config.parallel.fewest, place)
-    with ranks, TrainingProgress() as progress:
-        train(config, store, source, as_of, lane, progress, abandon_after, ranks)
+    with ranks, TrainingProgress() as progress, Reporter(config, store, progress) as watcher:
+        train(config, store, source, as_of, lane, watcher, abandon_after, ranks)
 
 
 class TrainingProgress:

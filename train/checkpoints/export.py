@@ -1,0 +1,126 @@
+"""A checkpoint's model as a directory for others: configuration, tokenizer and weights, no optimizer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from rollbook.ingest.engines.model_files import weight_files
+from rollbook.ingest.engines.weights.digests import line_of, stream_files
+from rollbook.store import Store
+from rollbook.store.digest import combine
+from rollbook.store.errors import InterchangeError, ModelError
+from rollbook.store.events import CheckpointWritten
+from rollbook.store.inside import place_inside
+from rollbook.store.interchange.destination import destination
+from rollbook.train.checkpoints.checkpoint import MANIFEST, holds_weights, manifest_of
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """What was exported: `checkpoint` is the folder it comes from, `to` where it is, of `bytes` in all."""
+
+    run: str
+    policy: str
+    policy_version: int
+    weights_digest: str
+    checkpoint: str
+    to: str
+    bytes: int
+
+
+def export_model(log: Store, out: Path, version: int | None, run: str | None, policy: str) -> ExportedModel:
+    """Copy a version's checkpoint to a new Hugging Face model directory, without what only training needs.
+
+    Its weights are compared with the log's digest before they are copied, and again where they came to.
+
+    Args:
+        version: None: the newest that has a checkpoint.
+        run: None: the only one that has checkpoints of the policy.
+
+    Raises:
+        InterchangeError: there is no such checkpoint, or `out` exists or cannot be written.
+        ModelError: the checkpoint is damaged.
+    """
+    run, held = _of_run(_checkpoints(log, policy), run, policy)
+    record = _of_version(held, version, run)
+    source = place_inside(log.path, record.path)
+    with destination(out, folder=True) as building:
+        _lines(source, record)
+        _copy(source, building)
+        lines = _lines(building, record)
+        manifest = manifest_of(run, record, {"weights": lines})
+        (building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+        size = sum(file.stat().st_size for file in building.iterdir())
+    what = (run, policy, record.policy_version, record.weights_digest)
+    return ExportedModel(*what, record.path, str(out), size)
+
+
+_Found = dict[str, dict[int, CheckpointWritten]]
+"""Run -> version -> its checkpoint."""
+
+
+def _checkpoints(log: Store, policy: str) -> _Found:
+    """The policy's checkpoints whose folders are there; of a version that has several, the newest."""
+    found: _Found = {}
+    for event in log.events_of([CheckpointWritten.KIND]):
+        record = event.record
+        assert isinstance(record, CheckpointWritten)
+        if record.policy == policy and place_inside(log.path, record.path).is_dir():
+            found.setdefault(event.run, {})[record.policy_version] = record
+    return found
+
+
+def _of_run(found: _Found, run: str | None, policy: str) -> tuple[str, dict[int, CheckpointWritten]]:
+    if run is None and len(found) == 1:
+        return next(iter(found.items()))
+    if run in found:
+        return run, found[run]
+    there = f"there are of: {_listed(sorted(found))}"
+    if run is not None:
+        raise InterchangeError(f"run {run!r} has no checkpoint of policy {policy!r}; {there}")
+    if not found:
+        raise InterchangeError(f"the store holds no checkpoint of policy {policy!r}: train first")
+    raise InterchangeError(
+        f"several runs have checkpoints of policy {policy!r}: name one with --run; {there}"
+    )
+
+
+def _of_version(held: dict[int, CheckpointWritten], version: int | None, run: str) -> CheckpointWritten:
+    version = max(held) if version is None else version
+    if version not in held:
+        raise InterchangeError(
+            f"--version {version}: run {run!r} has no checkpoint of it; there are of: {_listed(sorted(held))}"
+        )
+    return held[version]
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names)) or "none"
+
+
+def _lines(model: Path, record: CheckpointWritten) -> dict[str, str]:
+    """The line of each tensor in the digest that the log has of the weights.
+
+    Raises:
+        ModelError: they have another.
+    """
+    lines = {name: line_of(name, tensor) for name, tensor in stream_files(model)}
+    if (digest := combine(lines.values())) != record.weights_digest:
+        raise ModelError(
+            f"{model}: its weights are not those that the log names for version {record.policy_version} "
+            f"(digest {digest[:16]}, in the log {record.weights_digest[:16]}): restore it from a copy, or "
+            "name another --version"
+        )
+    return lines
+
+
+def _copy(source: Path, building: Path) -> None:
+    weights = {file.name for file in weight_files(source)}
+    for file in source.iterdir():
+        if file.is_file() and (file.name in weights or not holds_weights(file.name)):
+            shutil.copyfile(file, building / file.name)

@@ -1,0 +1,1 @@
+"""The course of trainings for TensorBoard and Weights & Biases, from the log."""
