@@ -79,6 +79,14 @@ COURSES = {
         Course("ppo", "ppo", keys=SINGLE | {"mini_batches": 2}, critic={"lr": 1e-3, "alone_steps": 4}),
         Course("dpo", "dpo", 1e-4, {"batch_size": 64, "beta": 0.1}, learns_from="preferences"),
         Course("grpo_scored", "grpo", keys=GROUPED, recipe={"reward_source": SCORES}, learns_from="scores"),
+        Course(
+            "ppo_scored",
+            "ppo",
+            keys=SINGLE | {"mini_batches": 2},
+            critic={"lr": 1e-3, "alone_steps": 4},
+            recipe={"reward_source": SCORES},
+            learns_from="scores",
+        ),
     )
 }
 REWARD_MODEL = Course("reward_model", "reward_model", 5e-4, {"batch_size": 64}, policy="reward")

@@ -36,8 +36,17 @@ def test_the_queries_and_the_commands_run(
     monkeypatch.chdir(tmp_path)
     run = sorted({event.run for event in one_of_everything.events()})[0]
     shutil.copytree(root / "configs", tmp_path / "configs")
+    [function] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(function)
+    monkeypatch.syspath_prepend(str(tmp_path))
     lines = "\n".join(re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)).splitlines()
-    answers = ('"verdict"', '"findings"', "course.svg: loss, tokens_s of", "speed.png: loss, tokens_s of")
+    answers = (
+        '"verdict"',
+        '"my_rewards:score',
+        '"findings"',
+        "course.svg: loss, tokens_s of",
+        "speed.png: loss, tokens_s of",
+    )
     for line, answer in zip(lines, answers, strict=True):
         said = CliRunner().invoke(app, shlex.split(line.replace("--run demo", f"--run {run}"))[1:])
         assert said.exit_code in (0, 1), said.output
@@ -53,6 +62,16 @@ def test_the_rules_are_read(page: str, tmp_path: Path) -> None:
     assert [rule.said() for rule in config.stop] == [
         {"metric": "evaluation.loss", "better": "lower", "patience": 3},
         {"metric": "entropy", "below": 0.05, "patience": 10},
+    ]
+
+
+def test_every_check_is_there(page: str) -> None:
+    """Each by its name, in the order in which preflight says them."""
+    table = page[page.index("| check |") :].split("\n\n")[0]
+    named = [row.split("`")[1] for row in table.splitlines()[2:]]
+    assert named == [
+        *("model", "memory", "batch", "normalization", "kl", "staleness", "correction", "data", "rewards"),
+        *("difficulty", "evaluation", "reward_function"),
     ]
 
 

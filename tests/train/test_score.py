@@ -123,27 +123,49 @@ def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert len({round(s.mean, 4) for s in alone}) == 5
 
 
-def test_a_policy_is_trained_by_them(fabric: Any, cli: Cli, store: Store) -> None:
-    """GRPO goes by the source, learns what was preferred, and its steps replay."""
+@pytest.mark.parametrize(
+    "algorithm", [{"name": "grpo", "groups": 4, "group_size": 4}, {"name": "ppo", "groups": 16}]
+)
+def test_a_policy_is_trained_by_them(fabric: Any, cli: Cli, store: Store, algorithm: dict[str, Any]) -> None:
+    """GRPO, and PPO with its critic, go by the source and make replies that were preferred likelier; their
+    steps replay."""
     _score(cli, store, "--split", "train")
+    has_critic = algorithm["name"] == "ppo"
     settings = fabric.config(
         fabric.GRPO,
         steps=2,
-        algorithm={"name": "grpo", "groups": 4, "group_size": 4},
+        algorithm=algorithm,
         recipe={"reward_source": "judge"},
         optimizer={"lr": 0.01},
+        **({"critic": {"lr": 0.01}} if has_critic else {}),
     )
     fabric.train(store, settings)
     plans = [plan for plan in _of(store, StepPlanned) if plan.policy == "actor"]
     assert [len(plan.samples) for plan in plans] == [16, 16]
     assert all(replay_step(store, step).bit_for_bit for step in (0, 1))
     connection = rb.connect(store.path)
-    query = "select reward from metrics where policy = 'actor' order by step"
-    means = [row[0] for row in connection.execute(query).fetchall()]
+    query = "select reward, value_loss from metrics where policy = 'actor' order by step"
+    rows = connection.execute(query).fetchall()
+    means = [row[0] for row in rows]
+    assert [row[1] is not None for row in rows] == [has_critic] * 2
     found = _rewards(store, "judge")
     used = [[found[ref["trajectory_id"]] for ref in plan.samples] for plan in plans]
     assert means == pytest.approx([sum(values) / 16 for values in used])
     assert not any(name.startswith("e") for name in found), "--split train leaves the others"
+    before, after = (_likelihood(store, version) for version in (0, 2))
+    assert after[GOOD] - before[GOOD] > after[BAD] - before[BAD]
+
+
+def _likelihood(log: Store, version: int) -> dict[int, float]:
+    """Mean log-probability of the first tokens of good and of bad replies, by a version of the policy."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(log.path / f"checkpoints/demo/actor/v{version:08d}")
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6], [5, 7], [5, 8]])).logits[:, -1]
+    logprobs = logits.log_softmax(-1).mean(0)
+    return {token: float(logprobs[token]) for token in (GOOD, BAD)}
 
 
 def test_what_cannot_be_scored(fabric: Any, cli: Cli, store: Store) -> None:

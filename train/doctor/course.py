@@ -13,7 +13,8 @@ from rollbook.store.cut import Cut
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
-from rollbook.train.doctor.signs import Course, HeldOut
+from rollbook.train.doctor.queries import Training
+from rollbook.train.doctor.signs import Course, HeldOut, Turns
 
 
 def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
@@ -23,33 +24,34 @@ def read_course(log: Store, cut: Cut, run: str, policy: str) -> Course:
         CorruptionError: a file is damaged.
     """
     with connect_at(log, format_cut(cut)) as connection:
-        [(step, version)] = _rows(connection, _FIRST, {"run": run, "policy": policy})
-        steps = {"run": run, "policy": policy, "step": step}
-        versions = {"run": run, "policy": policy, "version": version}
-        rows = _rows(connection, _STEPS, steps)
+
+        def rows(query: str) -> list[tuple[Any, ...]]:
+            return connection.execute(query).fetchall()
+
+        training = _newest(connection, run, policy)
+        steps = rows(training.metrics(*_METRICS))
         return Course(
-            rows=[dict(zip(_METRICS, row[1:], strict=True)) for row in rows],
-            numbers=[row[0] for row in rows],
+            training=training,
+            rows=[dict(zip(_METRICS, row[1:], strict=True)) for row in steps],
+            numbers=[row[0] for row in steps],
             held_out={
-                at: HeldOut(mean, variance / count)
-                for at, mean, count, variance in _rows(
-                    connection, _HELD_OUT, {"run": run, "version": version}
-                )
+                version: HeldOut(mean, deviation**2 / count)
+                for version, mean, count, deviation in rows(training.held_out())
             },
-            dropped=dict(_rows(connection, _DROPPED, {"run": run, "step": step})),
-            used=sum(int(row[1 + _METRICS.index("samples")] or 0) for row in rows),
-            failed=dict(_rows(connection, _FAILED, steps)),
-            syncs=[error for (error,) in _rows(connection, _SYNCS, versions)],
-            held_out_losses=dict(_rows(connection, _LOSSES, versions)),
+            dropped=dict(rows(training.drops())),
+            used=sum(int(row[1 + _METRICS.index("samples")] or 0) for row in steps),
+            failed=dict(rows(training.failed_steps())),
+            syncs=[(version, error) for version, _, error in rows(training.failed_syncs())],
+            held_out_losses=dict(rows(training.losses())),
+            turns=[Turns(*row) for row in rows(training.ended_turns())],
         )
 
 
 _METRICS = [column.name for column in RECORDED]
-_OF = "run = $run AND policy = $policy"
-_FIRST = f"""
+_NEWEST = """
     WITH done AS (
         SELECT step, policy_version, split_part(phase, '#', 1) AS training
-        FROM steps WHERE {_OF} AND status = 'committed'
+        FROM steps WHERE run = $run AND policy = $policy AND status = 'committed'
     ), newest AS (
         SELECT * FROM done WHERE step > (
             SELECT coalesce(max(step), -1) FROM done
@@ -58,26 +60,8 @@ _FIRST = f"""
     )
     SELECT coalesce(min(step), 0), coalesce(min(policy_version), 0) FROM newest"""
 """The first step of the newest training, and the version that it starts from."""
-_STEPS = f"""
-    SELECT step, {", ".join(_METRICS)} FROM metrics
-    WHERE {_OF} AND status = 'committed' AND step >= $step ORDER BY step"""
-_FAILED = f"""
-    SELECT step, arg_max(error, attempt) FROM steps
-    WHERE {_OF} AND status = 'failed' AND step >= $step GROUP BY ALL"""
-_HELD_OUT = """
-    SELECT max_version, avg(reward), count(*), coalesce(max(variance), 0) FROM (
-        SELECT max_version, reward, var_samp(reward) OVER () AS variance FROM trajectories
-        WHERE run = $run AND split = 'eval' AND reward IS NOT NULL AND max_version >= $version
-    ) GROUP BY ALL"""
-"""Rewards of a version's held-out trajectories; the variance is that of all of them."""
-_LOSSES = f"""
-    SELECT policy_version, arg_max(loss, time) FROM evaluations
-    WHERE {_OF} AND loss IS NOT NULL AND policy_version >= $version GROUP BY ALL"""
-_DROPPED = "SELECT rule, count(*) FROM drops WHERE run = $run AND step >= $step GROUP BY ALL"
-_SYNCS = f"""
-    SELECT coalesce(error, '') FROM syncs
-    WHERE {_OF} AND status = 'failed' AND policy_version >= $version ORDER BY started"""
 
 
-def _rows(connection: Connection, query: str, values: dict[str, Any]) -> list[tuple[Any, ...]]:
-    return connection.execute(query, values).fetchall()
+def _newest(connection: Connection, run: str, policy: str) -> Training:
+    [(step, version)] = connection.execute(_NEWEST, {"run": run, "policy": policy}).fetchall()
+    return Training(run, policy, step, version)

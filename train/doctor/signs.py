@@ -13,6 +13,7 @@ from math import sqrt
 from statistics import fmean, median
 
 from rollbook.store.events import Json
+from rollbook.train.doctor.queries import Training
 
 FEWEST = 10
 """Steps below which nothing is said about a course."""
@@ -29,25 +30,39 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """Turns that ended in one way since a training began: how many, of which lane, with which error."""
+
+    status: str
+    lane: str
+    error: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Course:
     """What a training did: its steps' metrics in order, and what happened beside them.
 
     Attributes:
+        training: which one.
         rows: of committed steps.
         numbers: of these steps.
         held_out: version -> reward of evaluations; held_out_losses: version -> loss of held-out samples.
         dropped: rule -> samples that it dropped; used: samples that steps consumed.
-        failed: step -> error, of attempts that failed; syncs: errors of syncs that failed.
+        failed: step -> error, of attempts that failed; syncs: version and error of syncs that failed.
+        turns: those that ended since it began, the most frequent first.
     """
 
+    training: Training
     rows: Sequence[Row]
     numbers: Sequence[int]
     held_out: Mapping[int, HeldOut]
     dropped: Mapping[str, int]
     used: int
     failed: Mapping[int, str]
-    syncs: Sequence[str]
+    syncs: Sequence[tuple[int, str]]
     held_out_losses: Mapping[int, float] = field(default_factory=dict)
+    turns: Sequence[Turns] = ()
 
     def values(self, metric: str) -> list[float]:
         """A metric of the steps that have it."""
@@ -81,12 +96,8 @@ class Finding:
     levers: tuple[str, ...]
 
 
-def _query(*metrics: str) -> str:
-    return f"SELECT step, {', '.join(metrics)} FROM metrics ORDER BY step"
-
-
-def _whole(course: Course) -> tuple[int, int]:
-    return course.numbers[0], course.numbers[-1]
+def _whole(course: Course) -> tuple[int, int] | None:
+    return (course.numbers[0], course.numbers[-1]) if course.numbers else None
 
 
 def entropy_collapse(course: Course) -> Finding | None:
@@ -99,7 +110,7 @@ def entropy_collapse(course: Course) -> Finding | None:
         f"entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats: the policy hardly explores any more",
         _whole(course),
         {"first": ends[0], "last": ends[1]},
-        _query("entropy", "reward"),
+        course.training.metrics("entropy", "reward"),
         ("algorithm.entropy", "algorithm.clip_high (above clip_low)", "algorithm.kl", "optimizer.lr"),
     )
 
@@ -117,7 +128,7 @@ def length_hacking(course: Course) -> Finding | None:
         f"{rewards[0]:.3g} to {rewards[1]:.3g}",
         _whole(course),
         {"lengths": list(lengths), "rewards": list(rewards)},
-        _query("length_mean", "reward", "truncated"),
+        course.training.metrics("length_mean", "reward", "truncated"),
         ("algorithm.overlong_length", 'algorithm.normalizer = "token_mean" or "constant"', "the reward"),
     )
 
@@ -143,7 +154,7 @@ def reward_hacking(course: Course) -> Finding | None:
             "evaluation": [course.held_out[version].mean for version in sorted(course.held_out)],
             "best_version": best,
         },
-        "SELECT max_version, avg(reward) FROM trajectories WHERE split = 'eval' GROUP BY ALL ORDER BY ALL",
+        course.training.held_out(),
         ("the reward", "algorithm.kl", "fewer steps"),
     )
 
@@ -163,7 +174,7 @@ def overfitting(course: Course) -> Finding | None:
         f"{losses[-1]:.3g} and was {min(losses):.3g} at version {best}",
         _whole(course),
         {"training": list(trained), "evaluation": losses, "best_version": best},
-        "SELECT policy_version, loss FROM evaluations ORDER BY policy_version",
+        course.training.losses(),
         ('a [[stop]] on evaluation.loss with better = "lower"', "more samples", "optimizer.weight_decay"),
     )
 
@@ -178,7 +189,7 @@ def critic_divergence(course: Course) -> Finding | None:
         f"the critic's explained variance is {ends[1]:.3g} at the end: its values are worse than their mean",
         _whole(course),
         {"first": ends[0], "last": ends[1]},
-        _query("value_loss", "explained_variance", "critic_gradient_norm"),
+        course.training.metrics("value_loss", "explained_variance", "critic_gradient_norm"),
         ("critic.lr", "critic.alone_steps", "algorithm.value_clip", "algorithm.reward_clip"),
     )
 
@@ -198,7 +209,7 @@ def sampler_gap(course: Course) -> Finding | None:
         f"in {len(odd)} steps engine and trainer differ about tokens of one version, by up to {worst:.3g}",
         (odd[0][0], odd[-1][0]),
         {"steps": len(odd), "worst": worst},
-        _query("engine_logprob_gap", "engine_logprob_gap_mean", "stale_logprob_gap"),
+        course.training.metrics("engine_logprob_gap", "engine_logprob_gap_mean", "stale_logprob_gap"),
         ('algorithm.old = "trainer" with algorithm.correction', "the engine's weights: docs/engines.md"),
     )
 
@@ -213,9 +224,9 @@ def empty_gradients(course: Course) -> Finding | None:
         "empty_gradients",
         f"{empty} of {len(norms)} steps had no gradient; {flat} samples were dropped because all of their "
         f"group had one reward, {course.used} were used",
-        None,
+        _whole(course),
         {"steps": len(norms), "without_gradient": empty, "zero_variance": flat, "used": course.used},
-        "SELECT step, rule, count(*) FROM drops GROUP BY ALL ORDER BY ALL",
+        course.training.without_gradient(),
         ("tasks of another difficulty", "algorithm.group_size", "recipe.refill"),
     )
 
@@ -230,7 +241,7 @@ def exploding_gradient(course: Course) -> Finding | None:
         f"the gradient's norm is {ends[1]:.3g} at the end, where its median is {median(norms):.3g}",
         _whole(course),
         {"median": median(norms), "last": ends[1]},
-        _query("gradient_norm", "ratio_max", "loss"),
+        course.training.metrics("gradient_norm", "ratio_max", "loss"),
         ("optimizer.lr", "optimizer.clip_grad", "algorithm.dual_clip"),
     )
 
@@ -246,7 +257,7 @@ def clip_saturation(course: Course) -> Finding | None:
         "ratios are taken to",
         _whole(course),
         {"low": low[1], "high": high[1]},
-        _query("clipped_low", "clipped_high", "staleness_mean", "ratio_max"),
+        course.training.metrics("clipped_low", "clipped_high", "staleness_mean", "ratio_max"),
         ('algorithm.old = "trainer"', "recipe.max_staleness", "algorithm.epochs", "optimizer.lr"),
     )
 
@@ -259,9 +270,9 @@ def mostly_stale(course: Course) -> Finding | None:
     return Finding(
         "mostly_stale",
         f"{stale} samples were dropped as stale and {course.used} used: slow trajectories are not trained on",
-        None,
-        {"stale": stale, "used": course.used},
-        "SELECT rule, count(*) FROM drops GROUP BY ALL",
+        _whole(course),
+        {"staleness": stale, "used": course.used},
+        course.training.dropped_and_used("staleness"),
         ("recipe.max_staleness", "recipe.stale_tokens", "recipe.stale_share", "admission.hold"),
     )
 
@@ -277,7 +288,7 @@ def truncation(course: Course) -> Finding | None:
         "first",
         _whole(course),
         {"first": ends[0], "last": ends[1]},
-        _query("truncated", "length_mean", "length_max"),
+        course.training.metrics("truncated", "length_mean", "length_max"),
         ("the agents' max_tokens", "algorithm.truncated_reward", "algorithm.overlong_length"),
     )
 
@@ -292,7 +303,7 @@ def failed_steps(course: Course) -> Finding | None:
         f"{len(numbers)} steps had attempts that failed; the last: {course.failed[numbers[-1]][:200]}",
         (numbers[0], numbers[-1]),
         {"steps": numbers},
-        "SELECT step, attempt, error FROM steps WHERE status = 'failed' ORDER BY ALL",
+        course.training.failed_steps(),
         ("optimizer.lr", "on_not_finite"),
     )
 
@@ -303,11 +314,35 @@ def failed_syncs(course: Course) -> Finding | None:
         return None
     return Finding(
         "failed_syncs",
-        f"{len(course.syncs)} syncs failed; the last: {course.syncs[-1][:200]}",
+        f"{len(course.syncs)} syncs failed; the last, of version {course.syncs[-1][0]}: "
+        f"{course.syncs[-1][1][:200]}",
         None,
-        {"syncs": len(course.syncs)},
-        "SELECT policy_version, engine, error FROM syncs WHERE status = 'failed' ORDER BY started",
+        {"syncs": len(course.syncs), "versions": sorted({version for version, _ in course.syncs})},
+        course.training.failed_syncs(),
         ("sync.timeout_s", "sync.transport", "the engine's log"),
+    )
+
+
+def failed_turns(course: Course) -> Finding | None:
+    """Of the turns that ended since the training began, more than one in twenty failed, and three or more."""
+    failed = [turns for turns in course.turns if turns.status == "failed"]
+    count, ended = sum(turns.count for turns in failed), sum(turns.count for turns in course.turns)
+    if count < 3 or count <= 0.05 * ended:
+        return None
+    most = "; ".join(f"{turns.count} in lane {turns.lane}: {turns.error[:120]}" for turns in failed[:3])
+    others = sum(turns.count for turns in failed[3:])
+    return Finding(
+        "failed_turns",
+        f"{count} of {ended} turns failed since the training began ({count / ended:.0%}). {most}"
+        + (f"; {others} others" if others else ""),
+        _whole(course),
+        {
+            "failed": count,
+            "ended": ended,
+            "errors": [{"lane": t.lane, "error": t.error, "turns": t.count} for t in failed[:10]],
+        },
+        course.training.ended_turns(),
+        ("the engine's log", "the agents' concurrency", "the engine's memory and timeouts"),
     )
 
 
@@ -325,6 +360,7 @@ SIGNS: tuple[Callable[[Course], Finding | None], ...] = (
     truncation,
     failed_steps,
     failed_syncs,
+    failed_turns,
 )
 
 

@@ -291,18 +291,25 @@ def preflight(
     source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
     as_of: AsOf = "head",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key.")] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="Reward function, module:function, to try on recorded completions."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Check a CONFIG before a training: model, memory, batch, data, rewards, staleness, evaluation.
+    """Check a CONFIG before a training: model, memory, batch, normalization, KL, staleness, data, rewards.
 
     Exit code 1: a check is red, so the training would fail or teach nothing.
+    --reward imports your function and gives it up to 64 completions of the log,
+    each as a line of `rollbook export --format jsonl`, for up to 30 s.
 
     rollbook preflight grpo.toml --store runs --source tail
+    rollbook preflight grpo.toml --store runs --reward my_rewards:score
     """
     from rollbook.cli.preflight import run_preflight
     from rollbook.train.config.files import load_config
 
-    raise typer.Exit(run_preflight(load_config(config, set_ or []), store, source.value, as_of, json))
+    raise typer.Exit(run_preflight(load_config(config, set_ or []), store, source.value, as_of, reward, json))
 
 
 @app.command()

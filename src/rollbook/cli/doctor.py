@@ -46,4 +46,5 @@ def _print(course: Course, found: list[Finding], where: str) -> None:
         say(f"  look:   {one.sql}")
         say(f"  levers: {'; '.join(one.levers)}")
     if course.rows and not found:
-        console.tell(f"{where}: no sign of failure in {len(course.rows)} steps ", ("healthy", "bold green"))
+        steps = f", no sign of failure in {len(course.rows)} steps"
+        console.tell(f"{where}: ", ("healthy", "bold green"), steps)

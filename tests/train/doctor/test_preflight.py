@@ -1,69 +1,285 @@
-"""Preflight: each check on a configuration that breaks it, and none red on a sound one."""
+"""Preflight: each check in each colour that it can have, and none but green on a sound configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.train.doctor.preflight import STATE_BYTES, parameters, preflight
+from rollbook.train.doctor.check import Check
+from rollbook.train.doctor.correction import kept_share
+from rollbook.train.doctor.memory import STATE_BYTES, parameters
+from rollbook.train.doctor.preflight import preflight
+from rollbook.train.doctor.recorded import read_recorded, rewards
+from rollbook.train.doctor.reward_statistics import statistics_of
 from rollbook.train.megatron.shape import read_shape
 
 MEMORY = 8 << 30
+SOUND = [
+    *("model", "memory", "batch", "normalization", "kl", "staleness", "correction", "data", "rewards"),
+    *("difficulty", "evaluation"),
+]
 
 
-def _verdicts(
-    fabric: Any, log: Store, source: str = "cut", memory: int = MEMORY, **changes: Any
-) -> dict[str, str]:
+def _checks(
+    fabric: Any, log: Store | None, source: str = "cut", memory: int = MEMORY, **changes: Any
+) -> dict[str, Check]:
     config = fabric.config(fabric.GRPO, **changes)
-    return {check.name: check.verdict for check in preflight(config, log, log.head(), source, memory)}
+    cut = {} if log is None else log.head()
+    return {check.name: check for check in preflight(config, log, cut, source, memory)}
 
 
-def test_a_sound_configuration(fabric: Any, recorded: Callable[..., Store]) -> None:
-    """Nothing is red or yellow."""
-    found = _verdicts(fabric, recorded())
-    assert set(found.values()) == {"green"}
-    assert list(found) == ["model", "memory", "batch", "kl", "staleness", "data", "rewards", "evaluation"]
+@pytest.fixture(scope="module")
+def log(recorded_path: Path) -> Store:
+    """The recorded store, which preflight only reads."""
+    return rb.open(recorded_path)
+
+
+def test_a_sound_configuration(fabric: Any, log: Store) -> None:
+    """Nothing is red or yellow, and what is there is said with its numbers."""
+    found = _checks(fabric, log)
+    assert list(found) == SOUND
+    assert {check.verdict for check in found.values()} == {"green"}
+    assert found["batch"].said == "8 trajectories a rollout batch, in 2 groups; one step on each"
+    assert found["normalization"].said == (
+        "baseline group_mean, deviation unbiased, whitening none, reward_normalization none, "
+        "normalizer token_mean"
+    )
+    assert found["kl"].said == "no KL term over 3 steps; most trainings do without one"
+    assert found["rewards"].said == (
+        "from source 'agent': 24 rewards, mean 0.75, deviation 0.559, most often 0.5 (25%)"
+    )
+    assert found["difficulty"].said == "0 of 6 groups have one reward throughout"
 
 
 def _algorithm(**keys: Any) -> dict[str, Any]:
     return {"algorithm": {"name": "grpo", "groups": 2, "group_size": 4} | keys}
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "verdict"),
-    [
-        ({"model": "/nowhere"}, "model", "red"),
-        ({"memory": 1 << 18}, "memory", "red"),
-        (_algorithm(groups=2, group_size=2), "batch", "yellow"),
-        (_algorithm(groups=1), "batch", "yellow"),
-        ({"source": "tail"}, "staleness", "yellow"),
-        (
-            {"source": "tail", "steps": 4, "recipe": {"max_staleness": 1}} | _algorithm(epochs=4),
-            "staleness",
-            "red",
-        ),
-        (_algorithm(groups=7), "data", "red"),
-        (_algorithm(groups=7) | {"source": "tail"}, "data", "yellow"),
-        ({"recipe": {"min_reward": 99.0}}, "data", "red"),
-        ({"evaluation": {"source_runs": ["none"]}}, "evaluation", "yellow"),
-        (
-            {"evaluation": {"source_runs": ["none"]}, "algorithm": {"name": "sft", "batch_size": 2}},
-            "evaluation",
-            "red",
-        ),
-        ({"recipe": {"reward_source": "judge"}}, "rewards", "red"),
-    ],
-)
+TAIL = {"source": "tail"}
+FRESH = {"recipe": {"max_staleness": 0}}
+STALE = {"recipe": {"max_staleness": 2}}
+SINGLE = {"group_size": 1, "groups": 8, "baseline": "none", "deviation": "none"}
+TRAINER = {"old": "trainer"}
+DRIFT = [{"metric": "old_kl", "above": 0.1}]
+CASES: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"model": "/nowhere"}, "model", "red", "/nowhere"),
+    ({"memory": 1 << 18}, "memory", "red", "0.00 GiB of state"),
+    ({"memory": 600_000}, "memory", "yellow", "0.00 GiB of state"),
+    (_algorithm(group_size=2), "batch", "yellow", "groups of 2: a baseline of so few says little"),
+    (_algorithm(groups=1), "batch", "yellow", "gradients of so few are noise"),
+    (_algorithm(mini_batches=9) | {"steps": 9}, "batch", "yellow", "9 mini-batches share 8 trajectories"),
+    (_algorithm(group_size=5), "batch", "red", "the largest group recorded has 4 trajectories, where 5"),
+    (_algorithm(group_size=5) | TAIL, "batch", "yellow", "the largest group recorded has 4 trajectories"),
+    (_algorithm(**SINGLE), "normalization", "yellow", "rewards are compared with nothing"),
+    (_algorithm(**SINGLE, whitening="mean"), "normalization", "green", "whitening mean"),
+    (_algorithm(**SINGLE, reward_normalization="batch"), "normalization", "green", "baseline none"),
+    ({"algorithm": {"name": "ppo", "groups": 8}}, "normalization", "green", "baseline none"),
+    (_algorithm(whitening="unbiased"), "normalization", "yellow", "by their group's deviation, and again"),
+    (_algorithm(normalizer="constant", constant_length=2), "normalization", "yellow", "constant_length 2 is"),
+    (_algorithm(normalizer="constant", constant_length=99), "normalization", "green", "normalizer constant"),
+    (_algorithm(reward_clip=[-9, -1]), "normalization", "red", "makes all rewards equal: they are 0 to 1.5"),
+    (_algorithm(reward_clip=[1, 9]), "normalization", "yellow", "cuts most rewards off"),
+    (_algorithm(reward_clip=[0, 1]), "normalization", "green", "baseline group_mean"),
+    (_algorithm(kl=0.1), "kl", "green", "held to version 0, weight 0.1 in the loss and 0 in the reward"),
+    (_algorithm(kl=0.1, reference_version=7), "kl", "red", "of which there is no checkpoint"),
+    (_algorithm(kl=0.1, reward_kl=0.1), "kl", "yellow", "counts twice"),
+    (_algorithm(kl=0.1, kl_estimator="k1"), "kl", "yellow", "k1 in the loss has a gradient of 0 on average"),
+    (_algorithm(reward_kl=0.1, kl_estimator="k1"), "kl", "green", "0.1 in the reward"),
+    ({"steps": 499}, "kl", "green", "no KL term over 499 steps"),
+    ({"steps": 500}, "kl", "yellow", "no [[stop]] rule watches it"),
+    ({"steps": 500, "stop": DRIFT}, "kl", "green", "a [[stop]] rule watches old_kl"),
+    (TAIL, "staleness", "yellow", "nothing limits how old samples are"),
+    (TAIL | STALE, "staleness", "green", "max_staleness 2"),
+    (STALE | _algorithm(epochs=4) | {"steps": 4}, "staleness", "yellow", "less than the 4 versions"),
+    (STALE | TAIL | _algorithm(epochs=4) | {"steps": 4}, "staleness", "red", "less than the 4 versions"),
+    (_algorithm(epochs=2) | {"steps": 2}, "correction", "yellow", "2 steps on each batch: the clips take"),
+    (_algorithm(epochs=2, **TRAINER) | {"steps": 2}, "correction", "green", "ratios to the trainer's"),
+    (_algorithm(**TRAINER) | STALE, "correction", "yellow", "nothing weighs samples of older versions"),
+    (_algorithm(**TRAINER, correction="tis") | STALE, "correction", "green", "tis, 0 to 2"),
+    (_algorithm(surrogate="reinforce") | STALE, "correction", "yellow", "as if this one had sampled them"),
+    (_algorithm(surrogate="reinforce") | TAIL, "correction", "yellow", "as if this one had sampled them"),
+    (_algorithm(surrogate="reinforce") | TAIL | FRESH, "correction", "green", "reinforce, without ratios"),
+    (_algorithm(surrogate="reinforce", correction="tis", **TRAINER) | STALE, "correction", "green", "tis"),
+    (
+        _algorithm(surrogate="reinforce", epochs=2) | {"steps": 2},
+        "correction",
+        "yellow",
+        "of which only the first is of the policy that sampled it",
+    ),
+    (
+        _algorithm(correction="tis", correction_high=0.9, **TRAINER),
+        "correction",
+        "yellow",
+        "is outside the bounds",
+    ),
+    (
+        _algorithm(correction="icepop", correction_high=0.9, **TRAINER),
+        "correction",
+        "red",
+        "keeps about 0% of tokens if engine and trainer agree: no step has measured that yet",
+    ),
+    (_algorithm(groups=7), "data", "red", "36 samples, 6 whole groups where a rollout batch takes 7"),
+    (_algorithm(groups=7) | TAIL, "data", "yellow", "6 whole groups where a rollout batch takes 7"),
+    ({"recipe": {"min_reward": 99.0}}, "data", "red", "dropped: min_reward 36"),
+    (
+        {"recipe": {"reward_source": "judge"}},
+        "rewards",
+        "red",
+        "none from source 'judge' (there are: agent 25)",
+    ),
+    ({"recipe": {"reward_source": "judge"}} | TAIL, "rewards", "red", "none from source 'judge'"),
+    ({"evaluation": {"every": 7}}, "evaluation", "green", "one trajectory of split eval, every 7 steps"),
+    ({"evaluation": {"source_runs": ["none"]}}, "evaluation", "yellow", "no trajectory of split eval"),
+    (
+        {"evaluation": {"source_runs": ["none"]}, "algorithm": {"name": "sft", "batch_size": 2}},
+        "evaluation",
+        "red",
+        "in run none to evaluate on",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "check", "verdict", "words"), CASES)
 def test_what_is_wrong_is_seen(
-    fabric: Any, recorded: Callable[..., Store], changes: dict[str, Any], check: str, verdict: str
+    fabric: Any, log: Store, changes: dict[str, Any], check: str, verdict: str, words: str
 ) -> None:
-    """By its own check."""
-    assert _verdicts(fabric, recorded(), **changes)[check] == verdict
+    """By its own check, which says why, and what acts on it."""
+    found = _checks(fabric, log, **changes)[check]
+    assert (found.verdict, words in found.said) == (verdict, True), found
+    assert verdict == "green" or found.lever
+
+
+def _rewarded(fabric: Any, path: Path, groups: Sequence[Sequence[float]]) -> Store:
+    """A store of groups with these rewards."""
+    log = rb.open(path, create=True)
+    made = [
+        record
+        for g, rewards in enumerate(groups)
+        for i, reward in enumerate(rewards)
+        for record in fabric.records(f"g{g}.{i}", group=f"g{g}", reward=reward)
+    ]
+    fabric.append(log, made)
+    return log
+
+
+MIXED = [[0.0, 1.0, 0.0, 1.0]]
+REWARDED = [
+    ([[1.0] * 4] * 8, "rewards", "red", "all are equal, so no rollout is better than another"),
+    ([*[[0.0] * 4] * 9, [0.0, 0.0, 0.0, 1.0]], "rewards", "yellow", "nearly all are equal"),
+    ([*[[1.0] * 4] * 5, *MIXED * 3], "difficulty", "yellow", "5 of 8 groups have one reward throughout"),
+    ([[1.0] * 4, [0.0] * 4], "difficulty", "red", "no step would have a gradient"),
+    ([[1.0] * 4, *MIXED], "difficulty", "green", "1 of 2 groups have one reward throughout"),
+]
+
+
+@pytest.mark.parametrize(("given", "check", "verdict", "words"), REWARDED)
+def test_recorded_rewards(
+    fabric: Any, tmp_path: Path, given: Any, check: str, verdict: str, words: str
+) -> None:
+    """That are the same for all, for most, or for all of a group."""
+    found = _checks(fabric, _rewarded(fabric, tmp_path / "store", given))[check]
+    assert (found.verdict, words in found.said) == (verdict, True), found
+
+
+def test_rewards_that_are_no_number(fabric: Any, log: Store) -> None:
+    """A store takes none today: those of one that has some are counted, and left out of the mean."""
+    config = fabric.config(fabric.GRPO)
+    seen = read_recorded(log, log.head(), config)
+    for given, verdict, said in (
+        ([0.0, nan, 1.0, inf], "yellow", "mean 0.5, deviation 0.5, most often 0 (50%); 2 of them not finite"),
+        ([nan, inf, -inf, nan], "red", "4 rewards; 4 of them not finite"),
+    ):
+        of = statistics_of(given, ["g"] * 4)
+        found = rewards(config, replace(seen, rewards=of), "cut")[0]
+        assert (found.verdict, said in found.said) == (verdict, True), found
+
+
+def test_rewards_of_another_size(fabric: Any, tmp_path: Path) -> None:
+    """Hundreds are too much for a critic, and where nothing divides them; whitened, or normalized, not."""
+    log = _rewarded(fabric, tmp_path / "store", [[0.0, 300.0, 100.0, 900.0]] * 4)
+    ppo = {"name": "ppo", "groups": 8}
+    for algorithm, verdict in (
+        ({"name": "grpo"}, "green"),
+        ({"name": "rloo"}, "yellow"),
+        ({"name": "rloo", "whitening": "unbiased"}, "green"),
+        ({"name": "rloo", "reward_normalization": "running"}, "green"),
+        ({"name": "rloo", "reward_clip": [0, 400]}, "yellow"),
+        (ppo, "yellow"),
+        (ppo | {"reward_normalization": "running"}, "green"),
+    ):
+        found = _checks(fabric, log, algorithm=algorithm)["normalization"]
+        assert (found.verdict, "far from 1" in found.said) == (verdict, verdict == "yellow"), algorithm
+
+
+def test_nothing_is_there_yet(fabric: Any, tmp_path: Path) -> None:
+    """A store in which nothing is recorded is no fault where the samples are to come; at a cut it is."""
+    log = rb.open(tmp_path / "empty", create=True)
+    verdicts = {name: check.verdict for name, check in _checks(fabric, log, "tail").items()}
+    assert (verdicts["data"], verdicts["rewards"], verdicts["batch"]) == ("yellow", "yellow", "green")
+    assert "red" not in verdicts.values()
+    verdicts = {name: check.verdict for name, check in _checks(fabric, log).items()}
+    assert (verdicts["data"], verdicts["rewards"]) == ("red", "red")
+
+
+def test_the_reference_is_looked_for(fabric: Any, trained: Callable[..., Store]) -> None:
+    """Among the policy's checkpoints; one whose folder is gone is none."""
+    log = trained()
+
+    def kl(version: int) -> Check:
+        return _checks(fabric, log, **_algorithm(kl=0.1, reference_version=version))["kl"]
+
+    assert (kl(0).verdict, kl(11).verdict) == ("green", "green")
+    assert (kl(7).verdict, kl(99).verdict) == ("red", "red")
+    assert "the store has one of version 0, version 4, version 8, version 9, version 11" in kl(7).said
+    shutil.rmtree(log.path / "checkpoints/demo/actor/v00000011")
+    gone = kl(11)
+    assert (gone.verdict, "whose checkpoint is gone" in gone.said) == ("red", True)
+    assert "version 9, version 12 of policy 'actor'" in gone.said
+
+
+def test_bounds_at_the_recorded_gap(fabric: Any, tmp_path: Path) -> None:
+    """The newest step that measured the gap decides; what is kept is that of normal log-ratios."""
+    log = rb.open(tmp_path / "gap", create=True)
+    for step, gap in enumerate((5.0, 0.1, None)):
+        done = replace(fabric.committed(step, step + 1), metrics={"engine_logprob_gap_mean": gap})
+        fabric.append(log, [fabric.planned(step, step), done], lane="train")
+    for low, high, verdict, share in (
+        (0.5, 2.0, "green", "keeps about 100% of tokens at the gap of 0.1 last recorded"),
+        (0.95, 1.05, "yellow", "keeps about 31% of tokens"),
+        (0.99, 1.01, "red", "keeps about 6% of tokens"),
+    ):
+        keys = {"correction": "icepop", "correction_low": low, "correction_high": high}
+        found = _checks(fabric, log, **_algorithm(**keys, **TRAINER))["correction"]
+        assert (found.verdict, share in found.said) == (verdict, True), found
+    of = {
+        name: kept_share(
+            fabric.config(
+                fabric.GRPO,
+                **_algorithm(correction=name, correction_low=0.5, correction_high=2.0, **TRAINER),
+            ).algorithm,
+            *(0.2, 100.0),
+        )
+        for name in ("icepop", "mis", "sequence_mask_tis")
+    }
+    # Deviations 0.25, 2.5 and 0.025; ln 2 is 2.77, 0.277 and 27.7 of them.
+    assert of == pytest.approx({"icepop": 0.9943, "mis": 0.2179, "sequence_mask_tis": 1.0}, abs=2e-4)
+
+
+def test_a_target_without_a_term(fabric: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """Is refused before any check."""
+    path = tmp_path / "c.toml"
+    path.write_text(fabric.toml(fabric.config(fabric.GRPO)))
+    code, _, err = cli("preflight", path, "--set", "algorithm.kl_target=0.1")
+    assert (code, "kl_target is what kl or reward_kl adapts to: set one of them above 0" in err) == (2, True)
 
 
 def test_memory_counts_every_model(fabric: Any) -> None:
@@ -74,22 +290,19 @@ def test_memory_counts_every_model(fabric: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(fabric.model_folder())
     assert count == sum(parameter.numel() for parameter in model.parameters())
     for name, models in (("grpo", 1), ("ppo", 2)):
-        config = fabric.config(fabric.GRPO, algorithm={"name": name})
-        [memory] = [c for c in preflight(config, None, {}, "cut", MEMORY) if c.name == "memory"]
+        memory = _checks(fabric, None, algorithm={"name": name})["memory"]
         assert memory.said.startswith(f"{count * STATE_BYTES * models / 2**30:.2f} GiB of state")
 
 
-def test_memory_of_a_forward_pass(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_memory_of_a_forward_pass(fabric: Any, log: Store) -> None:
     """Padded, samples times the longest; packed, the tokens that are named, or the longest sample."""
-    log = recorded()
     said = {}
     for name, changes in {
         "padded": {"micro_batch_size": 5},
         "packed": {"micro_batch_size": None, "tokens_per_micro_batch": 1000},
         "less than one": {"micro_batch_size": None, "tokens_per_micro_batch": 1},
     }.items():
-        config = fabric.config(fabric.GRPO, **changes)
-        [memory] = [c for c in preflight(config, log, log.head(), "cut", MEMORY) if c.name == "memory"]
+        memory = _checks(fabric, log, **changes)["memory"]
         said[name] = (memory.said.partition("(")[2].partition(" in a")[0], memory.lever)
     longest = int(said["padded"][0].split()[3])
     assert 5 < longest < 30
@@ -100,19 +313,21 @@ def test_memory_of_a_forward_pass(fabric: Any, recorded: Callable[..., Store]) -
     }
 
 
-def test_the_command(
-    fabric: Any, recorded: Callable[..., Store], tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_the_command(fabric: Any, log: Store, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Exit code 0 where nothing is red, else 1; a line for each check; without a store, what needs none."""
-    log, path = recorded(), tmp_path / "c.toml"
+    path = tmp_path / "c.toml"
     path.write_text(fabric.toml(fabric.config(fabric.GRPO)))
     code, out, _ = cli("preflight", path, "--store", log.path)
     assert code == 0
-    assert "evaluation" in out
+    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == ["check", *SOUND]
+    assert "levers" not in out
+    code, out, _ = cli("preflight", path, "--store", log.path, "--set", "recipe.reward_source=judge")
+    assert (code, "levers: recipe.reward_source" in out) == (1, True)
     code, out, _ = cli(
         "preflight", path, "--store", log.path, "--set", "recipe.reward_source=judge", "--json"
     )
     assert code == 1
     assert [c["name"] for c in orjson.loads(out) if c["verdict"] == "red"] == ["data", "rewards"]
     code, out, _ = cli("preflight", path, "--json")
-    assert [c["name"] for c in orjson.loads(out)] == ["model", "memory", "batch", "kl", "staleness"]
+    assert code == 0
+    assert [c["name"] for c in orjson.loads(out)] == SOUND[:7]

@@ -1,0 +1,41 @@
+"""A check of preflight, and its verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["green", "yellow", "red"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: `red` will fail or teach nothing, `yellow` is worth a look; `lever` acts on it."""
+
+    name: str
+    verdict: Verdict
+    said: str
+    lever: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that a check found, and what acts on it."""
+
+    verdict: Verdict
+    said: str
+    lever: str
+
+
+def check_of(name: str, said: str, faults: Sequence[Fault]) -> Check:
+    """A check that may find several faults: as bad as the worst of them.
+
+    Args:
+        said: what is there, said before the faults; all of a check that found none.
+    """
+    if not faults:
+        return Check(name, "green", said)
+    verdict: Verdict = "red" if any(fault.verdict == "red" for fault in faults) else "yellow"
+    levers = dict.fromkeys(fault.lever for fault in faults)
+    return Check(name, verdict, "; ".join([said, *(fault.said for fault in faults)]), "; ".join(levers))

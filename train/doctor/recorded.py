@@ -1,0 +1,170 @@
+"""What the log holds that a configuration is to train on, as far as preflight judges it; and its checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.fold.history import KINDS, fold_history
+from rollbook.store.inside import place_inside
+from rollbook.store.sql.query import connect_at
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.applied import Applied, apply_recipe
+from rollbook.train.data.held_out import learns_from_samples
+from rollbook.train.doctor.check import Check, Fault, Verdict, check_of
+from rollbook.train.doctor.reward_statistics import RewardStatistics, equality, flatness, statistics_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """What a log holds for a configuration.
+
+    Attributes:
+        applied: the samples that its recipe keeps and drops.
+        rewards: of the recipe's source; sources: source -> how many rewards it gave.
+        held_out: finished trajectories of split `eval`.
+        gap: mean difference of engine's and trainer's logprobs in the newest step that measured it.
+        checkpoints: version of the policy -> whether its checkpoint is still there.
+    """
+
+    applied: Applied
+    rewards: RewardStatistics
+    sources: Counter[str]
+    held_out: int
+    gap: float | None
+    checkpoints: Mapping[int, bool]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max((ref.length for ref in self.applied.kept), default=0)
+
+    @property
+    def longest_trained(self) -> int:
+        """Trained tokens of the sample that has most."""
+        return max((ref.trained for ref in self.applied.kept), default=0)
+
+    @property
+    def mean_trained(self) -> float:
+        """Trained tokens of a sample, on average; 1 without samples."""
+        kept = self.applied.kept
+        return sum(ref.trained for ref in kept) / len(kept) if kept else 1.0
+
+    @property
+    def largest_group(self) -> int:
+        """Trajectories of the largest group, dropped ones too."""
+        members: dict[str, set[str]] = {}
+        for ref in [*self.applied.kept, *(drop.sample for drop in self.applied.drops)]:
+            members.setdefault(ref.group or ref.trajectory_id, set()).add(ref.trajectory_id)
+        return max(map(len, members.values()), default=0)
+
+
+def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
+    """Read it.
+
+    Raises:
+        ConfigError: a condition of the recipe is not SQL.
+        CorruptionError: a file is damaged.
+        OutsideError: the log names a checkpoint that is not in the store.
+    """
+    recipe, asked = config.recipe, config.evaluation
+    runs = list(recipe.runs(config.run))
+    held_out = list((asked.source_runs if asked is not None else ()) or runs)
+    history = fold_history(log.events_of(KINDS, cut), config.run, config.policy)
+    with connect_at(log, format_cut(cut)) as connection:
+
+        def rows(query: str, **given: Any) -> list[tuple[Any, ...]]:
+            return connection.execute(query, given).fetchall()
+
+        of = rows(_REWARDS, runs=runs, splits=list(recipe.splits), source=recipe.reward_source)
+        sources = rows(_SOURCES, runs=runs)
+        [(held,)] = rows(_HELD_OUT, runs=held_out)
+        gaps = rows(_GAP, run=config.run, policy=config.policy)
+    return Recorded(
+        applied=apply_recipe(log, cut, config.run, config.policy, recipe, config.algorithm),
+        rewards=statistics_of([reward for _, reward in of], [group for group, _ in of]),
+        sources=Counter(dict(sources)),
+        held_out=held,
+        gap=gaps[0][0] if gaps else None,
+        checkpoints={
+            one.policy_version: place_inside(log.path, one.path).is_dir() for one in history.checkpoints
+        },
+    )
+
+
+_REWARDS = """
+    SELECT t.run || '/' || t."group", arg_max(r.reward, (r.lane, r.seq))
+    FROM rewards r JOIN trajectories t USING (trajectory_id)
+    WHERE list_contains($runs, t.run) AND list_contains($splits, t.split) AND t.finished IS NOT NULL
+      AND r.turn_id IS NULL AND NOT r.superseded AND r.source = $source
+    GROUP BY trajectory_id, t.run, t."group" """
+_SOURCES = """
+    SELECT source, count(*) FROM rewards
+    WHERE list_contains($runs, run) AND turn_id IS NULL AND NOT superseded GROUP BY ALL"""
+_HELD_OUT = "SELECT count(*) FROM trajectories WHERE list_contains($runs, run) AND split = 'eval'"
+_GAP = """
+    SELECT engine_logprob_gap_mean FROM metrics
+    WHERE run = $run AND policy = $policy AND engine_logprob_gap_mean IS NOT NULL
+    ORDER BY step DESC LIMIT 1"""
+
+
+def data(config: TrainConfig, seen: Recorded, source: str) -> Check:
+    """Whether the recipe leaves enough for a batch."""
+    applied, demand = seen.applied, config.algorithm.demand
+    grouped = "groups" in config.algorithm.needs
+    members: dict[str, set[str]] = {}
+    for ref in applied.kept:
+        key = (ref.group or ref.trajectory_id) if grouped else ref.leaf_turn_id
+        members.setdefault(key, set()).add(ref.trajectory_id)
+    whole = sum(len(of) >= demand.group_size for of in members.values()) if grouped else len(members)
+    unit = ("whole groups" if grouped else "samples") if applied.pairs is None else "pairs"
+    whole = whole if applied.pairs is None else len(applied.pairs)
+    dropped = ", ".join(f"{rule} {count}" for rule, count in applied.rules.most_common()) or "none"
+    there = "" if unit == "samples" else f"{len(applied.kept)} samples, "
+    said = f"{there}{whole} {unit} where a rollout batch takes {demand.groups}; dropped: {dropped}"
+    too_few: Verdict = "red" if source == "cut" else "yellow"
+    return Check("data", too_few if whole < demand.groups else "green", said, "[recipe]")
+
+
+def rewards(config: TrainConfig, seen: Recorded, source: str) -> list[Check]:
+    """Whether there are rewards, and whether they differ: over all, and within groups."""
+    if "rewards" not in config.algorithm.needs:
+        return []
+    wanted, of = config.recipe.reward_source, seen.rewards
+    there = ", ".join(f"{name} {count}" for name, count in seen.sources.most_common()) or "none"
+    if not of.count:
+        said = f"none from source {wanted!r} (there are: {there})"
+        none_yet = source == "tail" and not seen.sources
+        return [Check("rewards", "yellow" if none_yet else "red", said, "recipe.reward_source")]
+    faults = []
+    if of.not_finite:
+        text = f"{of.not_finite} of them not finite, whose samples are dropped"
+        faults.append(Fault("yellow" if of.finite else "red", text, "the reward"))
+    by_turn = isinstance(config.algorithm, GroupPolicyGradient) and config.algorithm.turn_rewards
+    faults += [] if by_turn else equality(of, "the reward; tasks of another difficulty")
+    found = [check_of("rewards", f"from source {wanted!r}: {of.said()}", faults)]
+    if "groups" in config.algorithm.needs and of.groups and not by_turn:
+        said = f"{of.flat} of {of.groups} groups have one reward throughout"
+        lever = "tasks of another difficulty; algorithm.group_size"
+        found.append(check_of("difficulty", said, flatness(of, lever)))
+    return found
+
+
+def evaluation(config: TrainConfig, seen: Recorded, source: str) -> Check:
+    """Whether something is held out of training."""
+    asked = config.evaluation
+    if seen.held_out:
+        every = "" if asked is None else f", every {asked.every} steps"
+        count = "one trajectory" if seen.held_out == 1 else f"{seen.held_out} trajectories"
+        return Check("evaluation", "green", f"{count} of split eval{every}")
+    if asked is not None and source == "cut" and learns_from_samples(config.algorithm):
+        runs = ", ".join(asked.source_runs or config.recipe.runs(config.run))
+        said = f"no trajectory of split eval in run {runs} to evaluate on"
+        return Check("evaluation", "red", said, "evaluation.source_runs")
+    said = "no trajectory of split eval: a reward that is gamed looks like one that is earned"
+    return Check("evaluation", "yellow", said, "agents that open trajectories with split eval")

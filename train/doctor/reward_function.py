@@ -1,0 +1,158 @@
+"""The check `reward_function`: what a reward function of the user's own gives recorded completions.
+
+It is called as an agent would call it, so it may be slow, fail or never return: the time is bounded, and
+what it did until then is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollbook.store import Store, format_cut
+from rollbook.store.cut import Cut
+from rollbook.store.errors import TrainError
+from rollbook.store.events import Json
+from rollbook.store.interchange.jsonl import as_json
+from rollbook.store.interchange.paths import paths
+from rollbook.store.sql.query import connect_at
+from rollbook.train.algorithms.parts import NAMED, load_part
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.doctor.check import Check, Fault, check_of
+from rollbook.train.doctor.reward_statistics import equality, flatness, statistics_of
+
+MOST = 64
+"""Completions that it is asked about."""
+PATIENCE_S = 30.0
+"""Seconds that it gets for all of them."""
+NAME = "reward_function"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A recorded completion: its group, and the row that a function is given."""
+
+    group: str | None
+    row: Json
+
+
+def completions(log: Store, cut: Cut, config: TrainConfig) -> list[Completion]:
+    """Finished trajectories of the recipe's runs and splits, group by group, each by its last path as a line
+    of `rollbook export --format jsonl`; some of them, chosen by the seed.
+
+    Raises:
+        CorruptionError: a file is damaged.
+    """
+    given = {"runs": list(config.recipe.runs(config.run)), "splits": list(config.recipe.splits)}
+    with connect_at(log, format_cut(cut)) as connection:
+        found = connection.execute(_CHOSEN, given | {"seed": config.seed, "most": MOST}).fetchall()
+    held = log.trajectories(cut, {trajectory_id for trajectory_id, _ in found})
+    made = []
+    for trajectory_id, group in found:
+        last = [as_json(path) for path in paths(held[trajectory_id])][-1:]
+        made += [Completion(group, row) for row in last]
+    return made
+
+
+_CHOSEN = """
+    SELECT trajectory_id, run || '/' || "group" AS in_group FROM trajectories
+    WHERE list_contains($runs, run) AND list_contains($splits, split) AND finished IS NOT NULL AND turns > 0
+    ORDER BY hash(coalesce(in_group, trajectory_id), $seed::BIGINT), trajectory_id LIMIT $most"""
+
+
+def reward_function(name: str, asked: Sequence[Completion], patience_s: float = PATIENCE_S) -> Check:
+    """Call the function of a name, `module:function`, with each completion's row."""
+    if not re.fullmatch(NAMED, name):
+        said = f"{name!r} names no function: write --reward module:function"
+        return Check(NAME, "red", said, "--reward")
+    try:
+        function = load_part(name)
+    except TrainError as error:
+        return Check(NAME, "red", str(error), "--reward")
+    if not callable(function):
+        return Check(NAME, "red", f"{name} is no function: it is {type(function).__name__}", "--reward")
+    if not asked:
+        said = f"{name}: no finished trajectory with a completion to try it on"
+        return Check(NAME, "yellow", said, "recipe.source_runs, recipe.splits")
+    began = time.monotonic()
+    tried = _tried(function, asked, patience_s)
+    return _judged(name, tried, len(asked), time.monotonic() - began, patience_s)
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What a function gave, as far as it came."""
+
+    rewards: list[float] = field(default_factory=list)
+    groups: list[str | None] = field(default_factory=list)
+    raised: Counter[str] = field(default_factory=Counter)
+    no_number: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def answered(self) -> int:
+        return len(self.rewards) + self.raised.total() + self.no_number.total()
+
+    def add(self, function: Callable[[Json], Any], completion: Completion) -> None:
+        """Call the function once."""
+        try:
+            value = function(completion.row)
+        except BaseException as error:  # the function's own code ran
+            self.raised[repr(error)[:200]] += 1
+            return
+        try:
+            reward = None if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError):
+            reward = None
+        if reward is None:
+            shown = value is None or isinstance(value, str | bytes)
+            self.no_number[repr(value)[:200] if shown else type(value).__name__] += 1
+        else:
+            self.rewards.append(reward)
+            self.groups.append(completion.group)
+
+
+def _tried(function: Callable[[Json], Any], asked: Sequence[Completion], patience_s: float) -> _Tried:
+    tried, over = _Tried(), threading.Event()
+
+    def call_each() -> None:
+        for completion in asked:
+            if over.is_set():
+                return
+            tried.add(function, completion)
+
+    # A thread that never returns does not keep the process from ending.
+    caller = threading.Thread(target=call_each, name=NAME, daemon=True)
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what the command says
+        caller.start()
+        caller.join(patience_s)
+    over.set()
+    return tried
+
+
+def _judged(name: str, tried: _Tried, count: int, seconds: float, patience_s: float) -> Check:
+    rewards = statistics_of(list(tried.rewards), list(tried.groups))
+    said = f"{name} on {count} recorded completions, {seconds:.1f} s"
+    if rewards.finite:
+        said += f": {rewards.said()}"
+    if rewards.groups:
+        said += f"; {rewards.flat} of {rewards.groups} groups have one reward throughout"
+    faults = []
+    if missing := count - tried.answered:
+        text = f"no answer to {missing} of them within {patience_s:g} s"
+        faults.append(Fault("yellow" if tried.answered else "red", text, "the reward function's time"))
+    for what, found in (("raised exceptions", tried.raised), ("gave no number", tried.no_number)):
+        for worst, times in found.most_common(1):
+            text = f"{found.total()} of them {what}, {times} times {worst}"
+            faults.append(Fault("red", text, "the reward function"))
+    if rewards.not_finite:
+        faults.append(Fault("red", f"{rewards.not_finite} rewards are not finite", "the reward function"))
+    lever = "the reward function; tasks of another difficulty"
+    faults += equality(rewards, lever) or flatness(rewards, lever)
+    return check_of(NAME, said, faults)
