@@ -43,9 +43,17 @@ def loss(case: Case, **keys: Any) -> torch.Tensor:
     weights = token_weights(case, of)
     if weights is not None and not of.counts_rejected:
         mask = mask & (weights > 0)
-    inputs = LossInputs(case.logprobs, case.old, case.advantages, mask, weights, case.reference, entropy=None)
+    inputs = LossInputs.whole(
+        case.logprobs,
+        case.old,
+        case.advantages,
+        mask,
+        behaviour=case.rollout,
+        weights=weights,
+        reference_logprobs=case.reference,
+    )
     total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
-    return total / max(of.divisor(Totals(int(mask.sum()), int(mask.any(-1).sum()))), 1)
+    return total / max(of.divisor(inputs.totals), 1)
 
 
 def token_weights(case: Case, of: GroupPolicyGradient) -> torch.Tensor | None:
@@ -134,7 +142,7 @@ def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
     order = torch.arange(2 * n).reshape(2, n).T.ravel()
     tensors = (case.logprobs, case.old, case.advantages, case.mask)
     logprobs, old, advantages, mask = (tensor[order] for tensor in tensors)
-    inputs = LossInputs(logprobs, old, advantages, mask, reference_logprobs=case.reference[order])
+    inputs = LossInputs.whole(logprobs, old, advantages, mask, reference_logprobs=case.reference[order])
     total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
     return total / max(of.divisor(Totals(int(mask.sum()), 2 * n)), 1)
 

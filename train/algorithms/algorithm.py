@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.normalizers import Totals
@@ -36,6 +36,8 @@ much it was recorded as better (`margins`).
 Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
 the critic's value of the state that it was sampled in (`values`); the entropy of its distribution.
 Of the batch the mean score that a reward model gives its samples before the step (`batch_score`)."""
+NEEDS: tuple[str, ...] = get_args(Need)
+"""All of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,19 +50,47 @@ class LossInputs:
             none), or of the trainer's weights as the batch began.
         advantages: float32, of the token.
         mask: bool; true where the token is trained. The loss of other tokens is left out afterwards.
+        behaviour: float32, of the engine that sampled the token, as recorded: `old_logprobs`, unless those
+            are the trainer's.
+        totals: counts of the whole batch, of which this is a micro-batch.
         weights: float32, of the correction; None without one.
         reference_logprobs: float32, of the reference policy; None where it is not needed.
         entropy: float32, in nats, of the distribution that the token is one of; carries the gradient; None
             where it is not needed.
+        values: float32, of the critic before the rollout batch; None where there is none.
     """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
+    behaviour: torch.Tensor
+    totals: Totals
     weights: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    @staticmethod
+    def whole(
+        logprobs: torch.Tensor,
+        old_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        **others: torch.Tensor | None,
+    ) -> LossInputs:
+        """Of a whole batch in one micro-batch, which the old policy sampled unless `behaviour` says
+        otherwise."""
+        behaviour = others.pop("behaviour", None)
+        return LossInputs(
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            old_logprobs if behaviour is None else behaviour,
+            Totals(int(mask.sum()), int(mask.any(-1).sum())),
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

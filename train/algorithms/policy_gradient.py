@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.adapting import Moments, adapted
-from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
+from rollbook.train.algorithms.algorithm import NEEDS, Algorithm, Demand, LossInputs, Need
 from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
+from rollbook.train.algorithms.keys import (
+    Baseline,
+    ClipHigh,
+    ClipLow,
+    Correction,
+    CorrectionHigh,
+    Deviation,
+    Groups,
+    GroupSize,
+    KlEstimator,
+    Normalization,
+    Old,
+    Surrogate,
+    Whitening,
+)
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
-from rollbook.train.algorithms.parts import OwnPart, part
+from rollbook.train.algorithms.parts import PART_KEYS, declared_needs, part
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
@@ -24,65 +39,6 @@ from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
     import torch
-
-
-def _key(description: str) -> object:
-    return Field(description=description)
-
-
-Baseline = Annotated[
-    Literal["group_mean", "leave_one_out", "none"] | OwnPart,
-    _key("Subtracted from a reward: its group's mean, the mean of the others of its group, or nothing."),
-]
-Deviation = Annotated[
-    Literal["unbiased", "biased", "none"],
-    _key(
-        "The group's standard deviation, by which advantages are divided: over n - 1, over n, or not at all."
-    ),
-]
-Whitening = Annotated[
-    Literal["none", "unbiased", "biased", "mean"],
-    _key(
-        "Advantages of all trained tokens of a rollout batch get mean 0 and variance 1 (over n - 1, as in "
-        "verl, or over n, as in OpenRLHF), or mean 0 only."
-    ),
-]
-Surrogate = Annotated[
-    Literal["ppo_clip", "gspo", "cispo", "reinforce", "dro"] | OwnPart,
-    _key(
-        "The loss of a token: PPO's, with the ratio of each token or (`gspo`) of its sample; CISPO's; minus "
-        "advantage times logprob; or that with DRO's quadratic term."
-    ),
-]
-ClipLow = Annotated[float, Field(ge=0), _key("Lower clip: ratios are clipped at 1 - clip_low.")]
-ClipHigh = Annotated[float, Field(ge=0), _key("Upper clip: ratios are clipped at 1 + clip_high.")]
-Normalization = Annotated[
-    Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] | OwnPart,
-    _key(
-        "The mean over the batch's tokens; the mean over samples of the mean, or of the sum, over a sample's "
-        "tokens; or the sum over all tokens, divided by samples times `constant_length`."
-    ),
-]
-Old = Annotated[
-    Literal["engine", "trainer"],
-    _key(
-        "Which policy ratios are taken to: the engine's logprobs as recorded, or those of the trainer's "
-        "weights as the rollout batch begins, computed in a forward pass (decoupled PPO, arXiv:2505.24298)."
-    ),
-]
-Correction = Annotated[
-    Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask_tis", "mis"] | OwnPart,
-    _key(
-        'With old = "trainer": how tokens are weighted by the ratio of the trainer\'s probability to the '
-        "engine's. `tis` bounds the ratio, of a token or (`sequence_tis`) of a sample; `icepop` and `mis` "
-        "reject tokens or samples beyond the bounds; `sequence_mask_tis` samples by the geometric mean."
-    ),
-]
-CorrectionHigh = Annotated[float, Field(gt=0), _key("Upper bound of the correction's ratio.")]
-Groups = Annotated[Positive, _key("Groups per rollout batch.")]
-GroupSize = Annotated[
-    int, Field(ge=1), _key("Trajectories per group; a group is used once it has this many.")
-]
 
 
 class GroupPolicyGradient(Algorithm):
@@ -146,8 +102,7 @@ class GroupPolicyGradient(Algorithm):
     kl_horizon: Positive = 10_000
     """With `kl_target`: samples in which a coefficient changes by as much as the divergence is off, up to a
     fifth."""
-    kl_estimator: Literal["k1", "k2", "k3"] | OwnPart = "k3"
-    """How that divergence is estimated: `train/algorithms/regularizers.py`."""
+    kl_estimator: KlEstimator = "k3"
     reference_version: Annotated[int, Field(ge=0)] = 0
     """The policy version that is the reference, of which there must be a checkpoint: 0 is the model that the
     run starts from."""
@@ -177,10 +132,41 @@ class GroupPolicyGradient(Algorithm):
             raise ValueError(
                 'group_size 1 leaves nothing to compare: set baseline = "none" and deviation = "none"'
             )
+        self._can_meet()
         return self
+
+    def _can_meet(self) -> None:
+        """Check that what parts of one's own declare to need can be given to them.
+
+        Raises:
+            ValueError: it names the part, its need and the key to set.
+        """
+        remedies = {
+            "old": 'set old = "trainer"' if self.old != "trainer" else "",
+            "groups": "set group_size above 1" if self.group_size == 1 else "",
+            "values": 'only name = "ppo" has a critic' if "values" not in self._own_needs else "",
+        } | dict.fromkeys(("pairs", "margins", "batch_score"), "a policy gradient has none")
+        for (key, name), needs in self._declared.items():
+            for need in sorted(needs):
+                if need not in NEEDS:
+                    raise ValueError(
+                        f"{key} {name!r} needs {need!r}, which nothing gives: choose of {', '.join(NEEDS)}"
+                    )
+                if remedies.get(need):
+                    raise ValueError(f"{key} {name!r} needs {need!r}: {remedies[need]}")
 
     @property
     def needs(self) -> frozenset[Need]:
+        """By its keys, and what parts of one's own declare to need."""
+        declared = frozenset[str]().union(*self._declared.values())
+        return self._own_needs | cast("frozenset[Need]", declared)
+
+    @property
+    def _declared(self) -> dict[tuple[str, str], frozenset[str]]:
+        return declared_needs({key: getattr(self, key) for key in PART_KEYS})
+
+    @property
+    def _own_needs(self) -> frozenset[Need]:
         """Logprobs and rewards; groups and the other policies by its keys."""
         wanted: dict[Need, bool] = {
             "logprobs": True,

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rollbook.train.algorithms.algorithm import Need
-from rollbook.train.algorithms.policy_gradient import (
-    Baseline,
-    Deviation,
-    GroupPolicyGradient,
-    GroupSize,
-    Old,
-    Whitening,
-)
+from rollbook.train.algorithms.keys import Baseline, Deviation, GroupSize, Old, Whitening
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.returns import generalized_advantages
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Rollouts
 
@@ -40,9 +34,9 @@ class Ppo(GroupPolicyGradient):
     0.5."""
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def _own_needs(self) -> frozenset[Need]:
         """The critic's values too."""
-        return super().needs | {"values"}
+        return super()._own_needs | {"values"}
 
     def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
         """Advantages by GAE, whitened; the critic's targets are the advantages before that plus the

@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
-from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
 from rollbook.train.algorithms.combinations import (
     Cispo,
     Dapo,
@@ -85,14 +85,20 @@ def _own(values: Json) -> Algorithm:
     """An algorithm of the user's own, which was loaded.
 
     Raises:
-        ValueError: it is no algorithm, or has not these keys.
+        ValueError: it is no algorithm, has not these keys, or needs what nothing gives.
     """
     kind = loaded(str(values["name"]))
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise ValueError(
             f"{values['name']!r} is no subclass of rollbook.train.algorithms.algorithm.Algorithm"
         )
-    return kind.model_validate_json(json.dumps(values))
+    made = kind.model_validate_json(json.dumps(values))
+    if unknown := sorted(made.needs - set(NEEDS)):
+        raise ValueError(
+            f"{values['name']!r} needs {', '.join(map(repr, unknown))}, which nothing gives: choose of "
+            f"{', '.join(NEEDS)}"
+        )
+    return made
 
 
 def recorded_algorithm(values: Json) -> Algorithm:
@@ -104,14 +110,14 @@ def recorded_algorithm(values: Json) -> Algorithm:
     name = str(values.get("name"))
     for own in named_parts(values):
         loaded(own)
-    if _is_own(values):
-        return _own(values)
-    if name not in ALGORITHMS:
+    if name not in ALGORITHMS and not _is_own(values):
         raise TrainError(
             f"algorithm {name!r} is unknown to this release ({', '.join(ALGORITHMS)}): use the release that "
             "recorded the step"
         )
     try:
+        if _is_own(values):
+            return _own(values)
         # JSON mode: a list that was read from the log serves as a tuple.
         return ALGORITHMS[name].model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -120,3 +126,5 @@ def recorded_algorithm(values: Json) -> Algorithm:
         raise TrainError(
             f"algorithm {name!r}, key {key!r}: {first['msg']} (got {first['input']!r})"
         ) from error
+    except ValueError as error:
+        raise TrainError(str(error)) from error

@@ -125,7 +125,8 @@ def _run_policy(
     policy: TrainablePolicy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
-    divisor = max(algorithm.divisor(Totals(batch.trained_tokens, batch.trained_samples)), 1)
+    totals = Totals(batch.trained_tokens, batch.trained_samples)
+    divisor = max(algorithm.divisor(totals), 1)
     given = "scores" if algorithm.head_width else "logprobs"
     kept: dict[str, list[torch.Tensor]] = {given: [], "losses": [], "sums": []}
     seen = metrics.TokenValues()
@@ -136,7 +137,7 @@ def _run_policy(
             loss, values, measured = score_loss(outputs, micro, algorithm)
             seen.measure(measured)
         else:
-            loss, values = _micro_loss(outputs, micro, algorithm, plan.policy_version, seen)
+            loss, values = _micro_loss(outputs, micro, algorithm, plan.policy_version, seen, totals)
         total = algorithm.add(loss, torch.from_numpy(micro.loss_mask[:, 1:]).to(loss.device))
         for name, value in zip(kept, (values, loss, total), strict=True):
             kept[name].append(value.detach())
@@ -168,25 +169,34 @@ def _run_policy(
 
 
 def _micro_loss(
-    logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm, version: int, seen: metrics.TokenValues
+    logits: torch.Tensor,
+    micro: MicroBatch,
+    algorithm: Algorithm,
+    version: int,
+    seen: metrics.TokenValues,
+    totals: Totals,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
     predictions = Predictions(logits, micro)
     with torch.set_grad_enabled("entropy" in algorithm.needs):
         entropy = predictions.entropies()
-    inputs = loss_inputs(predictions.logprobs(), micro, entropy if "entropy" in algorithm.needs else None)
+    given = entropy if "entropy" in algorithm.needs else None
+    inputs = loss_inputs(predictions.logprobs(), micro, given, totals)
     loss = algorithm.loss(inputs)
     with torch.no_grad():
         _note(seen, inputs, entropy, micro, algorithm, version)
     return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)
 
 
-def loss_inputs(logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None) -> LossInputs:
+def loss_inputs(
+    logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None, totals: Totals | None = None
+) -> LossInputs:
     """What the loss of a micro-batch is computed from.
 
     Args:
         logprobs: of its tokens, float32 [B, T - 1].
         entropy: of their distributions, [B, T - 1], for a loss that needs it.
+        totals: counts of the whole batch; absent: the micro-batch is the batch.
     """
 
     def placed(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -195,15 +205,19 @@ def loss_inputs(logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor
     def placed_if_any(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
         return None if array is None else placed(array)
 
-    old = placed_if_any(micro.old_logprobs)
+    old, behaviour = placed_if_any(micro.old_logprobs), placed(micro.rollout_logprobs)
+    mask = placed(micro.loss_mask)
     return LossInputs(
         logprobs,
-        placed(micro.rollout_logprobs) if old is None else old,
+        behaviour if old is None else old,
         placed(micro.advantages),
-        placed(micro.loss_mask),
+        mask,
+        behaviour,
+        Totals(int(mask.sum()), int(mask.any(-1).sum())) if totals is None else totals,
         weights=placed_if_any(micro.weights),
         reference_logprobs=placed_if_any(micro.reference_logprobs),
         entropy=entropy,
+        values=placed_if_any(micro.old_values),
     )
 
 
@@ -220,12 +234,11 @@ def _note(
     seen.measure(algorithm.measures(inputs))
     low, high = algorithm.clipped(inputs) or (None, None)
     reference = inputs.reference_logprobs
-    rollout = torch.from_numpy(micro.rollout_logprobs[:, 1:]).to(inputs.logprobs.device)
     seen.add(
         inputs.mask,
         micro,
         version,
-        engine_gaps=inputs.logprobs - rollout if exact else None,
+        engine_gaps=inputs.logprobs - inputs.behaviour if exact else None,
         log_ratios=inputs.logprobs - inputs.old_logprobs if exact else None,
         reference_gaps=None if reference is None else inputs.logprobs - reference,
         entropies=entropy,
