@@ -33,6 +33,7 @@ from rollbook.train.algorithms.parts import PART_KEYS, declared_needs, part
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
+from rollbook.train.algorithms.shapes import called
 from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
 from rollbook.train.algorithms.surrogates import SURROGATES, Clips, clipped
 from rollbook.train.table import Positive
@@ -253,7 +254,8 @@ class GroupPolicyGradient(Algorithm):
         return self._compared(members)[members.of_sample]
 
     def _compared(self, members: Grouped) -> Floats:
-        scores = part(BASELINES, self.baseline)(members)
+        baseline, asked = part(BASELINES, self.baseline), members.rewards.shape
+        scores = called("baseline", self.baseline, baseline, asked, members)
         if self.deviation == "none":
             return scores
         return scores / (deviations(members, int(self.deviation == "unbiased")) + self.std_epsilon)
@@ -282,21 +284,22 @@ class GroupPolicyGradient(Algorithm):
         """The correction's, or None without one."""
         if self.correction == "none":
             return None
-        return part(CORRECTIONS, self.correction)(
-            log_ratios, lengths, Bounds(self.correction_low, self.correction_high)
-        )
+        correction, asked = part(CORRECTIONS, self.correction), log_ratios.shape
+        bounds = Bounds(self.correction_low, self.correction_high)
+        return called("correction", self.correction, correction, asked, log_ratios, lengths, bounds)
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """The surrogate of each token times the correction's weight, plus the KL term, less the entropy."""
         clips = Clips(self.clip_low, self.clip_high, self.dual_clip, self.dro_beta)
-        loss = part(SURROGATES, self.surrogate)(inputs, clips)
+        surrogate, asked = part(SURROGATES, self.surrogate), tuple(inputs.logprobs.shape)
+        loss = called("surrogate", self.surrogate, surrogate, asked, inputs, clips)
         if inputs.weights is not None:
             loss = loss * inputs.weights
         if self.kl:
             assert inputs.reference_logprobs is not None
-            loss = loss + self.kl * part(KL_ESTIMATORS, self.kl_estimator)(
-                inputs.logprobs - inputs.reference_logprobs
-            )
+            estimator = part(KL_ESTIMATORS, self.kl_estimator)
+            difference = inputs.logprobs - inputs.reference_logprobs
+            loss = loss + self.kl * called("kl_estimator", self.kl_estimator, estimator, asked, difference)
         if self.entropy:
             assert inputs.entropy is not None
             loss = loss - self.entropy * inputs.entropy
@@ -308,7 +311,8 @@ class GroupPolicyGradient(Algorithm):
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum that the normalizer takes."""
-        return part(NORMALIZERS, self.normalizer).add(losses, mask)
+        normalizer = part(NORMALIZERS, self.normalizer)
+        return called("normalizer", self.normalizer, normalizer.add, (), losses, mask)
 
     def divisor(self, totals: Totals) -> int:
         """The number that the normalizer divides by."""

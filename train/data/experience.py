@@ -18,6 +18,7 @@ from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts, Singles
+from rollbook.train.algorithms.shapes import held_advantages, shaped
 from rollbook.train.data.samples import Sample
 
 Bools = npt.NDArray[np.bool_]
@@ -181,6 +182,9 @@ def experience_of(
         scores: what the algorithm needs of models, of the trained tokens.
         masks: the trained tokens of each sample; absent: all that have loss.
         token_weights: float64 [P], of the recipe; they multiply the correction's.
+
+    Raises:
+        TrainError: a part of the algorithm gives another shape than is asked of it.
     """
     scores = scores or Scores()
     masks = trained_masks(samples) if masks is None else masks
@@ -190,7 +194,10 @@ def experience_of(
         [np.zeros(0, np.float32), *(s.logprobs[mask] for s, mask in zip(samples, masks, strict=True))]
     )
     old = rollout if scores.old_logprobs is None else scores.old_logprobs
+    named = f"algorithm {algorithm.algorithm_name!r}"
     weights = algorithm.weights(old.astype(np.float64) - rollout, lengths)
+    if weights is not None:
+        shaped(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
     rollouts = Rollouts(
@@ -207,7 +214,7 @@ def experience_of(
     made = Experience(
         samples=tuple(samples),
         rewards=rewards,
-        advantages=algorithm.advantages(rollouts),
+        advantages=held_advantages(named, algorithm.advantages(rollouts), rollouts),
         scores=scores,
         weights=weights,
         masks=masks,

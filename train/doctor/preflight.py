@@ -10,8 +10,9 @@ from typing import Literal
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
-from rollbook.store.errors import ModelError
+from rollbook.store.errors import ModelError, TrainError
 from rollbook.store.sql.query import connect_at
+from rollbook.train.algorithms.trial import try_out
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.held_out import learns_from_samples
@@ -48,7 +49,7 @@ def preflight(config: TrainConfig, log: Store | None, cut: Cut, source: str, mem
         ConfigError: a condition of the recipe is not SQL.
         CorruptionError: a file of the log is damaged.
     """
-    checks = [*_algorithm(config), _staleness(config, source)]
+    checks = [*_algorithm(config), _parts(config), _staleness(config, source)]
     applied = None
     if log is not None:
         applied = apply_recipe(log, cut, config.run, config.policy, config.recipe, config.algorithm)
@@ -112,6 +113,15 @@ def _algorithm(config: TrainConfig) -> list[Check]:
         said = "no KL term holds the policy to where it began; most do without, and watch old_kl and entropy"
         found.append(Check("kl", "green", said, "algorithm.kl"))
     return found
+
+
+def _parts(config: TrainConfig) -> Check:
+    """Whether all that the algorithm is made of gives what is asked of it, on a batch that is made up."""
+    try:
+        try_out(config.algorithm)
+    except TrainError as error:
+        return Check("parts", "red", str(error), "[algorithm]")
+    return Check("parts", "green", "each gives what is asked of it, on a batch made up to try it")
 
 
 def _staleness(config: TrainConfig, source: str) -> Check:

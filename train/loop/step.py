@@ -19,6 +19,7 @@ from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.algorithms.shapes import shaped
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
 from rollbook.train.loop.critic import run_critic
@@ -182,7 +183,8 @@ def _micro_loss(
         entropy = predictions.entropies()
     given = entropy if "entropy" in algorithm.needs else None
     inputs = loss_inputs(predictions.logprobs(), micro, given, totals)
-    loss = algorithm.loss(inputs)
+    named = f"algorithm {algorithm.algorithm_name!r}: loss"
+    loss = shaped(named, algorithm.loss(inputs), tuple(inputs.mask.shape))
     with torch.no_grad():
         _note(seen, inputs, entropy, micro, algorithm, version)
     return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)

@@ -27,7 +27,8 @@ def test_a_sound_configuration(fabric: Any, recorded: Callable[..., Store]) -> N
     """Nothing is red or yellow."""
     found = _verdicts(fabric, recorded())
     assert set(found.values()) == {"green"}
-    assert list(found) == ["model", "memory", "batch", "kl", "staleness", "data", "rewards", "evaluation"]
+    first = ["model", "memory", "batch", "kl", "parts", "staleness"]
+    assert list(found) == [*first, "data", "rewards", "evaluation"]
 
 
 def _algorithm(**keys: Any) -> dict[str, Any]:
@@ -115,4 +116,4 @@ def test_the_command(
     assert code == 1
     assert [c["name"] for c in orjson.loads(out) if c["verdict"] == "red"] == ["data", "rewards"]
     code, out, _ = cli("preflight", path, "--json")
-    assert [c["name"] for c in orjson.loads(out)] == ["model", "memory", "batch", "kl", "staleness"]
+    assert [c["name"] for c in orjson.loads(out)] == ["model", "memory", "batch", "kl", "parts", "staleness"]
