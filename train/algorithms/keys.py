@@ -88,3 +88,5 @@ Groups = Annotated[Positive, _key("Groups per rollout batch.")]
 GroupSize = Annotated[
     int, Field(ge=1), _key("Trajectories per group; a group is used once it has this many.")
 ]
+Bound = Annotated[float, Field(gt=0)] | Literal["none"]
+"""A number above 0, or that nothing is bounded."""

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
+from rollbook.train.algorithms.algorithm import NEEDS
 
 NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PART_KEYS = ("baseline", "surrogate", "correction", "kl_estimator", "normalizer")
@@ -54,6 +55,25 @@ def declared_needs(algorithm: Json) -> dict[tuple[str, str], frozenset[str]]:
         for key in PART_KEYS
         if isinstance(name := algorithm.get(key), str) and NAMED.fullmatch(name)
     }
+
+
+def check_declared(declared: Mapping[tuple[str, str], frozenset[str]], remedies: Mapping[str, str]) -> None:
+    """Check that parts can be given what they declare to need.
+
+    Args:
+        remedies: need -> what to set so that it is met; "" where it is met.
+
+    Raises:
+        ValueError: it names the part, its need, and what to set.
+    """
+    for (key, name), needs in declared.items():
+        for need in sorted(needs):
+            if need not in NEEDS:
+                raise ValueError(
+                    f"{key} {name!r} needs {need!r}, which nothing gives: choose of {', '.join(NEEDS)}"
+                )
+            if remedies.get(need):
+                raise ValueError(f"{key} {name!r} needs {need!r}: {remedies[need]}")
 
 
 def _declared(key: str, name: str) -> frozenset[str]:

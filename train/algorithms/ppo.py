@@ -11,6 +11,7 @@ from rollbook.train.algorithms.keys import Baseline, Deviation, GroupSize, Old, 
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.returns import generalized_advantages
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Rollouts
+from rollbook.train.algorithms.turns import turn_advantages
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,10 @@ class Ppo(GroupPolicyGradient):
         values."""
         assert of.values is not None
         values = of.values.astype(float)
-        advantages = generalized_advantages(rewards, values, of.lengths, self.discount, self.gae_decay)
+        if self.discount_unit == "turn":
+            advantages = turn_advantages(rewards, values, of, self.discount, self.gae_decay)
+        else:
+            advantages = generalized_advantages(rewards, values, of.lengths, self.discount, self.gae_decay)
         return Advantages(self.whitened(advantages), per_token=True, returns=advantages + values)
 
     def value_loss(

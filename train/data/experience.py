@@ -210,6 +210,7 @@ def experience_of(
         old_logprobs=old,
         reference_logprobs=scores.reference_logprobs,
         values=scores.values,
+        turns=_turns(samples, masks),
     )
     made = Experience(
         samples=tuple(samples),
@@ -253,6 +254,15 @@ def _turn_rewards(samples: Sequence[Sample], masks: Sequence[Bools]) -> Floats |
     if not any(sample.rewards for sample in samples):
         return None
     return np.concatenate([_of_turns(s, mask) for s, mask in zip(samples, masks, strict=True)])
+
+
+def _turns(samples: Sequence[Sample], masks: Sequence[Bools]) -> Ints:
+    """The number of each trained token's turn in its sample's path, int64 [P]."""
+    each = (
+        np.searchsorted(sample.turn_ends, np.flatnonzero(mask), side="right")
+        for sample, mask in zip(samples, masks, strict=True)
+    )
+    return np.concatenate([np.zeros(0, np.int64), *each])
 
 
 def _of_turns(sample: Sample, mask: Bools) -> Floats:

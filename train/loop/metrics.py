@@ -56,10 +56,22 @@ def of_batch(batch: Batch) -> Json:
         "samples": len(batch.samples),
         "reward": float(sum(rewards.tolist()) / len(rewards)) if len(rewards) else None,
         "reward_std": float(rewards.std()) if len(rewards) else None,
+        **_of_trajectories(batch),
         "flat_groups": _flat_groups(batch),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
+    }
+
+
+def _of_trajectories(batch: Batch) -> Json:
+    """Rewards, each trajectory counted once, however many of its samples the step trains on."""
+    each = {s.trajectory_id: r for s, r in zip(batch.samples, batch.rewards.tolist(), strict=True)}
+    rewards = np.array([reward for reward in each.values() if np.isfinite(reward)])
+    return {
+        "trajectories": len(rewards),
+        "trajectory_reward": float(rewards.mean()) if len(rewards) else None,
+        "trajectory_reward_std": float(rewards.std()) if len(rewards) else None,
     }
 
 
