@@ -25,8 +25,13 @@ RECORDED = (
     ViewColumn("ratio_mean", "DOUBLE", "mean probability ratio of trained tokens"),
     ViewColumn("ratio_min", "DOUBLE", "the least of them"),
     ViewColumn("ratio_max", "DOUBLE", "the greatest of them"),
-    ViewColumn("clipped_low", "DOUBLE", "share of tokens that the lower clip leaves without a gradient"),
-    ViewColumn("clipped_high", "DOUBLE", "share of tokens that the upper clip leaves without a gradient"),
+    ViewColumn(
+        "clipped_low", "DOUBLE", "share of tokens without a gradient by the lower clip (cispo: it clips)"
+    ),
+    ViewColumn("clipped_high", "DOUBLE", "the same by the upper clip"),
+    ViewColumn("clipped_dual", "DOUBLE", "share of tokens whose loss the dual clip bounds"),
+    ViewColumn("weight_mean", "DOUBLE", "mean weight of trained tokens, by correction and age"),
+    ViewColumn("rejected", "DOUBLE", "share of them with weight 0"),
     ViewColumn("staleness_mean", "DOUBLE", "mean age of trained tokens, in versions"),
     ViewColumn("staleness_max", "BIGINT", "age of the oldest of them"),
     ViewColumn(

@@ -206,8 +206,7 @@ class Algorithm(Table):
         raise NotImplementedError
 
     def clipped(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
-        clips."""
+        """Where the lower and the upper clip are at work, bool [B, T - 1]; None without clips."""
         return None
 
     @property
@@ -220,8 +219,8 @@ class Algorithm(Table):
         return self
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
-        """Numbers of the micro-batch's samples or pairs by name, each [n]: their mean is a metric of the
-        step."""
+        """Numbers of the micro-batch's samples, pairs or trained tokens by name, each [n]: their mean is a
+        metric of the step."""
         return {}
 
     def score_measures(self, inputs: ScoreInputs) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ from rollbook.train.algorithms.surrogates import (
     SURROGATES,
     Clips,
     clipped,
+    dual_clipped,
 )
 from rollbook.train.algorithms.turns import of_trajectories, turn_returns
 from rollbook.train.table import Positive
@@ -362,6 +363,11 @@ class GroupPolicyGradient(Algorithm):
     def clipped(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Where its surrogate's clips are at work."""
         return clipped(self.surrogate, inputs, self.clips)
+
+    def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
+        """Of each trained token whether the dual clip is at work, where there is one."""
+        found = dual_clipped(self.surrogate, inputs, self.clips)
+        return {} if found is None else {"clipped_dual": found[inputs.mask]}
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum that the normalizer takes."""

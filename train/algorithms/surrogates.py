@@ -90,13 +90,24 @@ SURROGATES: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
 
 
 def clipped(surrogate: str, inputs: LossInputs, clips: Clips) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
-    clips."""
-    if surrogate not in ("ppo_clip", "gspo"):
+    """Where the lower and the upper clip are at work, bool [B, T - 1]; None without clips.
+
+    They leave a token without a gradient; of CISPO they clip its weight.
+    """
+    if surrogate not in _RATIOS:
         return None
-    ratio = _ratio(inputs, clips) if surrogate == "ppo_clip" else _sequence_ratio(inputs, clips)
+    ratio = _RATIOS[surrogate](inputs, clips)
     low, high = ratio < 1 - clips.low, ratio > 1 + clips.high
+    if surrogate == "cispo":
+        return low, high
     return low & (inputs.advantages < 0), high & (inputs.advantages > 0)
+
+
+def dual_clipped(surrogate: str, inputs: LossInputs, clips: Clips) -> torch.Tensor | None:
+    """Where the dual clip leaves a bad token without a gradient, bool [B, T - 1]; None without one."""
+    if surrogate not in ("ppo_clip", "gspo") or clips.dual is None:
+        return None
+    return (_RATIOS[surrogate](inputs, clips) > clips.dual) & (inputs.advantages < 0)
 
 
 def _sequence_ratio(inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -127,3 +138,11 @@ def _clipped(ratio: torch.Tensor, inputs: LossInputs, clips: Clips) -> torch.Ten
     if clips.dual is None:
         return loss
     return torch.where(advantages < 0, loss.minimum(-clips.dual * advantages), loss)
+
+
+_RATIOS: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
+    "ppo_clip": _ratio,
+    "gspo": _sequence_ratio,
+    "cispo": _ratio,
+}
+"""The ratio that a surrogate clips."""

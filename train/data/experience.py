@@ -55,6 +55,7 @@ class Experience:
         weights: float64 [P], of the correction; None without one.
         masks: bool [T] of each sample: its trained tokens.
         ends: int64 [N + 1], where each sample's tokens end in [P]; the first is 0.
+        left_out: int64 [N], tokens of each sample that the correction rejected and that are counted nowhere.
     """
 
     samples: tuple[Sample, ...]
@@ -64,6 +65,7 @@ class Experience:
     weights: Floats | None
     masks: tuple[Bools, ...]
     ends: Ints
+    left_out: Ints
 
     def part(self, positions: Sequence[int]) -> Experience:
         """The experience of some of its samples, in this order."""
@@ -85,6 +87,7 @@ class Experience:
             weights=None if self.weights is None else self.weights[at],
             masks=tuple(self.masks[i] for i in positions),
             ends=np.cumsum([0, *(len(piece) for piece in pieces)]),
+            left_out=self.left_out[np.asarray(positions, np.int64)],
         )
 
     @property
@@ -220,6 +223,7 @@ def experience_of(
         weights=weights,
         masks=masks,
         ends=np.concatenate([[0], np.cumsum(lengths)]),
+        left_out=np.zeros(len(lengths), np.int64),
     )
     return made if weights is None or algorithm.counts_rejected else _without_rejected(made)
 
@@ -233,7 +237,7 @@ def _without_rejected(of: Experience) -> Experience:
         left = mask.copy()
         left[np.flatnonzero(mask)] = of.of(kept, i)
         masks.append(left)
-    values = of.advantages
+    values, left = of.advantages, np.array([int(mask.sum()) for mask in masks], np.int64)
     return Experience(
         samples=of.samples,
         rewards=of.rewards,
@@ -245,7 +249,8 @@ def _without_rejected(of: Experience) -> Experience:
         scores=of.scores.cut(kept),
         weights=of.weights[kept],
         masks=tuple(masks),
-        ends=np.cumsum([0, *(int(mask.sum()) for mask in masks)]),
+        ends=np.concatenate([[0], np.cumsum(left)]),
+        left_out=np.diff(of.ends) - left,
     )
 
 

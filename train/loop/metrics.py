@@ -10,6 +10,7 @@ import torch
 
 from rollbook.store.events import Json
 from rollbook.train.data.batch import Batch, MicroBatch
+from rollbook.train.data.experience import Experience
 
 
 @dataclass(slots=True)
@@ -61,6 +62,20 @@ def of_batch(batch: Batch) -> Json:
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
+        **_of_weights(experience),
+    }
+
+
+def _of_weights(experience: Experience) -> Json:
+    """The mean weight of trained tokens, and the share of those that have none; also of tokens that are
+    counted nowhere else since they were rejected. Nothing where tokens are not weighed."""
+    if experience.weights is None:
+        return {}
+    left_out = int(experience.left_out.sum())
+    count = max(len(experience.weights) + left_out, 1)
+    return {
+        "weight_mean": float(experience.weights.sum() / count),
+        "rejected": (int((experience.weights == 0).sum()) + left_out) / count,
     }
 
 
