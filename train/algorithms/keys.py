@@ -25,7 +25,7 @@ def _key(description: str) -> object:
     return Field(description=description)
 
 
-def _part(names: Iterable[str], description: str) -> Any:
+def part_key(names: Iterable[str], description: str) -> Any:
     """The type of a key that names a part: one of a registry, or one's own."""
     return Annotated[Literal[tuple(names)] | OwnPart, _key(description)]
 
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     Correction = str
     KlEstimator = str
 else:
-    Baseline = _part(
+    Baseline = part_key(
         BASELINES,
         "Subtracted from a reward: its group's mean, the mean of the others of its group, or nothing.",
     )
-    Surrogate = _part(
+    Surrogate = part_key(
         SURROGATES,
         "The loss of a token: PPO's, with the ratio of each token or (`gspo`) of its sample; CISPO's; minus "
         "advantage times logprob; or that with DRO's quadratic term.",
     )
-    Normalization = _part(
+    Normalization = part_key(
         NORMALIZERS,
         "The mean over the batch's tokens; the mean over samples of the mean, or of the sum, over a sample's "
         "tokens; or the sum over all tokens, divided by samples times `constant_length`.",
     )
-    Correction = _part(
+    Correction = part_key(
         ("none", *CORRECTIONS),
         'With old = "trainer": how tokens are weighted by the ratio of the trainer\'s probability to the '
         "engine's. `tis` bounds the ratio, of a token or (`sequence_tis`) of a sample; `icepop` and `mis` "
         "reject tokens or samples beyond the bounds; `sequence_mask_tis` samples by the geometric mean.",
     )
-    KlEstimator = _part(
+    KlEstimator = part_key(
         KL_ESTIMATORS, "How that divergence is estimated: `train/algorithms/regularizers.py`."
     )
 

@@ -61,7 +61,7 @@ def _expected(name: str, row: list[tuple[float, float, float]], clips: Clips) ->
 
 
 @given(SHAPES, st.sampled_from([CLIPS, Clips(0.2, 0.3, 1.5), Clips(1.0, 0.2), Clips(0.0, 0.0)]))
-@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "reinforce", "dro"])
 def test_values_are_those_of_scalar_code(name: str, shape: tuple[int, int, int], clips: Clips) -> None:
     """Every surrogate, with and without dual clip, over random ratios."""
     inputs = _inputs(*shape)
