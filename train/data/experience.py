@@ -203,18 +203,7 @@ def experience_of(
         shaped(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
-    rollouts = Rollouts(
-        rewards=rewards,
-        groups=[s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples],
-        trajectories=[s.trajectory_id for s in samples],
-        lengths=lengths,
-        truncated=np.array([s.truncated for s in samples], np.bool_),
-        turn_rewards=_turn_rewards(samples, masks),
-        old_logprobs=old,
-        reference_logprobs=scores.reference_logprobs,
-        values=scores.values,
-        turns=_turns(samples, masks),
-    )
+    rollouts = _rollouts(samples, masks, rewards, old, scores)
     made = Experience(
         samples=tuple(samples),
         rewards=rewards,
@@ -226,6 +215,28 @@ def experience_of(
         left_out=np.zeros(len(lengths), np.int64),
     )
     return made if weights is None or algorithm.counts_rejected else _without_rejected(made)
+
+
+def _rollouts(
+    samples: Sequence[Sample], masks: Sequence[Bools], rewards: Floats, old: Singles, scores: Scores
+) -> Rollouts:
+    """What the algorithm's advantages are made of.
+
+    Args:
+        rewards: float64 [N]; old: float32 [P], logprobs of the policy that ratios are taken to.
+    """
+    return Rollouts(
+        rewards=rewards,
+        groups=[s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples],
+        trajectories=[s.trajectory_id for s in samples],
+        lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
+        truncated=np.array([s.truncated for s in samples], np.bool_),
+        turn_rewards=_turn_rewards(samples, masks),
+        old_logprobs=old,
+        reference_logprobs=scores.reference_logprobs,
+        values=scores.values,
+        turns=_turns(samples, masks),
+    )
 
 
 def _without_rejected(of: Experience) -> Experience:

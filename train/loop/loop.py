@@ -59,9 +59,7 @@ def train(
         RollbookError: the configuration, the model or the log cannot be used.
     """
     log = store.open(path)
-    if source == "tail":
-        _check_tail(config, as_of)
-    try_out(config.algorithm)
+    _check(config, source, as_of)
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
@@ -85,6 +83,18 @@ def train(
         finally:
             trainer.close()
     stopping.end()
+
+
+def _check(config: TrainConfig, source: str, as_of: str) -> None:
+    """Check what needs no log.
+
+    Raises:
+        ConfigError: the training is to follow the tail, and asks for a cut.
+        TrainError: a part of its algorithm does not give what is asked of it.
+    """
+    if source == "tail":
+        _check_tail(config, as_of)
+    try_out(config.algorithm)
 
 
 def _check_tail(config: TrainConfig, as_of: str) -> None:

@@ -256,6 +256,8 @@ def test_needs_that_are_met_otherwise(fabric: Any, module: Any) -> None:
 
 def test_an_algorithm_that_needs_what_nothing_gives(fabric: Any, module: Any) -> None:
     """Of one's own: its needs are held against those that there are."""
-    module("own_algorithm", ALGORITHM.replace('{"rewards"}', '{"reward"}'))
-    with pytest.raises(ConfigError, match="'own_algorithm:Mine' needs 'reward', which nothing gives: choose"):
-        fabric.config(fabric.GRPO, algorithm={"name": "own_algorithm:Mine"})
+    module("needless_algorithm", ALGORITHM.replace('{"rewards"}', '{"reward"}'))
+    with pytest.raises(
+        ConfigError, match="'needless_algorithm:Mine' needs 'reward', which nothing gives: choose"
+    ):
+        fabric.config(fabric.GRPO, algorithm={"name": "needless_algorithm:Mine"})
