@@ -27,7 +27,8 @@
     ├── TrainError               a training run that cannot go on
     │   ├── IdleError            no samples came for a step in the time that is waited for them
     │   ├── RankError            a rank of the training ended, hangs, or did not come
-    │   └── NotFiniteError       a step's numbers overflowed, or are none; nothing of it was committed
+    │   ├── NotFiniteError       a step's numbers overflowed, or are none; nothing of it was committed
+    │   └── AllRejectedError     a step's batch has no token left to train; nothing of it was committed
     └── ReplayError              a step that cannot be replayed at all
 
 A message names the thing, the value, and the remedy. All of them survive pickling.
@@ -168,6 +169,10 @@ class NotFiniteError(TrainError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class AllRejectedError(TrainError):
+    """Every token of a step's batch was rejected by its correction, or masked; nothing was committed."""
 
 
 class ReplayError(RollbookError):

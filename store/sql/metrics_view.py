@@ -15,6 +15,9 @@ RECORDED = (
     ViewColumn("truncated", "DOUBLE", "share of samples that were cut off at their greatest length"),
     ViewColumn("reward", "DOUBLE", "mean of the samples' rewards"),
     ViewColumn("reward_std", "DOUBLE", "their standard deviation, over n"),
+    ViewColumn("trajectories", "BIGINT", "trajectories with a reward whose samples it trained on"),
+    ViewColumn("trajectory_reward", "DOUBLE", "mean of their rewards, each counted once"),
+    ViewColumn("trajectory_reward_std", "DOUBLE", "the standard deviation of these, over n"),
     ViewColumn("flat_groups", "DOUBLE", "share of groups whose rewards are all equal"),
     ViewColumn("entropy", "DOUBLE", "mean entropy of the policy at its trained tokens, in nats"),
     ViewColumn("kl", "DOUBLE", "KL divergence from the reference policy, estimated by k3"),
@@ -22,8 +25,13 @@ RECORDED = (
     ViewColumn("ratio_mean", "DOUBLE", "mean probability ratio of trained tokens"),
     ViewColumn("ratio_min", "DOUBLE", "the least of them"),
     ViewColumn("ratio_max", "DOUBLE", "the greatest of them"),
-    ViewColumn("clipped_low", "DOUBLE", "share of tokens that the lower clip leaves without a gradient"),
-    ViewColumn("clipped_high", "DOUBLE", "share of tokens that the upper clip leaves without a gradient"),
+    ViewColumn(
+        "clipped_low", "DOUBLE", "share of tokens without a gradient by the lower clip (cispo: it clips)"
+    ),
+    ViewColumn("clipped_high", "DOUBLE", "the same by the upper clip"),
+    ViewColumn("clipped_dual", "DOUBLE", "share of tokens whose loss the dual clip bounds"),
+    ViewColumn("weight_mean", "DOUBLE", "mean weight of trained tokens, by correction and age"),
+    ViewColumn("rejected", "DOUBLE", "share of them with weight 0"),
     ViewColumn("staleness_mean", "DOUBLE", "mean age of trained tokens, in versions"),
     ViewColumn("staleness_max", "BIGINT", "age of the oldest of them"),
     ViewColumn(

@@ -7,8 +7,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rollbook.train.algorithms import parts
 from rollbook.train.algorithms.baselines import BASELINES
 from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.normalizers import NORMALIZERS
@@ -18,7 +20,10 @@ from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.reward_models import RewardModel
+from rollbook.train.algorithms.rollouts import Rollouts
 from rollbook.train.algorithms.surrogates import SURROGATES
+from rollbook.train.algorithms.trial import try_out
+from rollbook.train.config.config import parse_config
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +59,64 @@ def test_every_part_is_explained(page: str) -> None:
     rows = _rows(page, "| part | is")
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     families = (BASELINES, SURROGATES, CORRECTIONS, KL_ESTIMATORS, NORMALIZERS, PREFERENCE_LOSSES)
-    parts = {*(name for family in families for name in family), "unbiased", "biased"} - {"none"}
-    assert parts <= named
+    ours = {*(name for family in families for name in family), "unbiased", "biased"}
+    assert ours <= named
     others = {*Ppo.model_fields, *Dpo.model_fields, *RewardModel.model_fields, *ALGORITHMS}
-    assert named - parts <= others | {"gae", "bradley_terry", "mean_deviation"}
+    special = {"gae", "bradley_terry", "mean_deviation", "age_decay", "calibration_temperature"}
+    assert named - ours <= others | special
     assert all(len(row) == 5 and all(row[:2]) for row in rows)
+
+
+def test_every_key_that_changes_numbers_is_there(page: str) -> None:
+    """By its own line, or in the words of a part's; others say how many samples there are, or name a part."""
+    rows = _rows(page, "| part | is")
+    assert all(row[2] not in ("", "–") for row in rows), "each has a source"
+    assert all(row[4] not in ("", "–") for row in rows), "each equals something"
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", f"{row[0]} {row[1]} {row[4]}")}
+    above = set(re.findall(r"`(\w+)", page[: page.index("| part | is")]))
+    counts = {
+        "name",
+        "groups",
+        "group_size",
+        "epochs",
+        "mini_batches",
+        "reference_version",
+        "batch_size",
+        "pairs",
+    }
+    kinds = {
+        "baseline",
+        "deviation",
+        "surrogate",
+        "correction",
+        "kl_estimator",
+        "normalizer",
+        "preference_loss",
+    }
+    of_parts = {"clip_low": "l and h are the clips", "clip_high": "l and h are the clips"}
+    of_parts |= {"overlong_factor": "`overlong_length`", "head": "`mean_deviation`"}
+    written_by_trainer = {"reward_moments", "reward_moments_of"}
+    for kind in (Ppo, Dpo, RewardModel):
+        for key in {*kind.model_fields} - counts - kinds - written_by_trainer:
+            assert key in named | above or of_parts[key] in page, key
+
+
+def test_the_examples_work(page: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The loss and the estimator, as they are written, by the names that the page has for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parts, "_loaded", {})
+    blocks = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    (tmp_path / "halved_loss.py").write_text(blocks[0])
+    (tmp_path / "my_estimators.py").write_text(blocks[2])
+    compile(blocks[1], "halved_row.py", "exec")
+    keys = {"model": "m", "steps": 1}
+    loss = {"name": "policy_gradient", "surrogate": "halved_loss:halved"}
+    try_out(parse_config(keys | {"algorithm": loss}, "test").algorithm)
+    estimator = {"name": "my_estimators:Halving", "baseline": "none", "deviation": "none", "discount": 0.5}
+    algorithm = parse_config(keys | {"algorithm": estimator}, "test").algorithm
+    try_out(algorithm)
+    of = Rollouts(np.array([4.0, 8.0]), ["g", "h"], ["a", "b"], np.array([2, 3]))
+    assert algorithm.advantages(of).values.tolist() == [2, 4, 2, 4, 8]
 
 
 def test_the_command_runs(page: str, root: Path, monkeypatch: Any, capsys: Any) -> None:

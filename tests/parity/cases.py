@@ -51,6 +51,35 @@ class Case:
         return torch.where(self.mask, columns, -1).amax(-1)
 
     @property
+    def logits(self) -> torch.Tensor:
+        """Of distributions over three tokens, [B, T, 3], which the logprobs have a part in."""
+        return torch.stack([self.logprobs, self.old, self.reference], -1)
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """Number of each token's turn, int64 [B, T]: trained tokens that follow each other are of one."""
+        before = torch.nn.functional.pad(self.mask[:, :-1], (1, 0))
+        return (self.mask & ~before).cumsum(-1)
+
+    @property
+    def turn_rewards(self) -> torch.Tensor:
+        """Rewards of turns at their last tokens, [B, T], 0 elsewhere: the returns there."""
+        after = torch.nn.functional.pad(self.mask[:, 1:], (0, 1))
+        return torch.where(self.mask & ~after, self.returns, 0.0)
+
+    @property
+    def versions(self) -> torch.Tensor:
+        """Of tokens, int64 [B, T]: as many as columns come before; -1 in every fourth row."""
+        columns = torch.arange(self.mask.shape[1]).expand(self.mask.shape)
+        return torch.where(torch.arange(len(self.mask))[:, None] % 4 == 3, -1, columns)
+
+    @property
+    def gaps(self) -> torch.Tensor:
+        """Of pairs, float64: a third of them below 0."""
+        values = self.old_values[self.mask].double()
+        return torch.cat([values.abs() + 0.1, -values[: (len(values) + 1) // 2].abs() / 2])
+
+    @property
     def truncated(self) -> torch.Tensor:
         """Samples that train the last column, bool [B]."""
         return self.mask[:, -1]

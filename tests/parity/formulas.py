@@ -1,7 +1,5 @@
-"""Formulas of losses that we do not have yet, written from their papers; peers are held against them.
-
-Where one of these becomes ours, the row takes ours in its place.
-"""
+"""Formulas that no peer has, written from their papers in another way than ours; ours are held against
+them."""
 
 from __future__ import annotations
 
@@ -50,3 +48,44 @@ def uncertain(case: Case) -> torch.Tensor:
     density = torch.sigmoid(noise) * torch.sigmoid(-noise)
     below = torch.special.ndtr(((means[0] - means[1])[:, None] - noise) / deviation)
     return -torch.trapezoid(below * density, noise).log().mean().to(case.values.dtype)
+
+
+def turn_returns(case: Case, discount: float) -> torch.Tensor:
+    """The discounted sum of what follows, [B, T]: a turn is one step; a plain loop over tokens.
+
+    Source: Sutton and Barto 2018, equation 3.8.
+    """
+    found = torch.zeros_like(case.old)
+    for row, turns in enumerate(case.turns.tolist()):
+        trained = [t for t in range(len(turns)) if case.mask[row, t]]
+        for t in trained:
+            total = discount ** (turns[trained[-1]] - turns[t]) * float(case.rewards[row])
+            for later in trained:
+                if later >= t:
+                    total += discount ** (turns[later] - turns[t]) * float(case.turn_rewards[row, later])
+            found[row, t] = total
+    return found
+
+
+def temperature(case: Case) -> torch.Tensor:
+    """The temperature whose mean loss log(1 + exp(-gap / T)) is least, by bisection of its derivative.
+
+    Source: Guo et al. 2017 (arXiv:1706.04599), section 4.2.
+    """
+    low, high = -7.0, 7.0
+    for _ in range(60):
+        at = torch.tensor((low + high) / 2, dtype=torch.float64, requires_grad=True)
+        torch.nn.functional.softplus(-case.gaps * (-at).exp()).mean().backward()
+        assert at.grad is not None
+        low, high = (float(at), high) if at.grad < 0 else (low, float(at))
+    found = torch.tensor((low + high) / 2, dtype=torch.float64).exp()
+    return torch.where((found > 1.001e-3) & (found < 0.999e3), found, 0.0).to(case.old.dtype)
+
+
+def aged(case: Case, decay: float) -> torch.Tensor:
+    """The decay to the power of each token's age, [B, T]; 1 where its version is not known."""
+    found = torch.zeros_like(case.old)
+    for row, column in case.mask.nonzero().tolist():
+        version = int(case.versions[row, column])
+        found[row, column] = 1.0 if version < 0 else decay ** (case.mask.shape[1] - version)
+    return found

@@ -8,31 +8,36 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from parity.cases import Case
 
-from rollbook.train.algorithms import returns as returns_of
 from rollbook.train.algorithms import reward_models
 from rollbook.train.algorithms.algorithm import LossInputs, ScoreInputs
 from rollbook.train.algorithms.baselines import BASELINES, deviations
 from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.logprobs import entropies
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
+from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.regularizers import KL_ESTIMATORS, KlBound, estimate
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.surrogates import SURROGATES
+from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.experience import age_weights
 
 
 def algorithm(name: str = "policy_gradient", **keys: Any) -> GroupPolicyGradient:
-    """An algorithm with these keys."""
-    made = recorded_algorithm({"name": name} | keys)
+    """An algorithm with these keys, of which some may name parts of one's own."""
+    values = {"name": name} | keys
+    for own in named_parts(values):
+        load_part(own)
+    made = recorded_algorithm(values)
     assert isinstance(made, GroupPolicyGradient)
     return made
 
@@ -43,9 +48,18 @@ def loss(case: Case, **keys: Any) -> torch.Tensor:
     weights = token_weights(case, of)
     if weights is not None and not of.counts_rejected:
         mask = mask & (weights > 0)
-    inputs = LossInputs(case.logprobs, case.old, case.advantages, mask, weights, case.reference, entropy=None)
+    inputs = LossInputs.whole(
+        case.logprobs,
+        case.old,
+        case.advantages,
+        mask,
+        behaviour=case.rollout,
+        weights=weights,
+        reference_logprobs=case.reference,
+        entropy=entropies(case.logits.log_softmax(-1)) if "entropy" in of.needs else None,
+    )
     total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
-    return total / max(of.divisor(Totals(int(mask.sum()), int(mask.any(-1).sum()))), 1)
+    return total / max(of.divisor(inputs.totals), 1)
 
 
 def token_weights(case: Case, of: GroupPolicyGradient) -> torch.Tensor | None:
@@ -79,6 +93,8 @@ def estimated(case: Case, **keys: Any) -> Advantages:
             old_logprobs=case.old[case.mask].numpy(),
             reference_logprobs=case.reference[case.mask].numpy(),
             values=case.old_values[case.mask].numpy(),
+            turn_rewards=case.turn_rewards[case.mask].double().numpy(),
+            turns=case.turns[case.mask].numpy(),
         )
     )
 
@@ -95,11 +111,9 @@ def shaped(case: Case, **keys: Any) -> torch.Tensor:
     return advantages(case, **{"baseline": "none", "deviation": "none"} | keys)
 
 
-def whitened(case: Case, how: str, *, centred: bool = True) -> torch.Tensor:
+def whitened(case: Case, how: str) -> torch.Tensor:
     """Old values of the batch's tokens, whitened, [B, T]."""
     values = case.old_values[case.mask].double().numpy()
-    if not centred:
-        return _placed(case, returns_of.whitened(values, int(how == "unbiased"), centred=False))
     return _placed(case, algorithm(whitening=how).whitened(values))
 
 
@@ -122,9 +136,30 @@ def value_loss(case: Case, clip: float) -> torch.Tensor:
     return torch.where(case.mask, losses, 0.0).sum() / case.mask.sum()
 
 
-def kl(case: Case, estimator: str) -> torch.Tensor:
+def kl(case: Case, estimator: str, bound: KlBound = "k3") -> torch.Tensor:
     """The mean of an estimate of the KL divergence to the reference policy."""
-    return KL_ESTIMATORS[estimator](case.logprobs - case.reference)[case.mask].mean()
+    return estimate(estimator, bound, case.logprobs - case.reference)[case.mask].mean()
+
+
+def adapted(case: Case, **keys: Any) -> torch.Tensor:
+    """The KL coefficient after a step, whose divergence is the first sample's absolute value."""
+    divergence = float(case.old_values[0, 0].abs())
+    then = algorithm(**keys).after({"kl": divergence, "samples": len(case.mask)})
+    return torch.tensor(then.kl, dtype=case.old.dtype)
+
+
+def temperature(case: Case) -> torch.Tensor:
+    """The temperature that calibrates the case's gaps, rewards less their mean among them; 0: none does."""
+    found = reward_models.calibration_temperature(case.gaps.double().numpy())
+    return torch.tensor(found or 0.0, dtype=case.old.dtype)
+
+
+def aged(case: Case, decay: float) -> torch.Tensor:
+    """Weights of tokens whose age in versions is their column, of unknown versions in every fourth row."""
+    samples = [SimpleNamespace(versions=row.numpy()) for row in case.versions]
+    newest, masks = case.mask.shape[1], [row.numpy() for row in case.mask]
+    found = age_weights(samples, masks, newest, decay)  # type: ignore[arg-type]
+    return _placed(case, found)
 
 
 def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
@@ -134,7 +169,7 @@ def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
     order = torch.arange(2 * n).reshape(2, n).T.ravel()
     tensors = (case.logprobs, case.old, case.advantages, case.mask)
     logprobs, old, advantages, mask = (tensor[order] for tensor in tensors)
-    inputs = LossInputs(logprobs, old, advantages, mask, reference_logprobs=case.reference[order])
+    inputs = LossInputs.whole(logprobs, old, advantages, mask, reference_logprobs=case.reference[order])
     total = of.add(torch.where(mask, of.loss(inputs), 0.0), mask)
     return total / max(of.divisor(Totals(int(mask.sum()), 2 * n)), 1)
 
@@ -152,11 +187,6 @@ def reward_loss(case: Case, *, margin: bool = False, **keys: Any) -> torch.Tenso
     mean = float(scores[:, 0].double().mean()) if "batch_score" in of.needs else None
     losses = of.score_loss(ScoreInputs(scores, margins, torch.zeros_like(margins), mean))
     return losses.sum() / max(of.divisor(Totals(0, 2 * n)), 1)
-
-
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The mean entropy of distributions given by logits [B, T, V]."""
-    return entropies(logits.log_softmax(-1)).mean()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +211,16 @@ def parts() -> list[Part]:
         _part(name, of, key)
         for key, functions in _FAMILIES.items()
         for name, of in functions.items()
-        if name != "none"
+        if name != "none" or key == "baseline"
     ]
     keys = (Part(key, "", "", _default_of(key)) for key in _KEYS)
     usual = Dpo.model_fields["preference_loss"].default
     of_pairs = [_told(name, of, "`dpo`" if name == usual else "–") for name, of in PREFERENCE_LOSSES.items()]
     of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
     of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
+    of_recipe = [Part("age_decay", "", "", str(RecipeConfig.model_fields["age_decay"].default))]
     of_rewards = [_told(name, of, default) for name, (of, default) in _REWARD_MODELS.items()]
-    return [*found, *keys, *of_ppo, *of_pairs, *of_dpo, *of_rewards]
+    return [*found, *keys, *of_ppo, *of_recipe, *of_pairs, *of_dpo, *of_rewards]
 
 
 _FAMILIES: dict[str, Mapping[str, Any]] = {
@@ -201,10 +232,22 @@ _FAMILIES: dict[str, Mapping[str, Any]] = {
     "normalizer": NORMALIZERS,
 }
 _KEYS = (
+    "group_of_one",
+    "log_ratio_bound",
+    "sequence_log_ratio_bound",
     "dual_clip",
+    "count_rejected",
+    "kl_bound",
+    "kl_target",
+    "entropy",
     "discount",
+    "discount_unit",
+    "turn_rewards",
     "reward_kl",
+    "reward_kl_order",
     "whitening",
+    "reward_normalization",
+    "reward_clip",
     "overlong_length",
     "truncated_reward",
     "value_clip",
@@ -213,9 +256,11 @@ _KEYS = (
 
 _REWARD_MODELS = {
     "bradley_terry": (reward_models.bradley_terry, "`reward_model`"),
+    "margin": (None, "none"),
     "mean_deviation": (reward_models.uncertain, "–"),
     "centring": (reward_models.centring, "0.0"),
     "batch_sum_to_zero": (reward_models.sum_to_zero, "0.0"),
+    "calibration_temperature": (reward_models.calibration_temperature, "a metric of evaluations"),
 }
 _DPO_KEYS = ("length_normalized", "label_smoothing", "sft_weight")
 

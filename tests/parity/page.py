@@ -61,9 +61,9 @@ def _equals(part: str, rows: list[Row]) -> str:
 
 
 def _differences(differences: Iterable[Difference]) -> Iterable[str]:
-    yield "| part | these are not equal | since |"
-    yield "|---|---|---|"
+    yield "| part | these are not equal | since | here |"
+    yield "|---|---|---|---|"
     known = {part.name for part in ours.parts()}
     for of in differences:
         if of.part in known:
-            yield f"| `{of.part}` | {of.one}; {of.other} | {of.says} |"
+            yield f"| `{of.part}` | {of.one}; {of.other} | {of.says} | {of.here} |"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from parity.cases import USUAL, Case, Draw, random_case, watched
@@ -38,18 +39,39 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Fixture:
+    """A small case and what comes of it, worked out by hand.
+
+    Attributes:
+        value: a number, or one of each token.
+        gradient: with respect to the logprobs, of each token; None: there is none.
+        functions: by name.
+        within: 1e-6 where a function rounds to float32 or adds 1e-8.
+    """
+
+    name: str
+    case: Case
+    value: Any
+    functions: Mapping[str, Of]
+    gradient: Any = None
+    within: float = field(default=1e-12)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Difference:
     """Two functions that the same words describe, and that are not equal.
 
     Attributes:
         part: that it is about.
         one, other: as a reader may know them; says: what they differ in.
+        here: the key by which ours are either, or why there is none.
     """
 
     part: str
     one: str
     other: str
     says: str
+    here: str
     of_one: Of
     of_other: Of
     draw: Draw = USUAL

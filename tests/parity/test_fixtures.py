@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from parity import ours
-from parity.cases import Case, written_case
+from parity.cases import written_case
 from parity.peers import with_areal, with_openrlhf, with_trl, with_verl
-from parity.row import Of, evaluated
+from parity.row import Fixture, Of, evaluated
 
 _LN = math.log
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fixture:
-    """A small case and what comes of it.
-
-    Attributes:
-        value: a number, or one of each token.
-        gradient: with respect to the logprobs, of each token; None: there is none.
-        functions: by name.
-        within: 1e-6 where a function rounds to float32 or adds 1e-8.
-    """
-
-    name: str
-    case: Case
-    value: Any
-    functions: Mapping[str, Of]
-    gradient: Any = None
-    within: float = field(default=1e-12)
 
 
 _RATIOS = {"logprobs": [[_LN(0.5), 0.0, _LN(1.5)]], "old": [[0.0, 0.0, 0.0]]}
@@ -328,14 +307,6 @@ FIXTURES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("fixture", "whose"),
-    [
-        pytest.param(one, whose, id=f"{one.name}-{whose}".replace(" ", "-"))
-        for one in FIXTURES
-        for whose in one.functions
-    ],
-)
 def test_by_hand(fixture: Fixture, whose: str) -> None:
     """The value, and its gradient with respect to the logprobs."""
     value, gradients = evaluated(fixture.functions[whose], fixture.case)

@@ -42,7 +42,8 @@ def test_each_step_follows_from_the_one_before(fabric: Any, recorded: Stores) ->
         said = (before.algorithm["kl"], done.metrics["kl"], 1e-6, done.metrics["samples"], 16)
         assert plan.algorithm["kl"] == pytest.approx(adapted(*said))
     counts = [plan.algorithm["reward_moments"][0] for plan in plans[1:]]
-    assert counts == [steps_of[0].metrics["samples"], sum(s.metrics["samples"] for s in steps_of[:2])]
+    assert counts == [8, 16], "each trajectory once, of which some have two samples"
+    assert steps_of[0].metrics["samples"] > 8
     assert len({plan.algorithm["kl"] for plan in plans}) == 3
     assert [replay_step(whole, step).differs_in for step in (0, 2)] == [None, None]
 

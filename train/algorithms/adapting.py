@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollbook.store.events import Json
 from rollbook.train.algorithms.rollouts import Floats
 
 LARGEST_ERROR = 0.2
@@ -54,3 +55,19 @@ class Moments:
     def normalized(self, values: Floats) -> Floats:
         """The values less the mean, divided by the standard deviation."""
         return np.asarray((values - self.mean) / (np.sqrt(self.variance) + EPSILON))
+
+
+def moments_of(metrics: Json, what: str) -> Moments | None:
+    """Of a step's rewards, by its metrics; None where it had none.
+
+    Args:
+        what: `trajectories`, each counted once, or `samples`.
+    """
+    names = {
+        "trajectories": ("trajectories", "trajectory_reward", "trajectory_reward_std"),
+        "samples": ("samples", "reward", "reward_std"),
+    }
+    count, mean, deviation = (metrics.get(name) for name in names[what])
+    if count is None or mean is None or deviation is None:
+        return None
+    return Moments(int(count), mean, deviation**2)

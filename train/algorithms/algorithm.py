@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.normalizers import Totals
@@ -36,6 +36,8 @@ much it was recorded as better (`margins`).
 Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
 the critic's value of the state that it was sampled in (`values`); the entropy of its distribution.
 Of the batch the mean score that a reward model gives its samples before the step (`batch_score`)."""
+NEEDS: tuple[str, ...] = get_args(Need)
+"""All of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,19 +50,47 @@ class LossInputs:
             none), or of the trainer's weights as the batch began.
         advantages: float32, of the token.
         mask: bool; true where the token is trained. The loss of other tokens is left out afterwards.
+        behaviour: float32, of the engine that sampled the token, as recorded: `old_logprobs`, unless those
+            are the trainer's.
+        totals: counts of the whole batch, of which this is a micro-batch.
         weights: float32, of the correction; None without one.
         reference_logprobs: float32, of the reference policy; None where it is not needed.
         entropy: float32, in nats, of the distribution that the token is one of; carries the gradient; None
             where it is not needed.
+        values: float32, of the critic before the rollout batch; None where there is none.
     """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
+    behaviour: torch.Tensor
+    totals: Totals
     weights: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    @staticmethod
+    def whole(
+        logprobs: torch.Tensor,
+        old_logprobs: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        **others: torch.Tensor | None,
+    ) -> LossInputs:
+        """Of a whole batch in one micro-batch, which the old policy sampled unless `behaviour` says
+        otherwise."""
+        behaviour = others.pop("behaviour", None)
+        return LossInputs(
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            old_logprobs if behaviour is None else behaviour,
+            Totals(int(mask.sum()), int(mask.any(-1).sum())),
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,8 +206,7 @@ class Algorithm(Table):
         raise NotImplementedError
 
     def clipped(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
-        clips."""
+        """Where the lower and the upper clip are at work, bool [B, T - 1]; None without clips."""
         return None
 
     @property
@@ -190,8 +219,8 @@ class Algorithm(Table):
         return self
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
-        """Numbers of the micro-batch's samples or pairs by name, each [n]: their mean is a metric of the
-        step."""
+        """Numbers of the micro-batch's samples, pairs or trained tokens by name, each [n]: their mean is a
+        metric of the step."""
         return {}
 
     def score_measures(self, inputs: ScoreInputs) -> dict[str, torch.Tensor]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollbook.train.algorithms.policy_gradient import (
+from rollbook.train.algorithms.keys import (
     Baseline,
     ClipHigh,
     ClipLow,
     Correction,
     CorrectionHigh,
     Deviation,
-    GroupPolicyGradient,
     GroupSize,
     Normalization,
     Old,
     Surrogate,
     Whitening,
 )
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 
 
 class PolicyGradient(GroupPolicyGradient):

@@ -19,10 +19,12 @@ from pydantic import Field
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
+from rollbook.train.algorithms.algorithm import NEEDS
 
 NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-KEYS = ("name", "baseline", "surrogate", "correction", "kl_estimator", "normalizer")
-"""Keys of an algorithm that may name a part of one's own."""
+PART_KEYS = ("baseline", "surrogate", "correction", "kl_estimator", "normalizer")
+KEYS = ("name", *PART_KEYS)
+"""Keys of an algorithm that may name a part of one's own; the first is the algorithm itself."""
 
 OwnPart = Annotated[str, Field(pattern=f"^{NAMED.pattern}$")]
 """`module:name` of a part that is not Rollbook's."""
@@ -36,6 +38,49 @@ def named_parts(algorithm: Json) -> list[str]:
     """The parts of one's own that an algorithm's keys name."""
     values = (algorithm.get(key) for key in KEYS)
     return [value for value in values if isinstance(value, str) and NAMED.fullmatch(value)]
+
+
+def declared_needs(algorithm: Json) -> dict[tuple[str, str], frozenset[str]]:
+    """(Key, name) of each part of one's own, without the algorithm itself -> what it declares to need.
+
+    A part declares it by an attribute `needs`: names as `algorithm.Need` has them. Without one it needs what
+    every part of its kind is given.
+
+    Raises:
+        TrainError: a part was not loaded.
+        ValueError: its `needs` are no names.
+    """
+    return {
+        (key, name): _declared(key, name)
+        for key in PART_KEYS
+        if isinstance(name := algorithm.get(key), str) and NAMED.fullmatch(name)
+    }
+
+
+def check_declared(declared: Mapping[tuple[str, str], frozenset[str]], remedies: Mapping[str, str]) -> None:
+    """Check that parts can be given what they declare to need.
+
+    Args:
+        remedies: need -> what to set so that it is met; "" where it is met.
+
+    Raises:
+        ValueError: it names the part, its need, and what to set.
+    """
+    for (key, name), needs in declared.items():
+        for need in sorted(needs):
+            if need not in NEEDS:
+                raise ValueError(
+                    f"{key} {name!r} needs {need!r}, which nothing gives: choose of {', '.join(NEEDS)}"
+                )
+            if remedies.get(need):
+                raise ValueError(f"{key} {name!r} needs {need!r}: {remedies[need]}")
+
+
+def _declared(key: str, name: str) -> frozenset[str]:
+    needs = getattr(loaded(name), "needs", ())
+    if isinstance(needs, str) or not all(isinstance(need, str) for need in needs):
+        raise ValueError(f"{key} {name!r}: its `needs` are {needs!r}; write a set of names")
+    return frozenset(needs)
 
 
 def load_part(name: str) -> Any:

@@ -3,86 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from rollbook.store.events import Json
-from rollbook.train.algorithms.adapting import Moments, adapted
+from rollbook.train.algorithms.adapting import Moments, adapted, moments_of
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
 from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
+from rollbook.train.algorithms.keys import (
+    Baseline,
+    Bound,
+    ClipHigh,
+    ClipLow,
+    Correction,
+    CorrectionHigh,
+    Deviation,
+    Groups,
+    GroupSize,
+    KlEstimator,
+    Normalization,
+    Old,
+    Surrogate,
+    Whitening,
+)
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
-from rollbook.train.algorithms.parts import OwnPart, part
-from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
+from rollbook.train.algorithms.parts import PART_KEYS, check_declared, declared_needs, part
+from rollbook.train.algorithms.regularizers import LARGEST_ESTIMATE, KlBound, estimate
 from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
+from rollbook.train.algorithms.shapes import called
 from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
-from rollbook.train.algorithms.surrogates import SURROGATES, Clips, clipped
+from rollbook.train.algorithms.surrogates import (
+    LARGEST_LOG_RATIO,
+    LARGEST_SEQUENCE_LOG_RATIO,
+    SURROGATES,
+    Clips,
+    clipped,
+    dual_clipped,
+)
+from rollbook.train.algorithms.turns import of_trajectories, turn_returns
 from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
     import torch
-
-
-def _key(description: str) -> object:
-    return Field(description=description)
-
-
-Baseline = Annotated[
-    Literal["group_mean", "leave_one_out", "none"] | OwnPart,
-    _key("Subtracted from a reward: its group's mean, the mean of the others of its group, or nothing."),
-]
-Deviation = Annotated[
-    Literal["unbiased", "biased", "none"],
-    _key(
-        "The group's standard deviation, by which advantages are divided: over n - 1, over n, or not at all."
-    ),
-]
-Whitening = Annotated[
-    Literal["none", "unbiased", "biased", "mean"],
-    _key(
-        "Advantages of all trained tokens of a rollout batch get mean 0 and variance 1 (over n - 1, as in "
-        "verl, or over n, as in OpenRLHF), or mean 0 only."
-    ),
-]
-Surrogate = Annotated[
-    Literal["ppo_clip", "gspo", "cispo", "reinforce", "dro"] | OwnPart,
-    _key(
-        "The loss of a token: PPO's, with the ratio of each token or (`gspo`) of its sample; CISPO's; minus "
-        "advantage times logprob; or that with DRO's quadratic term."
-    ),
-]
-ClipLow = Annotated[float, Field(ge=0), _key("Lower clip: ratios are clipped at 1 - clip_low.")]
-ClipHigh = Annotated[float, Field(ge=0), _key("Upper clip: ratios are clipped at 1 + clip_high.")]
-Normalization = Annotated[
-    Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] | OwnPart,
-    _key(
-        "The mean over the batch's tokens; the mean over samples of the mean, or of the sum, over a sample's "
-        "tokens; or the sum over all tokens, divided by samples times `constant_length`."
-    ),
-]
-Old = Annotated[
-    Literal["engine", "trainer"],
-    _key(
-        "Which policy ratios are taken to: the engine's logprobs as recorded, or those of the trainer's "
-        "weights as the rollout batch begins, computed in a forward pass (decoupled PPO, arXiv:2505.24298)."
-    ),
-]
-Correction = Annotated[
-    Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask_tis", "mis"] | OwnPart,
-    _key(
-        'With old = "trainer": how tokens are weighted by the ratio of the trainer\'s probability to the '
-        "engine's. `tis` bounds the ratio, of a token or (`sequence_tis`) of a sample; `icepop` and `mis` "
-        "reject tokens or samples beyond the bounds; `sequence_mask_tis` samples by the geometric mean."
-    ),
-]
-CorrectionHigh = Annotated[float, Field(gt=0), _key("Upper bound of the correction's ratio.")]
-Groups = Annotated[Positive, _key("Groups per rollout batch.")]
-GroupSize = Annotated[
-    int, Field(ge=1), _key("Trajectories per group; a group is used once it has this many.")
-]
 
 
 class GroupPolicyGradient(Algorithm):
@@ -98,11 +64,17 @@ class GroupPolicyGradient(Algorithm):
     deviation: Deviation = "unbiased"
     std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Added to the standard deviation. verl has 1e-6, OpenRLHF 1e-9, TRL 1e-4."""
+    group_of_one: Literal["zero", "reward"] = "zero"
+    """What is left of the reward of a trajectory whose group has no other, as where the others were dropped:
+    nothing, as in verl's `rloo_vectorized`, or all of it, undivided, as in verl's `grpo` and `rloo`."""
     turn_rewards: bool = False
     """Whether the rewards of turns count too, each at its turn's last token; otherwise a trajectory's
     alone."""
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Weight of the reward one trained token later."""
+    """Weight of the reward one trained token, or one turn, later."""
+    discount_unit: Literal["token", "turn"] = "token"
+    """Whether every trained token takes a step of discount, or every turn: the tokens of a turn then have the
+    same weight. `gae_decay` is always of tokens."""
     reward_clip: Annotated[tuple[float, float], Field(strict=False)] | None = None
     """Rewards of trajectories are clipped to these bounds."""
     truncated_reward: float | None = None
@@ -116,6 +88,9 @@ class GroupPolicyGradient(Algorithm):
     """The whole overlong penalty, subtracted from the reward."""
     reward_kl: Annotated[float, Field(ge=0)] = 0.0
     """Subtracted from each token's reward: so many times its old logprob less the reference's (k1)."""
+    reward_kl_order: Literal["after_baseline", "before_baseline"] = "after_baseline"
+    """Whether the baseline is of rewards alone, and tokens have their KL penalties beside it, as in OpenRLHF;
+    or of rewards less the sum of their trajectory's penalties, as in verl."""
     whitening: Whitening = "none"
     surrogate: Surrogate = "ppo_clip"
     clip_low: ClipLow = 0.2
@@ -125,9 +100,18 @@ class GroupPolicyGradient(Algorithm):
     not bounded. verl's default is 3."""
     dro_beta: Annotated[float, Field(ge=0)] = 0.05
     """With the surrogate `dro`: weight of its quadratic term."""
+    log_ratio_bound: Bound = LARGEST_LOG_RATIO
+    """Logarithms of tokens' ratios are kept within so much of 0 before exp: 20 in verl and OpenRLHF; `"none"`
+    as in AReaL and TRL."""
+    sequence_log_ratio_bound: Bound = LARGEST_SEQUENCE_LOG_RATIO
+    """With the surrogate `gspo`: the mean of a sample's is at most so much: 10 in verl; `"none"` as in
+    OpenRLHF, AReaL and TRL."""
     reward_normalization: Literal["none", "batch", "running"] = "none"
     """Rewards of trajectories less their mean, divided by their standard deviation (plus 1e-8), before all
     penalties: of the rollout batch, or of all rewards so far."""
+    reward_moments_of: Literal["trajectories", "samples"] = "trajectories"
+    """Whether that mean and deviation count each trajectory once, or once for each of its samples, as steps
+    did that were recorded before this key was."""
     reward_moments: Annotated[tuple[float, float, float], Field(strict=False)] | None = None
     """Count, mean and variance of the rewards before this step: the trainer writes it into each manifest."""
     old: Old = "engine"
@@ -146,8 +130,10 @@ class GroupPolicyGradient(Algorithm):
     kl_horizon: Positive = 10_000
     """With `kl_target`: samples in which a coefficient changes by as much as the divergence is off, up to a
     fifth."""
-    kl_estimator: Literal["k1", "k2", "k3"] | OwnPart = "k3"
-    """How that divergence is estimated: `train/algorithms/regularizers.py`."""
+    kl_estimator: KlEstimator = "k3"
+    kl_bound: KlBound = "k3"
+    """Which estimates of that divergence, and of `reward_kl`, are kept within +-10: `k3` alone, as in verl;
+    all, as in OpenRLHF and AReaL; or none, as in TRL."""
     reference_version: Annotated[int, Field(ge=0)] = 0
     """The policy version that is the reference, of which there must be a checkpoint: 0 is the model that the
     run starts from."""
@@ -177,10 +163,34 @@ class GroupPolicyGradient(Algorithm):
             raise ValueError(
                 'group_size 1 leaves nothing to compare: set baseline = "none" and deviation = "none"'
             )
+        if self.reward_kl_order == "before_baseline" and self.baseline == self.deviation == "none":
+            raise ValueError(
+                'reward_kl_order "before_baseline" asks for a baseline or a deviation, and there is neither'
+            )
+        self._can_meet()
         return self
+
+    def _can_meet(self) -> None:
+        """Check that parts of one's own can be given what they declare to need."""
+        remedies = {
+            "old": 'set old = "trainer"' if self.old != "trainer" else "",
+            "groups": "set group_size above 1" if self.group_size == 1 else "",
+            "values": 'only name = "ppo" has a critic' if "values" not in self._own_needs else "",
+        } | dict.fromkeys(("pairs", "margins", "batch_score"), "a policy gradient has none")
+        check_declared(self._declared, remedies)
 
     @property
     def needs(self) -> frozenset[Need]:
+        """By its keys, and what parts of one's own declare to need."""
+        declared = frozenset[str]().union(*self._declared.values())
+        return self._own_needs | cast("frozenset[Need]", declared)
+
+    @property
+    def _declared(self) -> dict[tuple[str, str], frozenset[str]]:
+        return declared_needs({key: getattr(self, key) for key in PART_KEYS})
+
+    @property
+    def _own_needs(self) -> frozenset[Need]:
         """Logprobs and rewards; groups and the other policies by its keys."""
         wanted: dict[Need, bool] = {
             "logprobs": True,
@@ -209,20 +219,27 @@ class GroupPolicyGradient(Algorithm):
 
     def advantages(self, of: Rollouts) -> Advantages:
         """Reward less baseline, divided by the group's deviation; by tokens where a key speaks of tokens."""
-        scores = self.scores(self._shaped(of), of)
-        by_token = self.turn_rewards or self.discount < 1 or self.reward_kl > 0 or self.whitening != "none"
+        rewards = self._shaped(of)
+        if self._kl_first:
+            rewards = rewards - of_trajectories(self.reward_kl * self._divergences(of), of)
+        scores = self.scores(rewards, of)
+        at_tokens = self.reward_kl > 0 and not self._kl_first
+        by_token = self.turn_rewards or self.discount < 1 or at_tokens or self.whitening != "none"
         if not by_token and "values" not in self.needs:
             return Advantages(scores)
         return self.of_tokens(self._token_rewards(scores, of), of)
 
     def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
         """Advantages of tokens from their rewards [P]: the discounted sum of what follows."""
-        returns = discounted_returns(rewards, of.lengths, self.discount)
+        if self.discount_unit == "turn":
+            returns = turn_returns(rewards, of, self.discount)
+        else:
+            returns = discounted_returns(rewards, of.lengths, self.discount)
         return Advantages(self.whitened(returns), per_token=True)
 
     def _shaped(self, of: Rollouts) -> Floats:
         """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
-        rewards = self._normalized(np.asarray(of.rewards, np.float64))
+        rewards = self._normalized(np.asarray(of.rewards, np.float64), of)
         if self.truncated_reward is not None and of.truncated is not None:
             members = grouped(rewards, of.groups, of.trajectories)
             cut_off = np.bincount(members.of_sample, of.truncated) > 0
@@ -234,12 +251,14 @@ class GroupPolicyGradient(Algorithm):
             rewards = rewards + self.overlong_factor * penalty
         return rewards if self.reward_clip is None else rewards.clip(*self.reward_clip)
 
-    def _normalized(self, rewards: Floats) -> Floats:
+    def _normalized(self, rewards: Floats, of: Rollouts) -> Floats:
         """Rewards as the key `reward_normalization` says; the moments so far include these."""
         if self.reward_normalization == "none":
             return rewards
         seen = Moments(*(self.reward_moments or ())) if self.reward_normalization == "running" else Moments()
-        return seen.with_more(Moments.of(rewards)).normalized(rewards)
+        once = self.reward_moments_of == "trajectories"
+        counted = grouped(rewards, of.groups, of.trajectories).rewards if once else rewards
+        return seen.with_more(Moments.of(counted)).normalized(rewards)
 
     @property
     def adapts(self) -> bool:
@@ -255,8 +274,8 @@ class GroupPolicyGradient(Algorithm):
                 key: adapted(value, kl, self.kl_target, samples, self.kl_horizon)
                 for key, value in (("kl", self.kl), ("reward_kl", self.reward_kl))
             }
-        if self.reward_normalization == "running" and metrics.get("reward") is not None:
-            seen = Moments(samples, metrics["reward"], metrics["reward_std"] ** 2)
+        seen = moments_of(metrics, self.reward_moments_of)
+        if self.reward_normalization == "running" and seen is not None:
             before = Moments(*(self.reward_moments or ()))
             changes["reward_moments"] = astuple(before.with_more(seen))
         return self.model_copy(update=changes) if changes else self
@@ -267,10 +286,17 @@ class GroupPolicyGradient(Algorithm):
         return self._compared(members)[members.of_sample]
 
     def _compared(self, members: Grouped) -> Floats:
-        scores = part(BASELINES, self.baseline)(members)
+        baseline, asked = part(BASELINES, self.baseline), members.rewards.shape
+        scores = called("baseline", self.baseline, baseline, asked, members)
+        alone = (members.sizes == 1)[members.groups] if self.group_of_one == "reward" else None
+        if alone is not None:
+            scores = np.where(alone, members.rewards, scores)
         if self.deviation == "none":
             return scores
-        return scores / (deviations(members, int(self.deviation == "unbiased")) + self.std_epsilon)
+        spread = deviations(members, int(self.deviation == "unbiased"))
+        if alone is not None:
+            spread = np.where(alone, 1.0, spread)
+        return scores / (spread + self.std_epsilon)
 
     def _token_rewards(self, scores: Floats, of: Rollouts) -> Floats:
         """The rewards of tokens, [P]: of the trajectory at its last one, of turns at theirs, and the KL
@@ -278,11 +304,21 @@ class GroupPolicyGradient(Algorithm):
         rewards = at_last_tokens(scores, of.lengths)
         if self.turn_rewards and of.turn_rewards is not None:
             rewards += of.turn_rewards
-        if self.reward_kl:
-            assert of.old_logprobs is not None
-            assert of.reference_logprobs is not None
-            rewards -= self.reward_kl * (of.old_logprobs.astype(np.float64) - of.reference_logprobs)
+        if self.reward_kl and not self._kl_first:
+            rewards -= self.reward_kl * self._divergences(of)
         return rewards
+
+    @property
+    def _kl_first(self) -> bool:
+        """Whether the KL penalty comes before the baseline."""
+        return self.reward_kl > 0 and self.reward_kl_order == "before_baseline"
+
+    def _divergences(self, of: Rollouts) -> Floats:
+        """k1 of the old policy to the reference, [P]."""
+        assert of.old_logprobs is not None
+        assert of.reference_logprobs is not None
+        found = of.old_logprobs.astype(np.float64) - of.reference_logprobs
+        return found.clip(-LARGEST_ESTIMATE, LARGEST_ESTIMATE) if self.kl_bound == "all" else found
 
     def whitened(self, values: Floats) -> Floats:
         """Advantages of all tokens [P], as the key `whitening` says."""
@@ -296,21 +332,29 @@ class GroupPolicyGradient(Algorithm):
         """The correction's, or None without one."""
         if self.correction == "none":
             return None
-        return part(CORRECTIONS, self.correction)(
-            log_ratios, lengths, Bounds(self.correction_low, self.correction_high)
+        correction, asked = part(CORRECTIONS, self.correction), log_ratios.shape
+        bounds = Bounds(self.correction_low, self.correction_high)
+        return called("correction", self.correction, correction, asked, log_ratios, lengths, bounds)
+
+    @property
+    def clips(self) -> Clips:
+        """What the surrogate is given beside its inputs."""
+        tokens, samples = (
+            None if bound == "none" else bound
+            for bound in (self.log_ratio_bound, self.sequence_log_ratio_bound)
         )
+        return Clips(self.clip_low, self.clip_high, self.dual_clip, self.dro_beta, tokens, samples)
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """The surrogate of each token times the correction's weight, plus the KL term, less the entropy."""
-        clips = Clips(self.clip_low, self.clip_high, self.dual_clip, self.dro_beta)
-        loss = part(SURROGATES, self.surrogate)(inputs, clips)
+        surrogate, asked = part(SURROGATES, self.surrogate), tuple(inputs.logprobs.shape)
+        loss = called("surrogate", self.surrogate, surrogate, asked, inputs, self.clips)
         if inputs.weights is not None:
             loss = loss * inputs.weights
         if self.kl:
             assert inputs.reference_logprobs is not None
-            loss = loss + self.kl * part(KL_ESTIMATORS, self.kl_estimator)(
-                inputs.logprobs - inputs.reference_logprobs
-            )
+            difference = inputs.logprobs - inputs.reference_logprobs
+            loss = loss + self.kl * estimate(self.kl_estimator, self.kl_bound, difference)
         if self.entropy:
             assert inputs.entropy is not None
             loss = loss - self.entropy * inputs.entropy
@@ -318,11 +362,17 @@ class GroupPolicyGradient(Algorithm):
 
     def clipped(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Where its surrogate's clips are at work."""
-        return clipped(self.surrogate, inputs, Clips(self.clip_low, self.clip_high))
+        return clipped(self.surrogate, inputs, self.clips)
+
+    def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
+        """Of each trained token whether the dual clip is at work, where there is one."""
+        found = dual_clipped(self.surrogate, inputs, self.clips)
+        return {} if found is None else {"clipped_dual": found[inputs.mask]}
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum that the normalizer takes."""
-        return part(NORMALIZERS, self.normalizer).add(losses, mask)
+        normalizer = part(NORMALIZERS, self.normalizer)
+        return called("normalizer", self.normalizer, normalizer.add, (), losses, mask)
 
     def divisor(self, totals: Totals) -> int:
         """The number that the normalizer divides by."""

@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rollbook.train.algorithms.algorithm import Need
-from rollbook.train.algorithms.policy_gradient import (
-    Baseline,
-    Deviation,
-    GroupPolicyGradient,
-    GroupSize,
-    Old,
-    Whitening,
-)
+from rollbook.train.algorithms.keys import Baseline, Deviation, GroupSize, Old, Whitening
+from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.returns import generalized_advantages
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Rollouts
+from rollbook.train.algorithms.turns import turn_advantages
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +35,19 @@ class Ppo(GroupPolicyGradient):
     0.5."""
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def _own_needs(self) -> frozenset[Need]:
         """The critic's values too."""
-        return super().needs | {"values"}
+        return super()._own_needs | {"values"}
 
     def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
         """Advantages by GAE, whitened; the critic's targets are the advantages before that plus the
         values."""
         assert of.values is not None
         values = of.values.astype(float)
-        advantages = generalized_advantages(rewards, values, of.lengths, self.discount, self.gae_decay)
+        if self.discount_unit == "turn":
+            advantages = turn_advantages(rewards, values, of, self.discount, self.gae_decay)
+        else:
+            advantages = generalized_advantages(rewards, values, of.lengths, self.discount, self.gae_decay)
         return Advantages(self.whitened(advantages), per_token=True, returns=advantages + values)
 
     def value_loss(

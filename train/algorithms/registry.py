@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, WrapValidator
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
-from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
 from rollbook.train.algorithms.combinations import (
     Cispo,
     Dapo,
@@ -85,14 +85,28 @@ def _own(values: Json) -> Algorithm:
     """An algorithm of the user's own, which was loaded.
 
     Raises:
-        ValueError: it is no algorithm, or has not these keys.
+        ValueError: it is no algorithm, has not these keys, or needs what nothing gives.
     """
     kind = loaded(str(values["name"]))
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise ValueError(
             f"{values['name']!r} is no subclass of rollbook.train.algorithms.algorithm.Algorithm"
         )
-    return kind.model_validate_json(json.dumps(values))
+    made = kind.model_validate_json(json.dumps(values))
+    if unknown := sorted(made.needs - set(NEEDS)):
+        raise ValueError(
+            f"{values['name']!r} needs {', '.join(map(repr, unknown))}, which nothing gives: choose of "
+            f"{', '.join(NEEDS)}"
+        )
+    return made
+
+
+def _of_then(values: Json) -> Json:
+    """A manifest's keys, with what its release did where it had no key for it yet. A manifest has every key
+    of its release."""
+    if "reward_moments" in values and "reward_moments_of" not in values:
+        return values | {"reward_moments_of": "samples"}
+    return values
 
 
 def recorded_algorithm(values: Json) -> Algorithm:
@@ -101,17 +115,18 @@ def recorded_algorithm(values: Json) -> Algorithm:
     Raises:
         TrainError: this release has none of that name, or not with these keys.
     """
+    values = _of_then(values)
     name = str(values.get("name"))
     for own in named_parts(values):
         loaded(own)
-    if _is_own(values):
-        return _own(values)
-    if name not in ALGORITHMS:
+    if name not in ALGORITHMS and not _is_own(values):
         raise TrainError(
             f"algorithm {name!r} is unknown to this release ({', '.join(ALGORITHMS)}): use the release that "
             "recorded the step"
         )
     try:
+        if _is_own(values):
+            return _own(values)
         # JSON mode: a list that was read from the log serves as a tuple.
         return ALGORITHMS[name].model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -120,6 +135,8 @@ def recorded_algorithm(values: Json) -> Algorithm:
         raise TrainError(
             f"algorithm {name!r}, key {key!r}: {first['msg']} (got {first['input']!r})"
         ) from error
+    except ValueError as error:
+        raise TrainError(str(error)) from error
 
 
 def sent_algorithm(values: Json) -> Algorithm:

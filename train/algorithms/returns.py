@@ -48,8 +48,8 @@ def generalized_advantages(
     return delta[places]
 
 
-def whitened(values: Floats, ddof: int, *, centred: bool = True, epsilon: float = 1e-8) -> Floats:
-    """(values - mean) / sqrt(variance + epsilon), [P]; without `centred` the mean is added again.
+def whitened(values: Floats, ddof: int, *, epsilon: float = 1e-8) -> Floats:
+    """(values - mean) / sqrt(variance + epsilon), [P].
 
     A single value has variance 0. Its sources differ in the variance: verl's `masked_whiten` has the unbiased
     one (`ddof` 1), OpenRLHF the biased one (0); both have this epsilon.
@@ -58,8 +58,7 @@ def whitened(values: Floats, ddof: int, *, centred: bool = True, epsilon: float 
         return values.copy()
     mean = values.mean()
     square = ((values - mean) ** 2).sum() / max(len(values) - ddof, 1)
-    scaled = (values - mean) / np.sqrt(square + epsilon)
-    return scaled if centred else scaled + mean
+    return np.asarray((values - mean) / np.sqrt(square + epsilon))
 
 
 def of_tokens(values: npt.NDArray[_T], lengths: Ints) -> npt.NDArray[_T]:

@@ -27,6 +27,7 @@ class Rollouts:
         old_logprobs: float32 [P], of the policy that ratios are taken to.
         reference_logprobs: float32 [P], of the reference policy; None where the algorithm needs none.
         values: float32 [P], the critic's; None where the algorithm needs none.
+        turns: int64 [P], of each token the number of its turn within its sample; None: each sample is one.
     """
 
     rewards: Floats
@@ -38,6 +39,7 @@ class Rollouts:
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
     values: Singles | None = None
+    turns: Ints | None = None
 
     @property
     def last(self) -> Ints:

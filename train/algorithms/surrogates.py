@@ -1,8 +1,7 @@
 """Surrogates: the loss of each token, whose gradient is that of the policy. Pure torch.
 
 In all of them r = exp(logprob - old logprob), the ratio of the policy in training to the old one (the
-engine's, or the trainer's as the batch began), l and h are the clips, and A is the advantage. Log-ratios are
-clamped to +-20, as verl and OpenRLHF do.
+engine's, or the trainer's as the batch began), l and h are the clips, and A is the advantage.
 """
 
 from __future__ import annotations
@@ -17,19 +16,23 @@ if TYPE_CHECKING:
     from rollbook.train.algorithms.algorithm import LossInputs
 
 LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are within +-20 in verl and OpenRLHF."""
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
-"""Of a whole sample, as in verl."""
+"""The mean log-ratio of a sample is at most 10 in verl."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clips:
     """Bounds of the ratio: 1 - low to 1 + high; `dual`, if any, bounds the loss of a bad token; `beta` is
-    DRO's."""
+    DRO's. Log-ratios are kept within +-`log_ratio`, and those of samples to at most `sequence_log_ratio`,
+    before exp; None: they are not."""
 
     low: float
     high: float
     dual: float | None = None
     beta: float = 0.0
+    log_ratio: float | None = LARGEST_LOG_RATIO
+    sequence_log_ratio: float | None = LARGEST_SEQUENCE_LOG_RATIO
 
 
 def ppo_clip(inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -39,7 +42,7 @@ def ppo_clip(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729), equation 5. Dual clip is off by default;
     verl's default is c = 3.
     """
-    return _clipped(_ratio(inputs), inputs, clips)
+    return _clipped(_ratio(inputs, clips), inputs, clips)
 
 
 def gspo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -48,7 +51,7 @@ def gspo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     The gradient flows through each token's own logprob (GSPO-token, whose gradient equals that of GSPO where
     all tokens have the same advantage). Source: Zheng et al. 2025 (arXiv:2507.18071), equations 7 and 14.
     """
-    return _clipped(_sequence_ratio(inputs), inputs, clips)
+    return _clipped(_sequence_ratio(inputs, clips), inputs, clips)
 
 
 def cispo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -57,7 +60,7 @@ def cispo(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     Source: MiniMax-M1, Chen et al. 2025 (arXiv:2506.13585), equation 4. The cap is 1 + h, as in verl and
     slime; TRL's `epsilon_high` is the cap itself.
     """
-    weight = _ratio(inputs).detach().clamp(1 - clips.low, 1 + clips.high)
+    weight = _ratio(inputs, clips).detach().clamp(1 - clips.low, 1 + clips.high)
     return -weight * inputs.advantages * inputs.logprobs
 
 
@@ -87,28 +90,43 @@ SURROGATES: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
 
 
 def clipped(surrogate: str, inputs: LossInputs, clips: Clips) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where the lower and the upper clip leave a token without a gradient, bool [B, T - 1]; None without
-    clips."""
-    if surrogate not in ("ppo_clip", "gspo"):
+    """Where the lower and the upper clip are at work, bool [B, T - 1]; None without clips.
+
+    They leave a token without a gradient; of CISPO they clip its weight.
+    """
+    if surrogate not in _RATIOS:
         return None
-    ratio = _ratio(inputs) if surrogate == "ppo_clip" else _sequence_ratio(inputs)
+    ratio = _RATIOS[surrogate](inputs, clips)
     low, high = ratio < 1 - clips.low, ratio > 1 + clips.high
+    if surrogate == "cispo":
+        return low, high
     return low & (inputs.advantages < 0), high & (inputs.advantages > 0)
 
 
-def _sequence_ratio(inputs: LossInputs) -> torch.Tensor:
+def dual_clipped(surrogate: str, inputs: LossInputs, clips: Clips) -> torch.Tensor | None:
+    """Where the dual clip leaves a bad token without a gradient, bool [B, T - 1]; None without one."""
+    if surrogate not in ("ppo_clip", "gspo") or clips.dual is None:
+        return None
+    return (_RATIOS[surrogate](inputs, clips) > clips.dual) & (inputs.advantages < 0)
+
+
+def _sequence_ratio(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     import torch
 
     log_ratio = torch.where(inputs.mask, inputs.logprobs - inputs.old_logprobs, 0.0)
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
     mean = (log_ratio.sum(-1, keepdim=True) / lengths).detach()
     log_sequence = inputs.logprobs - inputs.logprobs.detach() + mean
-    return log_sequence.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
+    if clips.sequence_log_ratio is not None:
+        log_sequence = log_sequence.clamp(max=clips.sequence_log_ratio)
+    return log_sequence.exp()
 
 
-def _ratio(inputs: LossInputs) -> torch.Tensor:
+def _ratio(inputs: LossInputs, clips: Clips) -> torch.Tensor:
     difference = inputs.logprobs - inputs.old_logprobs
-    return difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    if clips.log_ratio is not None:
+        difference = difference.clamp(-clips.log_ratio, clips.log_ratio)
+    return difference.exp()
 
 
 def _clipped(ratio: torch.Tensor, inputs: LossInputs, clips: Clips) -> torch.Tensor:
@@ -120,3 +138,11 @@ def _clipped(ratio: torch.Tensor, inputs: LossInputs, clips: Clips) -> torch.Ten
     if clips.dual is None:
         return loss
     return torch.where(advantages < 0, loss.minimum(-clips.dual * advantages), loss)
+
+
+_RATIOS: Mapping[str, Callable[[LossInputs, Clips], torch.Tensor]] = {
+    "ppo_clip": _ratio,
+    "gspo": _sequence_ratio,
+    "cispo": _ratio,
+}
+"""The ratio that a surrogate clips."""

@@ -18,6 +18,7 @@ from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts, Singles
+from rollbook.train.algorithms.shapes import held_advantages, shaped
 from rollbook.train.data.samples import Sample
 
 Bools = npt.NDArray[np.bool_]
@@ -54,6 +55,7 @@ class Experience:
         weights: float64 [P], of the correction; None without one.
         masks: bool [T] of each sample: its trained tokens.
         ends: int64 [N + 1], where each sample's tokens end in [P]; the first is 0.
+        left_out: int64 [N], tokens of each sample that the correction rejected and that are counted nowhere.
     """
 
     samples: tuple[Sample, ...]
@@ -63,6 +65,7 @@ class Experience:
     weights: Floats | None
     masks: tuple[Bools, ...]
     ends: Ints
+    left_out: Ints
 
     def part(self, positions: Sequence[int]) -> Experience:
         """The experience of some of its samples, in this order."""
@@ -84,6 +87,7 @@ class Experience:
             weights=None if self.weights is None else self.weights[at],
             masks=tuple(self.masks[i] for i in positions),
             ends=np.cumsum([0, *(len(piece) for piece in pieces)]),
+            left_out=self.left_out[np.asarray(positions, np.int64)],
         )
 
     @property
@@ -181,6 +185,9 @@ def experience_of(
         scores: what the algorithm needs of models, of the trained tokens.
         masks: the trained tokens of each sample; absent: all that have loss.
         token_weights: float64 [P], of the recipe; they multiply the correction's.
+
+    Raises:
+        TrainError: a part of the algorithm gives another shape than is asked of it.
     """
     scores = scores or Scores()
     masks = trained_masks(samples) if masks is None else masks
@@ -190,30 +197,46 @@ def experience_of(
         [np.zeros(0, np.float32), *(s.logprobs[mask] for s, mask in zip(samples, masks, strict=True))]
     )
     old = rollout if scores.old_logprobs is None else scores.old_logprobs
+    named = f"algorithm {algorithm.algorithm_name!r}"
     weights = algorithm.weights(old.astype(np.float64) - rollout, lengths)
+    if weights is not None:
+        shaped(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
-    rollouts = Rollouts(
+    rollouts = _rollouts(samples, masks, rewards, old, scores)
+    made = Experience(
+        samples=tuple(samples),
+        rewards=rewards,
+        advantages=held_advantages(named, algorithm.advantages(rollouts), rollouts),
+        scores=scores,
+        weights=weights,
+        masks=masks,
+        ends=np.concatenate([[0], np.cumsum(lengths)]),
+        left_out=np.zeros(len(lengths), np.int64),
+    )
+    return made if weights is None or algorithm.counts_rejected else _without_rejected(made)
+
+
+def _rollouts(
+    samples: Sequence[Sample], masks: Sequence[Bools], rewards: Floats, old: Singles, scores: Scores
+) -> Rollouts:
+    """What the algorithm's advantages are made of.
+
+    Args:
+        rewards: float64 [N]; old: float32 [P], logprobs of the policy that ratios are taken to.
+    """
+    return Rollouts(
         rewards=rewards,
         groups=[s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples],
         trajectories=[s.trajectory_id for s in samples],
-        lengths=lengths,
+        lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
         truncated=np.array([s.truncated for s in samples], np.bool_),
         turn_rewards=_turn_rewards(samples, masks),
         old_logprobs=old,
         reference_logprobs=scores.reference_logprobs,
         values=scores.values,
+        turns=_turns(samples, masks),
     )
-    made = Experience(
-        samples=tuple(samples),
-        rewards=rewards,
-        advantages=algorithm.advantages(rollouts),
-        scores=scores,
-        weights=weights,
-        masks=masks,
-        ends=np.concatenate([[0], np.cumsum(lengths)]),
-    )
-    return made if weights is None or algorithm.counts_rejected else _without_rejected(made)
 
 
 def _without_rejected(of: Experience) -> Experience:
@@ -225,7 +248,7 @@ def _without_rejected(of: Experience) -> Experience:
         left = mask.copy()
         left[np.flatnonzero(mask)] = of.of(kept, i)
         masks.append(left)
-    values = of.advantages
+    values, left = of.advantages, np.array([int(mask.sum()) for mask in masks], np.int64)
     return Experience(
         samples=of.samples,
         rewards=of.rewards,
@@ -237,7 +260,8 @@ def _without_rejected(of: Experience) -> Experience:
         scores=of.scores.cut(kept),
         weights=of.weights[kept],
         masks=tuple(masks),
-        ends=np.cumsum([0, *(int(mask.sum()) for mask in masks)]),
+        ends=np.concatenate([[0], np.cumsum(left)]),
+        left_out=np.diff(of.ends) - left,
     )
 
 
@@ -246,6 +270,15 @@ def _turn_rewards(samples: Sequence[Sample], masks: Sequence[Bools]) -> Floats |
     if not any(sample.rewards for sample in samples):
         return None
     return np.concatenate([_of_turns(s, mask) for s, mask in zip(samples, masks, strict=True)])
+
+
+def _turns(samples: Sequence[Sample], masks: Sequence[Bools]) -> Ints:
+    """The number of each trained token's turn in its sample's path, int64 [P]."""
+    each = (
+        np.searchsorted(sample.turn_ends, np.flatnonzero(mask), side="right")
+        for sample, mask in zip(samples, masks, strict=True)
+    )
+    return np.concatenate([np.zeros(0, np.int64), *each])
 
 
 def _of_turns(sample: Sample, mask: Bools) -> Floats:

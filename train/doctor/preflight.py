@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
+from rollbook.store.errors import TrainError
+from rollbook.train.algorithms.trial import try_out
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check
 from rollbook.train.doctor.correction import correction
@@ -36,6 +38,7 @@ def preflight(
         batch(config, seen, source),
         *normalization(config, seen),
         *kl_control(config, seen),
+        _parts(config),
         staleness(config, source),
         *correction(config, seen, source),
     ]
@@ -45,3 +48,12 @@ def preflight(
     if reward is not None and log is not None:
         checks.append(reward_function(reward, completions(log, cut, config)))
     return checks
+
+
+def _parts(config: TrainConfig) -> Check:
+    """Whether all that the algorithm is made of gives what is asked of it, on a batch that is made up."""
+    try:
+        try_out(config.algorithm)
+    except TrainError as error:
+        return Check("parts", "red", str(error), "[algorithm]")
+    return Check("parts", "green", "each gives what is asked of it, on a batch made up to try it")

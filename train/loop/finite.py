@@ -1,4 +1,5 @@
-"""Finds the first non-finite number of a step, so that the step is not committed. Pure."""
+"""Finds the first non-finite number of a step, or that nothing is left to train, so that the step is not
+committed. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +10,23 @@ import torch
 
 from rollbook.ingest.engines.weights.digests import line_of
 from rollbook.store.digest import combine
-from rollbook.store.errors import NotFiniteError
+from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.data.batch import Batch, Partition, micro_batches_of
 
 
 def check_batch(batch: Batch) -> None:
-    """Check that the advantages and engine logprobs of trained tokens are finite.
+    """Check that there are trained tokens, and that their advantages and engine logprobs are finite.
 
     Raises:
+        AllRejectedError: there are none: a step would be one of weight decay alone.
         NotFiniteError: it names the stage and the first sample.
     """
+    if not batch.trained_tokens:
+        raise AllRejectedError(
+            f"all tokens of the step's {len(batch.samples)} samples are masked, or were rejected by the "
+            "correction: the step is not taken; widen algorithm.correction_low and correction_high, or see "
+            "why engine and trainer differ (engine_logprob_gap)"
+        )
     advantages = batch.experience.advantages
     for at in range(len(batch.samples)):
         own = (

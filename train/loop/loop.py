@@ -16,6 +16,7 @@ from rollbook.store.fold.history import KINDS, History, family_of, fold_history
 from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
+from rollbook.train.algorithms.trial import try_out
 from rollbook.train.checkpoints.building import remove_left_over
 from rollbook.train.checkpoints.checkpoint import checkpoint_name
 from rollbook.train.config.config import TrainConfig
@@ -60,8 +61,7 @@ def train(
         RollbookError: the configuration, the model or the log cannot be used.
     """
     log = store.open(path)
-    if source == "tail":
-        _check_tail(config, as_of)
+    _check(config, source, as_of)
     what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
     with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
@@ -81,10 +81,22 @@ def train(
             _begin(watcher, trainer, feed, done, before)
             feed.begin(history, trainer, stopping)
             if _steps(watcher, trainer, config, feed, stopping, judge):
-                _tell_unfilled(watcher, feed, trainer.done, taken=trainer.done - done)
+                _tell_unfilled(watcher, feed, trainer, taken=trainer.done - done)
         finally:
             trainer.close()
     stopping.end()
+
+
+def _check(config: TrainConfig, source: str, as_of: str) -> None:
+    """Check what needs no log.
+
+    Raises:
+        ConfigError: the training is to follow the tail, and asks for a cut.
+        TrainError: a part of its algorithm does not give what is asked of it.
+    """
+    if source == "tail":
+        _check_tail(config, as_of)
+    try_out(config.algorithm)
 
 
 def _check_tail(config: TrainConfig, as_of: str) -> None:
@@ -154,15 +166,18 @@ def _begin(watcher: Watcher, trainer: Trainer, feed: Feed, done: int, before: Ru
     trainer.sync_current()
 
 
-def _tell_unfilled(watcher: Watcher, feed: Feed, done: int, *, taken: int) -> None:
+def _tell_unfilled(watcher: Watcher, feed: Feed, trainer: Trainer, *, taken: int) -> None:
     """Report why no further step can be filled.
 
     Raises:
         TrainError: no step was taken at all.
     """
+    why = feed.unfilled(trainer.done)
+    if trainer.skipped:
+        why += f"\nthe last {trainer.skipped} batches were skipped: the log has each as step.failed"
     if not taken:
-        raise TrainError(feed.unfilled(done))
-    watcher.note(feed.unfilled(done))
+        raise TrainError(why)
+    watcher.note(why)
 
 
 def _past(

@@ -11,6 +11,7 @@ import torch
 
 from rollbook.store.events import Json
 from rollbook.train.data.batch import Batch, MicroBatch
+from rollbook.train.data.experience import Experience
 
 
 @dataclass(slots=True)
@@ -68,10 +69,36 @@ def of_batch(batch: Batch) -> Json:
         "samples": len(batch.samples),
         "reward": float(sum(rewards.tolist()) / len(rewards)) if len(rewards) else None,
         "reward_std": float(rewards.std()) if len(rewards) else None,
+        **_of_trajectories(batch),
         "flat_groups": _flat_groups(batch),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
+        **_of_weights(experience),
+    }
+
+
+def _of_weights(experience: Experience) -> Json:
+    """The mean weight of trained tokens, and the share of those that have none; also of tokens that are
+    counted nowhere else since they were rejected. Nothing where tokens are not weighed."""
+    if experience.weights is None:
+        return {}
+    left_out = int(experience.left_out.sum())
+    count = max(len(experience.weights) + left_out, 1)
+    return {
+        "weight_mean": float(experience.weights.sum() / count),
+        "rejected": (int((experience.weights == 0).sum()) + left_out) / count,
+    }
+
+
+def _of_trajectories(batch: Batch) -> Json:
+    """Rewards, each trajectory counted once, however many of its samples the step trains on."""
+    each = {s.trajectory_id: r for s, r in zip(batch.samples, batch.rewards.tolist(), strict=True)}
+    rewards = np.array([reward for reward in each.values() if np.isfinite(reward)])
+    return {
+        "trajectories": len(rewards),
+        "trajectory_reward": float(rewards.mean()) if len(rewards) else None,
+        "trajectory_reward_std": float(rewards.std()) if len(rewards) else None,
     }
 
 

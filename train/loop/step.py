@@ -19,6 +19,7 @@ from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm, sent_algorithm
+from rollbook.train.algorithms.shapes import shaped
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
 from rollbook.train.loop.critic import run_critic
@@ -125,11 +126,11 @@ def _run_policy(
     policy: Policy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
-    divisor = max(algorithm.divisor(Totals(batch.trained_tokens, batch.trained_samples)), 1)
+    totals = Totals(batch.trained_tokens, batch.trained_samples)
+    loss_of = PolicyLoss(algorithm, plan.policy_version, totals)
     given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
     if finite:
         check_batch(batch)
-    loss_of = PolicyLoss(algorithm, plan.policy_version, divisor)
     told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
     values, losses = [one.values for one in told], [one.losses for one in told]
     if finite:
@@ -148,7 +149,7 @@ def _run_policy(
         "optimizer": policy.optimizer_digest(),
         "weights": weights,
     }
-    found = {"loss": float(sum(one.total for one in told)) / divisor, "gradient_norm": norm}
+    found = {"loss": float(sum(one.total for one in told)) / loss_of.divisor, "gradient_norm": norm}
     seen = metrics.all_of([one.seen for one in told])
     return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(seen))
 
@@ -176,12 +177,17 @@ class PolicyLoss:
 
     Attributes:
         version: the policy's, which ages of tokens count from.
-        divisor: of the sum over the whole batch.
+        totals: of the whole batch.
     """
 
     algorithm: Algorithm
     version: int
-    divisor: int
+    totals: Totals
+
+    @property
+    def divisor(self) -> int:
+        """What the sum over the whole batch is divided by."""
+        return max(self.algorithm.divisor(self.totals), 1)
 
     def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MicroLoss]:
         """The micro-batch's part of the loss, and what is kept of it."""
@@ -190,39 +196,49 @@ class PolicyLoss:
             losses, values, measured = score_loss(outputs, micro, algorithm)
             seen.measure(measured)
         else:
-            losses, values = _micro_loss(outputs, micro, algorithm, self.version, seen)
+            losses, values = _micro_loss(outputs, micro, algorithm, self.version, seen, self.totals)
         total = algorithm.add(losses, torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device))
         return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), seen)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.algorithm.model_dump(mode="json"), self.version, self.divisor)
+        return _received, (self.algorithm.model_dump(mode="json"), self.version, self.totals)
 
 
-def _received(algorithm: Json, version: int, divisor: int) -> PolicyLoss:
+def _received(algorithm: Json, version: int, totals: Totals) -> PolicyLoss:
     """A loss on the rank that it was sent to."""
-    return PolicyLoss(sent_algorithm(algorithm), version, divisor)
+    return PolicyLoss(sent_algorithm(algorithm), version, totals)
 
 
 def _micro_loss(
-    logits: torch.Tensor, micro: MicroBatch, algorithm: Algorithm, version: int, seen: metrics.TokenValues
+    logits: torch.Tensor,
+    micro: MicroBatch,
+    algorithm: Algorithm,
+    version: int,
+    seen: metrics.TokenValues,
+    totals: Totals,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(masked losses, masked logprobs), each [B, T - 1]; `seen` takes what metrics are made of."""
     predictions = Predictions(logits, micro)
     with torch.set_grad_enabled("entropy" in algorithm.needs):
         entropy = predictions.entropies()
-    inputs = loss_inputs(predictions.logprobs(), micro, entropy if "entropy" in algorithm.needs else None)
-    loss = algorithm.loss(inputs)
+    given = entropy if "entropy" in algorithm.needs else None
+    inputs = loss_inputs(predictions.logprobs(), micro, given, totals)
+    named = f"algorithm {algorithm.algorithm_name!r}: loss"
+    loss = shaped(named, algorithm.loss(inputs), tuple(inputs.mask.shape))
     with torch.no_grad():
         _note(seen, inputs, entropy, micro, algorithm, version)
     return torch.where(inputs.mask, loss, 0.0), torch.where(inputs.mask, inputs.logprobs, 0.0)
 
 
-def loss_inputs(logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None) -> LossInputs:
+def loss_inputs(
+    logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor | None, totals: Totals | None = None
+) -> LossInputs:
     """What the loss of a micro-batch is computed from.
 
     Args:
         logprobs: of its tokens, float32 [B, T - 1].
         entropy: of their distributions, [B, T - 1], for a loss that needs it.
+        totals: counts of the whole batch; absent: the micro-batch is the batch.
     """
 
     def placed(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -231,15 +247,19 @@ def loss_inputs(logprobs: torch.Tensor, micro: MicroBatch, entropy: torch.Tensor
     def placed_if_any(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
         return None if array is None else placed(array)
 
-    old = placed_if_any(micro.old_logprobs)
+    old, behaviour = placed_if_any(micro.old_logprobs), placed(micro.rollout_logprobs)
+    mask = placed(micro.loss_mask)
     return LossInputs(
         logprobs,
-        placed(micro.rollout_logprobs) if old is None else old,
+        behaviour if old is None else old,
         placed(micro.advantages),
-        placed(micro.loss_mask),
+        mask,
+        behaviour,
+        Totals(int(mask.sum()), int(mask.any(-1).sum())) if totals is None else totals,
         weights=placed_if_any(micro.weights),
         reference_logprobs=placed_if_any(micro.reference_logprobs),
         entropy=entropy,
+        values=placed_if_any(micro.old_values),
     )
 
 
@@ -256,12 +276,11 @@ def _note(
     seen.measure(algorithm.measures(inputs))
     low, high = algorithm.clipped(inputs) or (None, None)
     reference = inputs.reference_logprobs
-    rollout = torch.from_numpy(micro.rollout_logprobs[:, 1:]).to(inputs.logprobs.device)
     seen.add(
         inputs.mask,
         micro,
         version,
-        engine_gaps=inputs.logprobs - rollout if exact else None,
+        engine_gaps=inputs.logprobs - inputs.behaviour if exact else None,
         log_ratios=inputs.logprobs - inputs.old_logprobs if exact else None,
         reference_gaps=None if reference is None else inputs.logprobs - reference,
         entropies=entropy,

@@ -11,7 +11,7 @@ import torch
 
 from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import NotFiniteError, ReplayError, TrainError
+from rollbook.store.errors import AllRejectedError, NotFiniteError, ReplayError, TrainError
 from rollbook.store.events import (
     Json,
     Record,
@@ -44,7 +44,7 @@ from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 
 SKIPS_IN_A_ROW = 8
-"""Most batches in a row that may be skipped as not finite: more are not caused by samples."""
+"""Most batches in a row that may be skipped, not finite or all rejected: more are not caused by samples."""
 LOOK_S = 2.0
 """Seconds between checks of engines while the trainer waits for samples."""
 
@@ -108,7 +108,7 @@ class Trainer:
         """Drops of steps that were skipped, until a plan follows."""
         self._recorded_drops: list[Drop] = []
         """Drops that were written with the attempt that is the next one to plan."""
-        self._skipped = 0
+        self.skipped = 0
         """How many steps in a row were skipped."""
         self._taken = 0
         """Committed steps on the rollout batch that is or was last in hand."""
@@ -199,10 +199,11 @@ class Trainer:
         """Plan, run and commit the next step on the rollout batch in hand.
 
         Returns:
-            None if its numbers are not finite and the configuration skips such samples: they become drops of
-            the next plan.
+            None if its numbers are not finite and the configuration skips such samples, or if all of its
+            tokens were rejected: they become drops of the next plan.
 
         Raises:
+            AllRejectedError: all of its tokens were rejected, and so were those of the batches before.
             NotFiniteError: its numbers are not finite and the configuration says to stop; or the weights are
                 not finite; or too many batches in a row were skipped.
         """
@@ -219,12 +220,12 @@ class Trainer:
             result = run_step(self.policy, plan, batch, critic=self.critic)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
-            if not isinstance(error, NotFiniteError) or not self._skips(error):
+            if not isinstance(error, NotFiniteError | AllRejectedError) or not self._skips(error):
                 raise
             self._hold_back(samples, error)
             self._end_batch()
             return None
-        self._recorded_drops, self._held_back, self._skipped = [], [], 0
+        self._recorded_drops, self._held_back, self.skipped = [], [], 0
         self.version += 1
         outcome = StepOutcome(self.step, self.version, result.metrics, len(fresh))
         self.write(
@@ -242,20 +243,25 @@ class Trainer:
         if self._batch is not None and self._batch.next == len(self._batch.parts):
             self._batch = None
 
-    def _skips(self, error: NotFiniteError) -> bool:
+    def _skips(self, error: NotFiniteError | AllRejectedError) -> bool:
         """Whether the step's samples are to be dropped. Not possible if the weights were updated already."""
-        may = self._config.on_not_finite == "skip" and error.stage != "weights"
-        return may and self._skipped < SKIPS_IN_A_ROW
+        may = isinstance(error, AllRejectedError) or (
+            self._config.on_not_finite == "skip" and error.stage != "weights"
+        )
+        return may and self.skipped < SKIPS_IN_A_ROW
 
-    def _hold_back(self, samples: list[Sample], error: NotFiniteError) -> None:
+    def _hold_back(self, samples: list[Sample], error: NotFiniteError | AllRejectedError) -> None:
         """Keep the step's drops, and its samples as drops, for the next plan; they count once a step
         commits."""
         self._history.attempts[self.step] = self._attempt
-        self._skipped += 1
-        detail: Json = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
+        self.skipped += 1
+        rule, detail = "all_rejected", {"error": str(error).partition(": the step is")[0]}
+        if isinstance(error, NotFiniteError):
+            rule = "not_finite"
+            detail = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
         one_each = {sample.leaf_turn_id: sample for sample in samples}
         self._held_back, self._recorded_drops = self._recorded_drops, []
-        self._held_back += [Drop(sample, "not_finite", detail) for sample in one_each.values()]
+        self._held_back += [Drop(sample, rule, detail) for sample in one_each.values()]
 
     def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
         recipe = digest_json(self._config.recipe.model_dump(mode="json"))

@@ -38,16 +38,29 @@ def normalized(case: Case, **keys: Any) -> torch.Tensor:
     return torch.where(case.mask, made(case.rewards)[:, None], 0.0)
 
 
-def whitened(case: Case, *, unbiased: bool) -> torch.Tensor:
-    """Old values of the batch's tokens, whitened."""
-    config = NormConfig(mean_level="batch", std_level="batch", std_unbiased=unbiased, eps=1e-8)
+def rewards_normalized(case: Case) -> torch.Tensor:
+    """Rewards by the mean and the deviation of the batch, the same for all trained tokens."""
+    config = NormConfig(mean_level="batch", std_level="batch", std_unbiased=False, eps=1e-8)
+    return torch.where(case.mask, Normalization(config)(case.rewards)[:, None], 0.0)
+
+
+def whitened(case: Case, *, unbiased: bool, level: str | None = "batch") -> torch.Tensor:
+    """Old values of the batch's tokens, whitened; by the mean alone where the deviation has no `level`."""
+    config = NormConfig(mean_level="batch", std_level=level, std_unbiased=unbiased, eps=1e-8)
     return Normalization(config)(case.old_values, case.floats)
 
 
 def estimated(
-    case: Case, name: str, *, gamma: float = 1.0, lam: float = 1.0, kl: float = 0.0, critic: bool = True
+    case: Case,
+    name: str,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    kl: float = 0.0,
+    critic: bool = True,
+    clip: float = 1e9,
 ) -> torch.Tensor:
-    """`advantages` or `returns` by GAE, not whitened.
+    """`advantages` or `returns` by GAE, not whitened; rewards are within +-`clip`.
 
     Tensors are about the next token there, and a row that is full has no end: two columns come after.
     """
@@ -55,7 +68,7 @@ def estimated(
         overlong_reward_penalty=False, use_decoupled_loss=True, recompute_logprob=True, reward_bias=0.0
     )
     it = actor.PPOActor.__new__(actor.PPOActor)
-    it.config, it.reward_bias, it.reward_scaling, it.reward_clip = config, 0.0, 1.0, 1e9
+    it.config, it.reward_bias, it.reward_scaling, it.reward_clip = config, 0.0, 1.0, clip
     it.reward_norm = it.adv_norm = None
     it.kl_ctl, it.kl_estimator, it.discount, it.gae_lambda = kl, KLEstimator("k1"), gamma, lam
     it.mask_no_eos_with_zero = False

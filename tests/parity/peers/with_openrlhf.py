@@ -18,6 +18,7 @@ empty("openrlhf.trainer.ray.launcher").RayActorGroup = object  # type: ignore[at
 losses = importlib.import_module("openrlhf.models.loss")
 penalties = importlib.import_module("openrlhf.trainer.ppo_utils.length_penalty")
 functions = importlib.import_module("openrlhf.models.utils")
+controllers = importlib.import_module("openrlhf.trainer.ppo_utils.kl_controller")
 makers = importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker")
 
 
@@ -46,13 +47,14 @@ def estimated(
     gamma: float = 1.0,
     lam: float = 1.0,
     kl: float = 0.0,
+    clip: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """`advantages` or `returns` of an estimator, 0 outside the mask."""
+    """`advantages` or `returns` of an estimator, 0 outside the mask; rewards are clipped to `clip`."""
     advantage = SimpleNamespace(estimator=estimator, gamma=gamma, lambd=lam, no_std_norm=False)
     args = SimpleNamespace(
         algo=SimpleNamespace(advantage=advantage),
         rollout=SimpleNamespace(n_samples_per_prompt=case.group_size),
-        reward=SimpleNamespace(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
+        reward=SimpleNamespace(clip_range=clip, overlong_buffer_len=None, stop_properly_penalty_coef=None),
     )
     maker = makers.RemoteExperienceMaker.__new__(makers.RemoteExperienceMaker)
     maker.strategy, maker.args = SimpleNamespace(args=args), args
@@ -67,6 +69,13 @@ def estimated(
     )
     maker.compute_advantages_and_returns([experience])
     return torch.where(case.mask, getattr(experience, name), 0.0)
+
+
+def adapted(case: Case, coefficient: float, target: float, horizon: int) -> torch.Tensor:
+    """The adaptive KL coefficient after a step."""
+    it = controllers.AdaptiveKLController(coefficient, target, horizon)
+    it.update(float(case.old_values[0, 0].abs()), len(case.mask))
+    return torch.tensor(it.value, dtype=case.old.dtype)
 
 
 def overlong(case: Case, *, longest: int, buffer: int, factor: float = 1.0) -> torch.Tensor:

@@ -67,9 +67,13 @@ def _at_last(case: Case) -> torch.Tensor:
     return rewards
 
 
-def advantages(case: Case, name: str, *, kl: float = 0.0, **keys: Any) -> torch.Tensor:
-    """Advantages of an estimator, 0 outside the mask."""
-    rewards = _at_last(case) - kl * torch.where(case.mask, case.old - case.reference, 0.0)
+def advantages(case: Case, name: str, *, kl: float = 0.0, turns: bool = False, **keys: Any) -> torch.Tensor:
+    """Advantages of an estimator, 0 outside the mask; `turns` have rewards beside the trajectory's."""
+    rewards = (
+        _at_last(case)
+        + case.turn_rewards * turns
+        - kl * torch.where(case.mask, case.old - case.reference, 0.0)
+    )
     if name != "reinforce_plus_plus":
         keys["index"] = case.groups.numpy()
     if name.startswith("reinforce_plus_plus"):
@@ -86,9 +90,9 @@ def gae(case: Case, name: str, *, gamma: float = 1.0, lam: float = 1.0) -> torch
     return torch.where(case.mask, found[name], 0.0)
 
 
-def whitened(case: Case, *, shift_mean: bool = True) -> torch.Tensor:
+def whitened(case: Case) -> torch.Tensor:
     """Old values of the batch's tokens, whitened with the unbiased variance."""
-    found = functional.masked_whiten(case.old_values, case.floats, shift_mean=shift_mean)
+    found = functional.masked_whiten(case.old_values, case.floats)
     return torch.where(case.mask, found, 0.0)
 
 
@@ -110,6 +114,14 @@ def weights(case: Case, level: str, threshold: str | float) -> torch.Tensor:
     )[0]
 
 
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The mean entropy of distributions."""
-    return functional.entropy_from_logits(logits).mean()
+def with_entropy(case: Case, weight: float) -> torch.Tensor:
+    """PPO's loss less so many times the mean entropy of the tokens' distributions."""
+    entropies = functional.entropy_from_logits(case.logits)
+    return loss(case) - weight * core_algos.agg_loss(entropies, case.floats, "token-mean")
+
+
+def adapted(case: Case, coefficient: float, target: float, horizon: int) -> torch.Tensor:
+    """The adaptive KL coefficient after a step."""
+    it = core_algos.AdaptiveKLController(coefficient, target, horizon)
+    it.update(float(case.old_values[0, 0].abs()), len(case.mask))
+    return torch.tensor(it.value, dtype=case.old.dtype)

@@ -108,17 +108,25 @@ _LOSSES = (
         double=None,
     ),
     Row(
-        "icepop",
+        "count_rejected",
+        "AReaL",
+        "action mask with true",
+        partial(_LOSS, correction="icepop", **_BOUNDS),
+        partial(with_areal.loss, rejection=_AREAL | {"action": "mask"}),
+        double=None,
+    ),
+    Row(
+        "count_rejected",
         "verl",
-        "token_k1 with count_rejected = false",
+        "token_k1 with false",
         partial(_LOSS, correction="icepop", **_BOUNDS, count_rejected=False),
         partial(with_verl.rejected_loss, option="token_k1", threshold="0.5_2.0"),
         double=1e-12,
     ),
     Row(
-        "icepop",
+        "count_rejected",
         "verl",
-        "token_k1 with count_rejected = false and seq-mean-token-sum",
+        "token_k1 with false [seq-mean-token-sum]",
         partial(_LOSS, correction="icepop", **_BOUNDS, count_rejected=False, normalizer="sequence_sum"),
         partial(with_verl.rejected_loss, option="token_k1", threshold="0.5_2.0", mode="seq-mean-token-sum"),
         double=1e-12,
@@ -144,4 +152,4 @@ _LOSSES = (
     ),
 )
 
-CORRECTIONS = _WEIGHTS + _LOSSES
+ROWS = _WEIGHTS + _LOSSES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from parity import ours
-from parity.cases import ALONE, RAGGED, WHOLE
+from parity import formulas, ours
+from parity.cases import ALONE, RAGGED, WHOLE, Draw
 from parity.peers import with_areal, with_openrlhf, with_trl, with_verl
 from parity.row import Row
 
@@ -108,6 +108,96 @@ _OF_GROUPS = (
     ),
 )
 
+_OF_GROUPS += (
+    Row(
+        "none",
+        "AReaL",
+        "without reward_norm",
+        partial(ours.advantages, baseline="none", deviation="none"),
+        partial(with_areal.estimated, name="advantages", critic=False),
+        double=None,
+    ),
+    *(
+        Row(
+            "group_of_one",
+            "verl",
+            f"{name} with reward [{own}]",
+            partial(ours.advantages, name=own, group_of_one="reward"),
+            partial(with_verl.advantages, name=name, **theirs),
+            ALONE,
+            double,
+        )
+        for name, own, theirs, double in (
+            ("grpo", "grpo", {}, 1e-7),  # its deviation of one is 1 in float32, to which it adds 1e-6
+            ("grpo", "policy_gradient", {}, 1e-7),
+            ("grpo", "dr_grpo", {"norm_adv_by_std_in_grpo": False}, 1e-12),
+            ("rloo", "rloo", {}, 1e-12),
+        )
+    ),
+    Row(
+        "group_of_one",
+        "verl",
+        "rloo_vectorized with zero",
+        _RLOO,
+        partial(with_verl.advantages, name="rloo_vectorized"),
+        ALONE,
+    ),
+    *(
+        Row(
+            "reward_kl_order",
+            "verl",
+            f"{name} with before_baseline [{own}]",
+            partial(ours.advantages, name=own, reward_kl=0.2, reward_kl_order="before_baseline"),
+            partial(with_verl.advantages, name=name, kl=0.2, **theirs),
+            RAGGED,
+            # The float32 log-ratios that they are given are subtracted in float64 here.
+            double=None,
+        )
+        for name, own, theirs in (
+            ("grpo", "grpo", {}),
+            ("grpo", "dr_grpo", {"norm_adv_by_std_in_grpo": False}),
+            ("rloo", "rloo", {}),
+        )
+    ),
+    Row(
+        "reward_kl_order",
+        "OpenRLHF",
+        "dr_grpo with after_baseline",
+        partial(ours.advantages, name="dr_grpo", reward_kl=0.2),
+        partial(with_openrlhf.estimated, estimator="dr_grpo", kl=0.2),
+        WHOLE,
+        double=None,
+    ),
+)
+
+_OF_TURNS = (
+    *(
+        Row(
+            "turn_rewards",
+            "verl",
+            f"token_level_rewards [{discount:g}]",
+            partial(ours.advantages, name="reinforce_plus_plus", turn_rewards=True, discount=discount),
+            partial(with_verl.advantages, name="reinforce_plus_plus", turns=True, gamma=discount),
+            double=1e-7,
+        )
+        for discount in (1.0, 0.9)
+    ),
+    Row(
+        "discount_unit",
+        "formula",
+        "a loop over turns",
+        partial(
+            ours.advantages,
+            baseline="none",
+            deviation="none",
+            turn_rewards=True,
+            discount=0.9,
+            discount_unit="turn",
+        ),
+        partial(formulas.turn_returns, discount=0.9),
+    ),
+)
+
 _OF_TOKENS = (
     *(
         Row(
@@ -155,6 +245,17 @@ _OF_TOKENS = (
         double=None,
     ),
     Row(
+        "kl_bound",
+        "OpenRLHF",
+        "compute_reward with all",
+        partial(
+            ours.advantages, name="reinforce_plus_plus_baseline", reward_kl=0.2, kl_bound="all", **_BIASED
+        ),
+        partial(with_openrlhf.estimated, estimator="reinforce_baseline", kl=0.2),
+        Draw(spread=12.0, holes=False),
+        double=None,
+    ),
+    Row(
         "reward_kl",
         "AReaL",
         "kl_ctl",
@@ -198,14 +299,6 @@ _WHITENING = (
         with_verl.whitened,
         double=1e-7,
     ),
-    Row(
-        "whitening",
-        "verl",
-        "masked_whiten [shift_mean=False]",
-        partial(ours.whitened, how="unbiased", centred=False),
-        partial(with_verl.whitened, shift_mean=False),
-        double=1e-7,
-    ),
     *(
         Row(
             "whitening",
@@ -216,6 +309,14 @@ _WHITENING = (
             double=None,
         )
         for how in ("unbiased", "biased")
+    ),
+    Row(
+        "whitening",
+        "AReaL",
+        "adv_norm [mean]",
+        partial(ours.whitened, how="mean"),
+        partial(with_areal.whitened, unbiased=True, level=None),
+        double=None,
     ),
     Row(
         "whitening",
@@ -237,6 +338,30 @@ _WHITENING = (
 )
 
 _SHAPING = (
+    Row(
+        "reward_normalization",
+        "AReaL",
+        "reward_norm",
+        partial(ours.shaped, reward_normalization="batch"),
+        with_areal.rewards_normalized,
+        double=None,
+    ),
+    Row(
+        "reward_clip",
+        "AReaL",
+        "reward_clip",
+        partial(ours.shaped, reward_clip=[-1.5, 1.5]),
+        partial(with_areal.estimated, name="advantages", critic=False, clip=1.5),
+        double=None,
+    ),
+    Row(
+        "reward_clip",
+        "OpenRLHF",
+        "clip_range",
+        partial(ours.advantages, name="reinforce_plus_plus", reward_clip=[0.5, 2.5], **_BIASED),
+        partial(with_openrlhf.estimated, estimator="reinforce", clip=(0.5, 2.5)),
+        double=None,
+    ),
     Row(
         "overlong_length",
         "OpenRLHF",
@@ -265,4 +390,4 @@ _SHAPING = (
     ),
 )
 
-ESTIMATORS = _OF_GROUPS + _OF_TOKENS + _WHITENING + _SHAPING
+ROWS = _OF_GROUPS + _OF_TOKENS + _OF_TURNS + _WHITENING + _SHAPING

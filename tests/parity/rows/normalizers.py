@@ -19,7 +19,7 @@ _VERL = {
 _TRL = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
 _SURROGATES = {"ppo_clip": "vanilla", "gspo": "gspo", "cispo": "cispo"}
 
-NORMALIZERS = (
+ROWS = (
     *(
         Row(
             ours_name,

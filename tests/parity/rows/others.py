@@ -9,7 +9,7 @@ from parity.cases import EXTREME, USUAL
 from parity.peers import with_areal, with_openrlhf, with_trl, with_verl
 from parity.row import Row
 
-REGULARIZERS = (
+_REGULARIZERS = (
     *(
         Row(
             name,
@@ -28,10 +28,52 @@ REGULARIZERS = (
         )
         for name in ("k1", "k2", "k3")
     ),
+    *(
+        Row(
+            "kl_bound",
+            peer,
+            f"{called} with {bound} [{name}]",
+            partial(ours.kl, estimator=name, bound=bound),
+            partial(of, estimator=name),
+            EXTREME,
+            double,
+        )
+        for peer, called, of, bound, double in (
+            ("verl", "kl_penalty", with_verl.kl, "k3", 1e-12),
+            ("OpenRLHF", "kl_estimator", with_openrlhf.kl, "all", None),
+            ("AReaL", "KLEstimator", with_areal.kl, "all", None),
+        )
+        for name in ("k1", "k2", "k3")
+    ),
+    Row(
+        "kl_bound",
+        "TRL",
+        "beta with none",
+        partial(ours.loss, kl=0.3, kl_bound="none", log_ratio_bound="none"),
+        partial(with_trl.loss, loss_type="bnpo", beta=0.3),
+        EXTREME,
+    ),
+    *(
+        Row(
+            "kl_target",
+            peer,
+            "AdaptiveKLController",
+            partial(ours.adapted, kl=0.2, kl_target=3.0, kl_horizon=1_000),
+            partial(of, coefficient=0.2, target=3.0, horizon=1_000),
+        )
+        for peer, of in (("verl", with_verl.adapted), ("OpenRLHF", with_openrlhf.adapted))
+    ),
+    Row(
+        "age_decay",
+        "formula",
+        "a loop over tokens",
+        partial(ours.aged, decay=0.7),
+        partial(formulas.aged, decay=0.7),
+    ),
     Row("k3", "TRL", "beta", partial(ours.loss, kl=0.3), partial(with_trl.loss, loss_type="bnpo", beta=0.3)),
 )
 
-CRITIC = tuple(
+_CRITIC = tuple(
     Row("value_clip", peer, name, partial(ours.value_loss, clip=0.5), partial(of, clip=0.5), EXTREME, double)
     for peer, name, of, double in (
         ("verl", "compute_value_loss", with_verl.value_loss, 1e-12),
@@ -41,7 +83,7 @@ CRITIC = tuple(
 )
 
 _IPO = {"preference_loss": "ipo"}
-PREFERENCES = (
+_PREFERENCES = (
     *(
         Row("sigmoid", peer, name, ours.pair_loss, of, double=double)
         for peer, name, of, double in (
@@ -94,12 +136,12 @@ PREFERENCES = (
     ),
 )
 
-REWARD_MODELS = (
+_REWARD_MODELS = (
     *(
         Row(
-            "bradley_terry",
+            "margin" if margin else "bradley_terry",
             peer,
-            f"{name} [margin={margin}]",
+            name,
             partial(ours.reward_loss, margin=margin),
             partial(of, margin=margin),
             double=1e-12,
@@ -134,4 +176,14 @@ REWARD_MODELS = (
         partial(ours.reward_loss, head="mean_deviation"),
         formulas.uncertain,
     ),
+    Row(
+        "calibration_temperature",
+        "formula",
+        "bisection of a derivative",
+        ours.temperature,
+        formulas.temperature,
+        double=1e-7,  # the least of a flat curve
+    ),
 )
+
+ROWS = _REGULARIZERS + _CRITIC + _PREFERENCES + _REWARD_MODELS

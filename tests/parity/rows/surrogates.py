@@ -16,7 +16,9 @@ _GSPO_TIGHT = partial(_GSPO, clip_low=3e-4, clip_high=4e-4)
 _CISPO = partial(ours.loss, surrogate="cispo")
 _SEQUENCE = "sequence"
 
-SURROGATES = (
+_FREE = {"log_ratio_bound": "none", "sequence_log_ratio_bound": "none"}
+
+ROWS = (
     Row("ppo_clip", "verl", "vanilla", ours.loss, with_verl.loss, EXTREME),
     Row(
         "ppo_clip",
@@ -35,7 +37,6 @@ SURROGATES = (
         partial(with_openrlhf.loss, clip_eps_low=0.1, clip_eps_high=0.28),
         EXTREME,
     ),
-    # AReaL and TRL clamp no log-ratio: see the differences.
     Row("ppo_clip", "AReaL", "ppo_actor_loss_fn", ours.loss, with_areal.loss),
     Row(
         "ppo_clip",
@@ -125,5 +126,65 @@ SURROGATES = (
         partial(ours.loss, surrogate="dro", dro_beta=0.3),
         partial(with_verl.dro, beta=0.3),
         EXTREME,
+    ),
+    Row("log_ratio_bound", "verl", "20", ours.loss, with_verl.loss, EXTREME),
+    Row("log_ratio_bound", "OpenRLHF", "20", ours.loss, with_openrlhf.loss, EXTREME),
+    Row("log_ratio_bound", "AReaL", "none", partial(ours.loss, **_FREE), with_areal.loss, EXTREME),
+    Row(
+        "log_ratio_bound",
+        "TRL",
+        "none",
+        partial(ours.loss, **_FREE),
+        partial(with_trl.loss, loss_type="bnpo"),
+        EXTREME,
+    ),
+    Row(
+        "log_ratio_bound",
+        "AReaL",
+        "none [dual clip]",
+        partial(_DUAL, **_FREE),
+        partial(with_areal.loss, c_clip=3.0),
+        EXTREME,
+    ),
+    Row(
+        "sequence_log_ratio_bound",
+        "verl",
+        "10",
+        _GSPO,
+        partial(with_verl.loss, name="gspo", mode="seq-mean-token-mean"),
+        EXTREME,
+        double=1e-7,
+    ),
+    Row(
+        "sequence_log_ratio_bound",
+        "OpenRLHF",
+        "none",
+        partial(_GSPO, **_FREE),
+        partial(with_openrlhf.loss, policy_loss_type="gspo"),
+        EXTREME,
+        double=1e-7,
+    ),
+    Row(
+        "sequence_log_ratio_bound",
+        "TRL",
+        "none",
+        partial(_GSPO, **_FREE),
+        partial(with_trl.loss, loss_type="grpo", importance_sampling_level=_SEQUENCE),
+        EXTREME,
+    ),
+    Row(
+        "sequence_log_ratio_bound",
+        "AReaL",
+        "none",
+        partial(_GSPO, normalizer="token_mean", **_FREE),
+        partial(with_areal.loss, importance_sampling_level=_SEQUENCE),
+        EXTREME,
+    ),
+    Row(
+        "entropy",
+        "verl",
+        "entropy_coeff",
+        partial(ours.loss, entropy=0.3),
+        partial(with_verl.with_entropy, weight=0.3),
     ),
 )

@@ -23,7 +23,8 @@ def _algorithm(**keys: Any) -> Any:
 
 
 def _metrics(**values: Any) -> dict[str, Any]:
-    return {"samples": 64, "reward": 1.0, "reward_std": 0.5, "kl": None} | values
+    rewards = {"trajectories": 32, "trajectory_reward": 1.0, "trajectory_reward_std": 0.5}
+    return {"samples": 64, "reward": 9.0, "reward_std": 7.0, "kl": None} | rewards | values
 
 
 def test_a_coefficient_follows_its_target() -> None:
@@ -52,10 +53,10 @@ def test_keys_after_a_step() -> None:
     then = moving.after(_metrics(kl=9.0))
     assert moving.adapts
     assert (then.kl, then.reward_kl) == (pytest.approx(0.102), pytest.approx(0.204))
-    assert then.reward_moments == (64, 1.0, 0.25)
+    assert then.reward_moments == (32, 1.0, 0.25)
     again = recorded_algorithm(then.model_dump(mode="json"))
     assert again == then
-    assert again.after(_metrics(reward=3.0)).reward_moments == (128, 2.0, 1.25)
+    assert again.after(_metrics(trajectory_reward=3.0)).reward_moments == (64, 2.0, 1.25)
     assert again.after(_metrics()).kl == then.kl, "no divergence was measured"
 
 
@@ -79,6 +80,29 @@ def test_normalized_rewards() -> None:
     assert clipped.tolist() == pytest.approx([-1, -1 / np.sqrt(5), 1 / np.sqrt(5), 1])
     equal = Rollouts(np.ones(4), ["g"] * 4, list("abcd"), np.ones(4, np.int64))
     assert _algorithm(**keys, reward_normalization="batch").advantages(equal).values.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("of", "mean"), [("trajectories", 3.0), ("samples", 2.0)])
+def test_a_trajectory_counts_once_however_many_samples_it_has(of: str, mean: float) -> None:
+    """Three samples of one trajectory with reward 1, and one of another with 5: the mean is 3, and the
+    deviation 2; of samples, as earlier releases counted, it is 2."""
+    rewards = np.array([1.0, 1.0, 5.0, 1.0])
+    rollouts = Rollouts(rewards, ["g"] * 4, ["a", "a", "b", "a"], np.ones(4, np.int64))
+    keys: dict[str, Any] = {"baseline": "none", "deviation": "none", "reward_moments_of": of}
+    by_batch = _algorithm(**keys, reward_normalization="batch").advantages(rollouts).values
+    spread = 2.0 if of == "trajectories" else np.sqrt(3.0)
+    assert by_batch.tolist() == pytest.approx(((rewards - mean) / spread).tolist())
+    moving = _algorithm(**keys, reward_normalization="running").after(_metrics())
+    assert moving.reward_moments == ((32, 1.0, 0.25) if of == "trajectories" else (64, 9.0, 49.0))
+
+
+def test_manifests_of_earlier_releases_count_samples() -> None:
+    """They have all keys of then, and not the one that says what is counted."""
+    now = _algorithm(reward_normalization="running").model_dump(mode="json")
+    then = {key: value for key, value in now.items() if key != "reward_moments_of"}
+    assert recorded_algorithm(now).reward_moments_of == "trajectories"
+    assert recorded_algorithm(then).reward_moments_of == "samples"
+    assert recorded_algorithm(then).after(_metrics()).reward_moments == (64, 9.0, 49.0)
 
 
 def test_a_target_for_nothing() -> None:

@@ -20,7 +20,9 @@ ALGORITHM = Grpo(name="grpo", clip_low=0.2, clip_high=0.3)
 def _grpo(
     logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, algorithm: Grpo = ALGORITHM
 ) -> torch.Tensor:
-    return algorithm.loss(LossInputs(logprobs, old, advantages, torch.ones_like(logprobs, dtype=torch.bool)))
+    return algorithm.loss(
+        LossInputs.whole(logprobs, old, advantages, torch.ones_like(logprobs, dtype=torch.bool))
+    )
 
 
 def _surrogate(logprob: float, old: float, advantage: float, low: float, high: float) -> float:
@@ -57,7 +59,7 @@ def test_sft_loss_is_the_cross_entropy() -> None:
     torch.manual_seed(1)
     logits, tokens = torch.randn(1, 4, 6), torch.randint(0, 6, (1, 4))
     logprobs = token_logprobs(logits, tokens, torch.ones(1, 4))
-    found = Sft(name="sft").loss(LossInputs(logprobs, logprobs, logprobs, logprobs > 0))
+    found = Sft(name="sft").loss(LossInputs.whole(logprobs, logprobs, logprobs, logprobs > 0))
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
     assert torch.allclose(found[0], expected, atol=1e-6)
 

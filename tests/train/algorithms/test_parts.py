@@ -3,17 +3,22 @@ runs them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import StepCommitted, StepPlanned
 from rollbook.train.algorithms import parts
+from rollbook.train.algorithms.normalizers import Totals
+from rollbook.train.loop.rerun import samples_at_cut
 
 Stores = Callable[..., Store]
 SURROGATE = '''
@@ -129,3 +134,130 @@ def test_what_cannot_be_loaded_is_said(fabric: Any, module: Any, algorithm: Any,
         _config(fabric, **algorithm) if algorithm["name"] == "policy_gradient" else fabric.config(
             fabric.GRPO, algorithm=algorithm
         )
+
+
+NEEDY = '''
+import torch
+
+SEEN = []
+
+
+def bonus(inputs, clips):
+    """REINFORCE with a bonus for entropy, of tokens that the engine gave some probability."""
+    SEEN.append(inputs)
+    return -inputs.advantages * inputs.logprobs - 0.1 * inputs.entropy
+
+
+bonus.needs = {"entropy", "reference"}
+
+
+def old(inputs, clips):
+    return -inputs.logprobs
+
+
+old.needs = {"old"}
+
+
+def pairs(members):
+    return members.rewards
+
+
+pairs.needs = ["pairs"]
+
+
+def groups(members):
+    return members.rewards
+
+
+groups.needs = {"groups"}
+
+
+def values(inputs, clips):
+    return -inputs.logprobs
+
+
+values.needs = {"values"}
+
+
+def typo(inputs, clips):
+    return -inputs.logprobs
+
+
+typo.needs = {"entropie"}
+
+
+def text(inputs, clips):
+    return -inputs.logprobs
+
+
+text.needs = "entropy"
+'''
+POLICY_GRADIENT = {"name": "policy_gradient", "groups": 2, "group_size": 4}
+
+
+def test_a_part_is_given_what_it_needs(fabric: Any, recorded: Stores, module: Any) -> None:
+    """The entropy with its gradient, the reference's logprobs, the engine's as recorded, and the counts of
+    the whole batch, whatever micro-batch it sees; the step replays."""
+    module("needy", NEEDY)
+    log = recorded()
+    keys = POLICY_GRADIENT | {"surrogate": "needy:bonus", "old": "trainer"}
+    settings = fabric.config(fabric.GRPO, steps=1, algorithm=keys)
+    assert settings.algorithm.needs >= {"entropy", "reference", "old", "logprobs"}
+    fabric.train(log, settings)
+    [plan], [step] = _of(log, StepPlanned), _of(log, StepCommitted)
+    assert "reference_weights" in plan.input_digests
+    assert {"reference_logprobs", "proximal_logprobs"} <= set(step.digests)
+    seen = parts.loaded("needy:bonus").__globals__["SEEN"][-len(plan.partition[0]) :]
+    assert len(seen) > 1
+    for inputs in seen:
+        assert inputs.entropy.requires_grad
+        assert inputs.totals == Totals(step.metrics["trained_tokens"], step.metrics["samples"])
+        trained = inputs.mask
+        assert not torch.equal(inputs.behaviour[trained], inputs.old_logprobs[trained])
+    recorded_logprobs = [s.logprobs[1:][s.loss_mask[1:]] for s in _samples(log, plan)]
+    given = torch.cat([inputs.behaviour[inputs.mask] for inputs in seen])
+    assert given.tolist() == np.concatenate(recorded_logprobs).tolist()
+    assert replay_step(log, 0, trust_parts=True).bit_for_bit
+
+
+def _samples(log: Store, plan: StepPlanned) -> list[Any]:
+    found = samples_at_cut(log, plan, "demo")
+    return [found[ref["turn_id"]] for ref in plan.samples]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"surrogate": "needy:typo"}, "surrogate 'needy:typo' needs 'entropie', which nothing gives: choose"),
+        ({"surrogate": "needy:text"}, "its `needs` are 'entropy'; write a set of names"),
+        ({"surrogate": "needy:old"}, "surrogate 'needy:old' needs 'old': set old = \"trainer\""),
+        ({"surrogate": "needy:values"}, "needs 'values': only name = \"ppo\" has a critic"),
+        ({"baseline": "needy:pairs"}, "baseline 'needy:pairs' needs 'pairs': a policy gradient has none"),
+        (
+            {"name": "reinforce_plus_plus", "group_size": 1, "surrogate": "needy:groups"},
+            "surrogate 'needy:groups' needs 'groups': set group_size above 1",
+        ),
+    ],
+)
+def test_a_need_that_cannot_be_met(fabric: Any, module: Any, keys: Any, said: str) -> None:
+    """It is said when the CONFIG is read, with what to set."""
+    module("needy", NEEDY)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        fabric.config(fabric.GRPO, algorithm=POLICY_GRADIENT | keys)
+
+
+def test_needs_that_are_met_otherwise(fabric: Any, module: Any) -> None:
+    """By a key that is set, or by an algorithm that has a critic."""
+    module("needy", NEEDY)
+    keys = {"surrogate": "needy:old", "old": "trainer"}
+    assert "old" in fabric.config(fabric.GRPO, algorithm=POLICY_GRADIENT | keys).algorithm.needs
+    fabric.config(fabric.GRPO, algorithm={"name": "ppo", "surrogate": "needy:values"})
+
+
+def test_an_algorithm_that_needs_what_nothing_gives(fabric: Any, module: Any) -> None:
+    """Of one's own: its needs are held against those that there are."""
+    module("needless_algorithm", ALGORITHM.replace('{"rewards"}', '{"reward"}'))
+    with pytest.raises(
+        ConfigError, match="'needless_algorithm:Mine' needs 'reward', which nothing gives: choose"
+    ):
+        fabric.config(fabric.GRPO, algorithm={"name": "needless_algorithm:Mine"})

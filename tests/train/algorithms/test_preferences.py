@@ -29,7 +29,7 @@ def _inputs(seed: int = 0, mask: torch.Tensor = MASK) -> LossInputs:
     generator = torch.Generator().manual_seed(seed)
     logprobs, reference = (-torch.rand(mask.shape, generator=generator).double() for _ in range(2))
     zeros = torch.zeros(mask.shape)
-    return LossInputs(logprobs.requires_grad_(), zeros, zeros, mask, reference_logprobs=reference)
+    return LossInputs.whole(logprobs.requires_grad_(), zeros, zeros, mask, reference_logprobs=reference)
 
 
 def _of_batch(of: Dpo, inputs: LossInputs) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_nothing_hangs_on_micro_batches_or_masked_tokens(seed: int, keys: dict[s
     assert inputs.reference_logprobs is not None
     moved = (inputs.logprobs + noise).detach().requires_grad_()
     parts = [
-        LossInputs(
+        LossInputs.whole(
             moved[at],
             noise[at],
             noise[at],
@@ -107,7 +107,7 @@ def test_extremes_stay_finite() -> None:
     """Log-ratios far beyond what exp can take."""
     inputs = _inputs()
     assert inputs.reference_logprobs is not None
-    far = LossInputs(
+    far = LossInputs.whole(
         inputs.logprobs * 1e4,
         inputs.old_logprobs,
         inputs.advantages,

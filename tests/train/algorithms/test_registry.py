@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from pydantic import create_model
 
 from rollbook.ingest.staleness.online_training import training_of
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened, StepCommitted, StepPlanned
+from rollbook.train.algorithms import keys
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
+from rollbook.train.algorithms.baselines import BASELINES
+from rollbook.train.algorithms.combinations import PolicyGradient
+from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.grpo import Grpo
+from rollbook.train.algorithms.normalizers import NORMALIZERS
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
+from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.algorithms.surrogates import SURROGATES
 from rollbook.train.config.config import parse_config
+from rollbook.train.config.docs import rows
 
 
 class Doubled(Algorithm):
@@ -107,6 +117,41 @@ def test_an_unknown_algorithm_is_an_error_everywhere(taught: Store, monkeypatch:
     monkeypatch.delitem(ALGORITHMS, "doubled")  # type: ignore[arg-type]
     with pytest.raises(TrainError, match="algorithm 'doubled' is unknown to this release"):
         replay_step(taught, 0)
+
+
+def _row_of(key: str, names: list[str]) -> str:
+    """The row of the key on that page, if its registry had these names."""
+    kind = create_model("Grown", **{key: (keys.part_key(names, "what it is"), names[0])})  # type: ignore[call-overload]
+    [row] = rows(kind)
+    assert '`"another"`' in row
+    assert getattr(kind.model_validate({key: "another"}), key) == "another"
+    return row
+
+
+@pytest.mark.parametrize(
+    ("key", "table", "others"),
+    [
+        ("baseline", BASELINES, []),
+        ("surrogate", SURROGATES, []),
+        ("correction", CORRECTIONS, ["none"]),
+        ("kl_estimator", KL_ESTIMATORS, []),
+        ("normalizer", NORMALIZERS, []),
+    ],
+)
+def test_names_of_parts_are_those_of_their_registries(
+    root: Path, key: str, table: Mapping[str, Any], others: list[str]
+) -> None:
+    """In the type of the key, in the order of the table, and so on the page of all keys; no list repeats
+    them."""
+    names, own = PolicyGradient.model_json_schema()["properties"][key]["anyOf"]
+    assert names["enum"] == [*others, *table]
+    assert "pattern" in own
+    for name in names["enum"]:
+        PolicyGradient.model_validate({"name": "policy_gradient", "old": "trainer", key: name})
+    page = (root / "docs" / "configuration.md").read_text()
+    listed = ", ".join(f'`"{name}"`' for name in names["enum"])
+    assert f"| `{key}` | {listed} or text |" in page
+    assert listed in _row_of(key, [*names["enum"], "another"])
 
 
 def test_what_each_algorithm_says_of_itself() -> None:

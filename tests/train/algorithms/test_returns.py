@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.returns import (
     at_last_tokens,
     discounted_returns,
@@ -17,6 +18,7 @@ from rollbook.train.algorithms.returns import (
     of_tokens,
     whitened,
 )
+from rollbook.train.algorithms.rollouts import Rollouts
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 SHARE = st.floats(0, 1)
@@ -85,15 +87,13 @@ def test_with_decay_1_the_critics_target_is_the_return(lengths: list[int], seed:
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=30))
 def test_whitened_values(values: list[float]) -> None:
-    """Mean 0, and a variance of 1 over n - 1 or n, but for the epsilon; or the mean kept."""
+    """Mean 0, and a variance of 1 over n - 1 or n, but for the epsilon."""
     array = np.array(values)
     for ddof, variance in ((1, statistics.variance), (0, statistics.pvariance)):
         spread = variance(values)
         found = whitened(array, ddof)
         assert found.mean() == pytest.approx(0, abs=1e-6)
         assert variance(found.tolist()) == pytest.approx(spread / (spread + 1e-8), rel=1e-6, abs=1e-9)
-        kept = whitened(array, ddof, centred=False)
-        assert kept == pytest.approx(found + array.mean(), abs=1e-9)
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [2.0, 2.0]])
@@ -124,3 +124,14 @@ def test_gae_has_the_bits_of_a_loop(lengths: list[int], seed: int, discount: flo
         expected += advantages
     found = generalized_advantages(_flat(rewards), _flat(values), np.array(lengths), discount, decay)
     assert found.tolist() == expected
+
+
+def test_whitening_by_the_mean_alone() -> None:
+    """Over all trained tokens of the rollout batch, so that long samples weigh more; nothing is divided."""
+    keys = {"baseline": "none", "deviation": "none", "whitening": "mean"}
+    algorithm = recorded_algorithm({"name": "policy_gradient"} | keys)
+    of = Rollouts(np.array([1.0, 5.0]), ["g"] * 2, ["a", "b"], np.array([3, 1]))
+    found = algorithm.advantages(of)
+    assert (found.per_token, found.values.tolist()) == (True, [-1.0, -1.0, -1.0, 3.0])
+    nothing = Rollouts(np.array([1.0]), ["g"], ["a"], np.array([0]))
+    assert algorithm.advantages(nothing).values.tolist() == []

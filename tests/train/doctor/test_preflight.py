@@ -24,7 +24,8 @@ from rollbook.train.megatron.shape import read_shape
 
 MEMORY = 8 << 30
 SOUND = [
-    *("model", "memory", "batch", "normalization", "kl", "staleness", "correction", "data", "rewards"),
+    *("model", "memory", "batch", "normalization", "kl", "parts", "staleness", "correction"),
+    *("data", "rewards"),
     *("difficulty", "evaluation"),
 ]
 
@@ -330,4 +331,4 @@ def test_the_command(fabric: Any, log: Store, tmp_path: Path, cli: Callable[...,
     assert [c["name"] for c in orjson.loads(out) if c["verdict"] == "red"] == ["data", "rewards"]
     code, out, _ = cli("preflight", path, "--json")
     assert code == 0
-    assert [c["name"] for c in orjson.loads(out)] == SOUND[:7]
+    assert [c["name"] for c in orjson.loads(out)] == SOUND[:8]
