@@ -10,7 +10,7 @@ import numpy as np
 from rollbook.store.events import Json
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Floats, Ints, Rollouts
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import Candidates, sort_out
 
 TOKENS = 4

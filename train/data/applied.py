@@ -11,7 +11,7 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.references import SampleRef, find_references
 from rollbook.train.data.units import sort_units

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.within_groups import Members, below_top, best_and_worst, flat, in_several
 
 NOWHERE = -1

@@ -21,7 +21,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.deciding import Spans, deciding_versions, spans_of_several
 from rollbook.train.data.path_columns import PathColumns, path_columns

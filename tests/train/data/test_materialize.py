@@ -23,7 +23,7 @@ from rollbook.store.log import turn_tokens
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.sealer import Sealer
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.references import NOWHERE, References, find_references
 from rollbook.train.data.samples import Sample, all_samples

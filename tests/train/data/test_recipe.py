@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import ModelLimits, is_candidate, select
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, all_samples
