@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollbook import store as rb
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
+from rollbook.store.digest import digest_arrays
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import SampleDropped, StepCommitted, StepPlanned
 from rollbook.train.data.experience import age_weights, trained_masks
@@ -206,3 +208,76 @@ def test_a_decay_needs_versions(fabric: Any) -> None:
         ConfigError, match="age_decay weighs the tokens of policy gradients: sft has no versions"
     ):
         fabric.config(fabric.SFT, recipe={"splits": ["teacher"], "age_decay": 0.9})
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+@pytest.mark.parametrize(
+    ("statistics", "mean", "deviation"), [("kept", 2.5, 0.5**0.5), ("all", 1.5, 1.25**0.5)]
+)
+def test_group_statistics(
+    fabric: Any, log: Store, source: str, statistics: str, mean: float, deviation: float
+) -> None:
+    """The best two of rewards 0 to 3: by how much they are better than the two, or than all four."""
+    biased = "biased" if statistics == "all" else "unbiased"
+    config = fabric.config(
+        fabric.GRPO,
+        steps=1,
+        algorithm={
+            "name": "rloo",
+            "baseline": "group_mean",
+            "groups": 2,
+            "group_size": 4,
+            "deviation": biased,
+        },
+        recipe={"top_fraction": 0.5, "group_statistics": statistics},
+    )
+    fabric.train(log, config, source)
+    [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    rewards = np.array([float(ref["trajectory_id"][1]) for ref in plan.samples])
+    assert sorted(rewards.tolist()) == [2.0, 2.0, 3.0, 3.0]
+    expected = (rewards - mean) / (deviation + 1e-6)
+    assert done.digests["advantages"] == digest_arrays({"advantages": expected})
+    named = [(one["trajectory_id"], one["reward"], one["tokens"]) for one in plan.others or ()]
+    assert sorted(named) == (
+        [("a0", 0.0, 3), ("a1", 1.0, 3), ("b0", 0.0, 3), ("b1", 1.0, 3)] if biased == "biased" else []
+    )
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_equal_rewards_in_a_group_of_which_some_differ(fabric: Any, log: Store) -> None:
+    """What is left of it has an advantage, where the others count: it is no group of equal rewards."""
+    recipe = {"where": "reward >= 3 OR \"group\" = 'c'"}
+    with pytest.raises(Exception, match=r"rewards are all equal|are dropped by the rule"):
+        _train(fabric, log, recipe, groups=2)
+    used, dropped = _train(fabric, log, recipe | {"group_statistics": "all"}, groups=3)
+    assert (used, dropped) == (["a3", "b3"], {"not_chosen": 6, "zero_variance": 4})
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_group_statistics_of_several_steps(fabric: Any, log: Store) -> None:
+    """The first manifest of a rollout batch names the others; an interrupted training goes on with them."""
+    recipe = {"top_fraction": 0.5, "group_statistics": "all"}
+    algorithm = {
+        "name": "decoupled_ppo",
+        "groups": 2,
+        "group_size": 4,
+        "epochs": 2,
+        "reward_clip": [0.5, 9.0],
+    }
+    config = fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, recipe=recipe)
+    with fabric.killed_at(1):
+        fabric.train(log, config)
+    fabric.train(log, config)
+    plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    assert [len(plan.others or ()) for plan in plans] == [4, 0, 0]
+    done = [e.record.digests["advantages"] for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert len(done) == 2
+    assert [replay_step(log, step).bit_for_bit for step in (0, 1)] == [True, True]
+
+
+def test_group_statistics_need_groups(fabric: Any) -> None:
+    """Where no group is compared, nothing could be meant."""
+    for algorithm in ({"name": "sft"}, {"name": "ppo"}):
+        with pytest.raises(ConfigError, match=r'group_statistics = "all" is about the baselines of groups'):
+            fabric.config(fabric.GRPO, algorithm=algorithm, recipe={"group_statistics": "all"})

@@ -22,6 +22,6 @@ class Grpo(GroupPolicyGradient):
     def scores(self, rewards: Floats, of: Rollouts) -> Floats:
         """As any combination's; of its own baseline and deviation with the bits that the first release
         had."""
-        if (self.baseline, self.deviation) != ("group_mean", "unbiased"):
+        if (self.baseline, self.deviation) != ("group_mean", "unbiased") or of.others is not None:
             return super().scores(rewards, of)
         return trajectory_advantages(rewards, of.groups, of.trajectories, self.std_epsilon)

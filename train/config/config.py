@@ -23,6 +23,7 @@ from rollbook.store.redaction import shown
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
+from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.recipe import Name, RecipeConfig
 from rollbook.train.table import Count, Positive, Table
 
@@ -195,14 +196,14 @@ class TrainConfig(Table):
     """Rules of early stopping."""
 
     @model_validator(mode="after")
+    def _recipe_fits(self) -> TrainConfig:
+        check_recipe(self.recipe, self.algorithm)
+        return self
+
+    @model_validator(mode="after")
     def _fitting(self) -> TrainConfig:
         if self.critic is not None and "values" not in self.algorithm.needs:
             raise ValueError(f'[critic]: algorithm "{self.algorithm.algorithm_name}" has no critic')
-        if self.recipe.age_decay < 1 and "logprobs" not in self.algorithm.needs:
-            raise ValueError(
-                "recipe.age_decay weighs the tokens of policy gradients: "
-                f"{self.algorithm.algorithm_name} has no versions to go by"
-            )
         if "pairs" in self.algorithm.needs and (self.micro_batch_size or 2) % 2:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "
@@ -211,11 +212,6 @@ class TrainConfig(Table):
         if self.micro_batch_size and self.tokens_per_micro_batch:
             raise ValueError(
                 "micro_batch_size pads samples, tokens_per_micro_batch packs them: name one of the two"
-            )
-        if self.algorithm.head_width and self.recipe.max_staleness is not None:
-            raise ValueError(
-                "recipe.max_staleness counts versions of the policy in training, and no token is sampled by "
-                "a reward model: leave it out"
             )
         if self.algorithm.head_width and self.sync is not None:
             raise ValueError(

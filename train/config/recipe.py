@@ -39,6 +39,10 @@ class RecipeConfig(Table):
     Policy gradients only."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
+    group_statistics: Literal["kept", "all"] = "kept"
+    """Whose rewards make a group's baseline and deviation, and say whether its rewards are all equal: those
+    of the members that are trained on, or also those of the members that the recipe drops, as far as they
+    have one."""
     refill: bool = False
     """Fill a step with other groups in the place of those that drop_zero_variance drops; otherwise it is
     smaller."""

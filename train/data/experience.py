@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts, Singles
+from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Others, Rollouts, Singles
 from rollbook.train.data.samples import Sample
 
 Bools = npt.NDArray[np.bool_]
@@ -174,6 +174,7 @@ def experience_of(
     scores: Scores | None = None,
     masks: tuple[Bools, ...] | None = None,
     token_weights: Floats | None = None,
+    others: Others | None = None,
 ) -> Experience:
     """The experience of a rollout batch. Pure.
 
@@ -181,6 +182,7 @@ def experience_of(
         scores: what the algorithm needs of models, of the trained tokens.
         masks: the trained tokens of each sample; absent: all that have loss.
         token_weights: float64 [P], of the recipe; they multiply the correction's.
+        others: further members of the samples' groups, which they are compared with.
     """
     scores = scores or Scores()
     masks = trained_masks(samples) if masks is None else masks
@@ -203,6 +205,7 @@ def experience_of(
         old_logprobs=old,
         reference_logprobs=scores.reference_logprobs,
         values=scores.values,
+        others=others,
     )
     made = Experience(
         samples=tuple(samples),

@@ -31,6 +31,8 @@ class Candidate(Protocol):
     """A sample, or a reference to one, with the values that a recipe decides by."""
 
     @property
+    def run(self) -> str: ...
+    @property
     def trajectory_id(self) -> str: ...
     @property
     def leaf_turn_id(self) -> str: ...
@@ -51,6 +53,8 @@ class Candidate(Protocol):
     def deciding_version(self, share: float) -> int | None: ...
     @property
     def success(self) -> bool | None: ...
+    @property
+    def truncated(self) -> bool: ...
     @property
     def chosen(self) -> bool: ...
     @property
@@ -273,7 +277,7 @@ def _of_groups(
         return np.flatnonzero(left), drops
     pairs = "pairs" in held.algorithm.needs
     if held.recipe.drop_zero_variance or pairs:
-        drop("zero_variance", flat(members, left))
+        drop("zero_variance", flat(members, left, _compared(of, left, held)))
     if not pairs:
         return np.flatnonzero(left), drops
     kept = best_and_worst(members, left).ravel()
@@ -281,6 +285,13 @@ def _of_groups(
     unpaired[kept] = False
     drop("unpaired", unpaired)
     return kept, drops
+
+
+def _compared(of: Candidates, left: Bools, held: _Held) -> Bools:
+    """The samples whose rewards count where a group's are compared."""
+    if held.recipe.group_statistics == "kept":
+        return left
+    return left | (of.rewarded & np.isfinite(of.rewards))
 
 
 def select(

@@ -43,9 +43,13 @@ def below_top(of: Members, left: Bools, fraction: float) -> Bools:
     return below
 
 
-def flat(of: Members, left: Bools) -> Bools:
-    """Which of those that are left are in groups whose rewards are all equal."""
-    at = np.flatnonzero(left)
+def flat(of: Members, left: Bools, compared: Bools) -> Bools:
+    """Which of those that are left are in groups whose rewards are all equal.
+
+    Args:
+        compared: those whose rewards count; all that are left are among them.
+    """
+    at = np.flatnonzero(compared)
     groups, rewards = codes_of(of.groups[at]), of.rewards[at]
     order = np.argsort(groups, kind="stable")
     begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
@@ -54,7 +58,7 @@ def flat(of: Members, left: Bools) -> Bools:
     least, greatest = (extreme.reduceat(rewards[order], begins) for extreme in (np.minimum, np.maximum))
     equal = left.copy()
     equal[at] = (least == greatest)[groups]
-    return equal
+    return equal & left
 
 
 def codes_of(values: npt.NDArray[np.object_]) -> Ints:
