@@ -281,3 +281,50 @@ def test_group_statistics_need_groups(fabric: Any) -> None:
     for algorithm in ({"name": "sft"}, {"name": "ppo"}):
         with pytest.raises(ConfigError, match=r'group_statistics = "all" is about the baselines of groups'):
             fabric.config(fabric.GRPO, algorithm=algorithm, recipe={"group_statistics": "all"})
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+def test_incomplete_groups_and_statuses(fabric: Any, log: Store, source: str) -> None:
+    """A member that was cut short is not trained on, and with three members left its group is not either."""
+    made: list[Any] = []
+    for i, status in enumerate(("completed", "truncated", "completed", "completed")):
+        turns = [fabric.T([5, 6 + i], [20, 21], version=0)]
+        made += fabric.records(f"d{i}", turns, group="d", reward=float(i), status=status)
+    fabric.append(log, made)
+    recipe = {"statuses": ["completed"], "min_group": 4}
+    algorithm = {"name": "grpo", "groups": 2, "group_size": 4}
+    fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, recipe=recipe), source)
+    events = [event.record for event in log.events()]
+    [plan] = [e for e in events if isinstance(e, StepPlanned)]
+    assert sorted(ref["trajectory_id"] for ref in plan.samples) == _named("ab")
+    drops = {e.trajectory_id: (e.rule, e.detail) for e in events if isinstance(e, SampleDropped)}
+    incomplete = ("group_incomplete", {"members": 3, "min_group": 4})
+    status = ("status", {"status": "truncated", "statuses": ["completed"]})
+    assert {name: drops[name] for name in _named("d")} == {
+        "d0": incomplete,
+        "d1": status,
+        "d2": incomplete,
+        "d3": incomplete,
+    }
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_incomplete_groups_are_counted_where_no_step_is_filled(fabric: Any, log: Store) -> None:
+    """By the key that says so."""
+    recipe = {"where": "reward <> 2", "min_group": 4}
+    with pytest.raises(
+        Exception, match=r"6 are in groups of which fewer than 4 are kept \(recipe.min_group\)"
+    ):
+        _train(fabric, log, recipe)
+
+
+def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
+    """More members than a group has; groups where samples are taken one by one; a status that is none."""
+    with pytest.raises(ConfigError, match=r"min_group 5 is more than a group has"):
+        fabric.config(fabric.GRPO, recipe={"min_group": 5})
+    with pytest.raises(ConfigError, match="ppo takes samples one by one here"):
+        fabric.config(fabric.GRPO, algorithm={"name": "ppo"}, recipe={"min_group": 2})
+    with pytest.raises(ConfigError, match="min_group goes with --source cut: sft takes samples"):
+        fabric.train(log, fabric.config(fabric.SFT, recipe={"min_group": 2}), "tail")
+    with pytest.raises(ConfigError, match=r"recipe.statuses.0: "):
+        fabric.config(fabric.SFT, recipe={"statuses": ["done"]})

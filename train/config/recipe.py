@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from rollbook.store.events import SPLITS
-from rollbook.train.table import Count, Table
+from rollbook.train.table import Count, Positive, Table
 
 Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
 """Part of a checkpoint's path, so it must not lead out of the store."""
 Split = Literal["train", "teacher"]
+Status = Literal["completed", "truncated", "aborted", "failed"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 assert {"train", "teacher", "eval"} == set(SPLITS)
 
@@ -46,6 +48,11 @@ class RecipeConfig(Table):
     refill: bool = False
     """Fill a step with other groups in the place of those that drop_zero_variance drops; otherwise it is
     smaller."""
+    min_group: Positive | None = None
+    """Drop a group whole if fewer than so many of its trajectories are kept; absent: never. A trajectory
+    without a group is a group of one."""
+    statuses: Annotated[tuple[Status, ...], Field(min_length=1)] | None = None
+    """Only trajectories that finished with one of these statuses; absent: with any."""
     success: bool | None = None
     """Only trajectories that finished with this `success`."""
     min_reward: float | None = None

@@ -119,6 +119,7 @@ class Materializer:
             success=ref.success,
             truncated=ref.truncated,
             erased=ref.erased,
+            status=ref.status,
         )
 
 

@@ -21,11 +21,11 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
-from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.deciding import Spans, deciding_versions, spans_of_several
 from rollbook.train.data.path_columns import PathColumns, path_columns
-from rollbook.train.data.recipe import NOWHERE, Candidates
+from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 
 Ints = npt.NDArray[np.int64]
@@ -72,7 +72,7 @@ class SampleRef:
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, truncated: see `Sample`.
+        success, status, truncated: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -93,6 +93,7 @@ class SampleRef:
     newest_version: int | None
     deciding: int | None
     success: bool | None
+    status: str | None
     truncated: bool
     chosen: bool
     erased: bool
@@ -167,6 +168,7 @@ class References:
             trajectories=ids[self.trajectory[at]],
             succeeded=success.fill_null(False).to_numpy()[self.trajectory[at]],
             failed=pc.invert(success.fill_null(True)).to_numpy()[self.trajectory[at]],
+            status=_codes(self.trajectories["status"])[self.trajectory[at]],
             chosen=self.trajectories["chosen"].to_numpy()[self.trajectory[at]],
             rewards=np.asarray(rewards, np.float64)[self.trajectory[at]],
             rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
@@ -211,7 +213,7 @@ class References:
         return self.refs([sample])[0]
 
 
-_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "chosen"]
+_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "status", "chosen"]
 
 
 def find_references(
@@ -352,6 +354,12 @@ class _Sums:
 
 
 _EMPTY = np.empty(0, np.int64)
+
+
+def _codes(status: pa.ChunkedArray) -> Ints:
+    """Places of statuses among `STATUSES`; `NO_STATUS` for any other."""
+    places = pc.index_in(status, value_set=pa.array(STATUSES))
+    return np.asarray(places.fill_null(NO_STATUS).to_numpy(), np.int64)
 
 
 def _flags(table: pa.Table, name: str) -> Bools:

@@ -35,7 +35,7 @@ class Sample:
         versions: int64 [T]; policy version that sampled the token, else -1.
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
-        success: as the trajectory finished; None where that was not said.
+        success, status: as the trajectory finished; None where that was not said, or it has not.
         truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
@@ -60,6 +60,7 @@ class Sample:
     truncated: bool = False
     erased: bool = False
     margin: float | None = None
+    status: str | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -209,6 +210,7 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
         truncated=(finished is not None and finished.status == TRUNCATED)
         or (leaf is not None and leaf.finish_reason == CUT_OFF),
         erased=erased,
+        status=None if finished is None else finished.status,
     )
 
 

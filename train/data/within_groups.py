@@ -43,6 +43,16 @@ def below_top(of: Members, left: Bools, fraction: float) -> Bools:
     return below
 
 
+def members_left(of: Members, left: Bools) -> Ints:
+    """How many trajectories of its group are left, of each sample that is; [N]."""
+    at = np.flatnonzero(left)
+    groups = _of_each(of, at)
+    first = np.unique(codes_of(of.trajectories[at]), return_index=True)[1]
+    counts = np.zeros(len(left), np.int64)
+    counts[at] = np.bincount(groups[first], minlength=int(groups.max(initial=0)) + 1)[groups]
+    return counts
+
+
 def flat(of: Members, left: Bools, compared: Bools) -> Bools:
     """Which of those that are left are in groups whose rewards are all equal.
 

@@ -16,9 +16,10 @@ from rollbook.store.fold.trajectory import fold
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.recipe import ModelLimits, is_candidate, select
+from rollbook.train.data.recipe import ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.data.sorting import select
 
 GRPO = Grpo(name="grpo", group_size=2)
 SFT = Sft(name="sft")
@@ -231,6 +232,59 @@ def test_flat_groups_are_those_of_a_loop(members: list[Any]) -> None:
     assert {drop.rule for drop in drops} <= {"zero_variance"}
 
 
+@given(st.lists(MEMBER, max_size=14), st.integers(1, 5))
+def test_small_groups_are_those_of_a_loop(members: list[Any], least: int) -> None:
+    """Trajectories count once; one in no group is a group of one."""
+    samples = [
+        _candidate(f"{group}{number}", group, reward, i) for i, (group, number, reward) in enumerate(members)
+    ]
+    kept, drops = select(samples, RecipeConfig(min_group=least), Sft(name="sft"), 0)
+    there: dict[str, set[str]] = {}
+    for sample in samples:
+        there.setdefault(sample.group or sample.trajectory_id, set()).add(sample.trajectory_id)
+    counts = {name: len(of) for name, of in there.items()}
+    assert kept == [s for s in samples if counts[s.group or s.trajectory_id] >= least]
+    assert [(d.rule, d.detail) for d in drops] == [
+        ("group_incomplete", {"members": counts[s.group or s.trajectory_id], "min_group": least})
+        for s in samples
+        if counts[s.group or s.trajectory_id] < least
+    ]
+
+
+def test_members_that_a_rule_drops_make_a_group_incomplete(fabric: Any) -> None:
+    """And it is that rule which is recorded of them; a group that is whole stays."""
+    samples = _samples(
+        fabric,
+        *(
+            fabric.records(f"{group}{i}", group=group, reward=reward)
+            for group, rewards in {"g": (0.0, 1.0, None), "h": (0.0, 1.0, 2.0)}.items()
+            for i, reward in enumerate(rewards)
+        ),
+    )
+    kept, drops = select(samples, RecipeConfig(min_group=3), GRPO, 0)
+    assert [s.name for s in kept] == ["h0", "h1", "h2"]
+    incomplete = ("group_incomplete", {"members": 2, "min_group": 3})
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
+        ("g2", "no_reward", {"source": "agent"}),
+        ("g0", *incomplete),
+        ("g1", *incomplete),
+    ]
+
+
+@pytest.mark.parametrize("statuses", [None, ("completed",), ("truncated", "failed")])
+def test_statuses(fabric: Any, statuses: Any) -> None:
+    """By default every final status is trained on; one that is not named is dropped, with what was named."""
+    names = ("completed", "truncated", "aborted", "failed", "odd")
+    samples = _samples(fabric, *(fabric.records(name, status=name) for name in names))
+    kept, drops = select(samples, RecipeConfig(statuses=statuses), SFT, 0)
+    assert [s.name for s in kept] == [name for name in names if statuses is None or name in statuses]
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
+        (s.name, "status", {"status": None if s.name == "odd" else s.name, "statuses": list(statuses)})
+        for s in samples
+        if statuses is not None and s.name not in statuses
+    ]
+
+
 def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> SampleRef:
     """A reference that no other rule drops."""
     return SampleRef(
@@ -248,6 +302,7 @@ def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> 
         newest_version=0,
         deciding=0,
         success=None,
+        status="completed",
         truncated=False,
         chosen=True,
         erased=False,
