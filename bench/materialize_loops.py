@@ -63,6 +63,7 @@ def _candidates(groups: list[str], ids: list[str], rewards: Floats, versions: In
         succeeded=true,
         failed=~true,
         status=none,
+        preferred=true,
         chosen=true,
         rewards=rewards,
         rewarded=true,

@@ -14,7 +14,8 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.digest import digest_arrays
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import SampleDropped, StepCommitted, StepPlanned
+from rollbook.store.events import PreferenceAdded, SampleDropped, StepCommitted, StepPlanned
+from rollbook.testing.ledger import fold_ledger
 from rollbook.train.data.experience import age_weights, trained_masks
 from rollbook.train.data.samples import all_samples
 
@@ -328,3 +329,49 @@ def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
         fabric.train(log, fabric.config(fabric.SFT, recipe={"min_group": 2}), "tail")
     with pytest.raises(ConfigError, match=r"recipe.statuses.0: "):
         fabric.config(fabric.SFT, recipe={"statuses": ["done"]})
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+@pytest.mark.parametrize(
+    ("paths", "terms"),
+    [
+        ("all", {("trained", None): 4 * 6}),
+        ("last", {("trained", None): 4 * 3, ("dropped", "other_path"): 4 * 3}),
+        ("longest", {("trained", None): 4 * 5, ("dropped", "other_path"): 4}),
+    ],
+)
+def test_paths(fabric: Any, tmp_path: Path, source: str, paths: str, terms: dict[Any, int]) -> None:
+    """A root of two tokens, under it three and then one: each token has one term, and the step replays."""
+    log = rb.open(tmp_path / "branches", create=True)
+    for i in range(4):
+        root = fabric.T([5, 6 + i], [20, 21], version=0)
+        turns = [root, fabric.T([9], [40, 41, 42], 0, version=0), fabric.T([8], [50 + i], 0, version=0)]
+        fabric.append(log, fabric.records(f"t{i}", turns, group="g", reward=float(i)))
+    algorithm = {"name": "grpo", "groups": 1, "group_size": 4}
+    config = fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, recipe={"paths": paths})
+    fabric.train(log, config, source)
+    [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert done.metrics["trained_tokens"] == terms["trained", None]
+    with rb.connect(log.path) as connection:
+        rows = connection.execute("select term, rule, tokens from ledger").fetchall()
+    assert {(term, rule): tokens for term, rule, tokens in rows} == terms
+    ledger = fold_ledger(log.events())
+    assert ledger.unaccounted() == {}
+    assert {where: entry.tokens for (_, where), entry in ledger.entries.items()} == terms
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_one_path_is_a_side_of_a_pair(fabric: Any, tmp_path: Path) -> None:
+    """A trajectory of several paths is no longer ambiguous where one is taken."""
+    log = rb.open(tmp_path / "pairs", create=True)
+    for name in ("good", "bad"):
+        root, then = fabric.T([5, 6], [20, 21], version=0), fabric.T([9], [40], 0, version=0)
+        fabric.append(log, fabric.records(name, [root, then, then]))
+    fabric.append(log, [PreferenceAdded("good", "bad", None, "judge")])
+    dpo = {"name": "dpo", "batch_size": 1}
+    with pytest.raises(Exception, match="several_paths"):
+        fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=dpo, recipe={}))
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=dpo, recipe={"paths": "last"}))
+    [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    assert [ref["turn_id"] for ref in plan.samples] == ["good.2", "bad.2"]
+    assert replay_step(log, 0).bit_for_bit

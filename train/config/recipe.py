@@ -13,6 +13,7 @@ Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
 """Part of a checkpoint's path, so it must not lead out of the store."""
 Split = Literal["train", "teacher"]
 Status = Literal["completed", "truncated", "aborted", "failed"]
+Paths = Literal["all", "last", "longest"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 assert {"train", "teacher", "eval"} == set(SPLITS)
@@ -41,6 +42,10 @@ class RecipeConfig(Table):
     Policy gradients only."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
+    paths: Paths = "all"
+    """Which of a trajectory's root-to-leaf paths are trained on: each, with what several share trained in the
+    first; or one alone, with all of its tokens: the last that the client had, or that with the most trained
+    tokens."""
     group_statistics: Literal["kept", "all"] = "kept"
     """Whose rewards make a group's baseline and deviation, and say whether its rewards are all equal: those
     of the members that are trained on, or also those of the members that the recipe drops, as far as they

@@ -120,6 +120,7 @@ class Materializer:
             truncated=ref.truncated,
             erased=ref.erased,
             status=ref.status,
+            preferred=ref.preferred,
         )
 
 

@@ -239,7 +239,7 @@ class QueueSource:
         if trajectory_id in self._ended:
             return self._ended[trajectory_id].samples
         recipe = self._config.recipe
-        samples = samples_of(self._folding[trajectory_id], recipe.reward_source)
+        samples = samples_of(self._folding[trajectory_id], recipe.reward_source, recipe.paths)
         return [sample for sample in samples if is_candidate(sample, recipe)]
 
     def _check_patience(self, since: float) -> None:

@@ -62,6 +62,8 @@ class Candidate(Protocol):
     @property
     def chosen(self) -> bool: ...
     @property
+    def preferred(self) -> bool: ...
+    @property
     def erased(self) -> bool: ...
     @property
     def learnable(self) -> int: ...
@@ -82,6 +84,7 @@ class Candidates:
         trajectories: ids.
         succeeded: as they finished; false where that is not known, and so is `failed`.
         status: as they finished, as places in `STATUSES`, or `NO_STATUS`.
+        preferred: whether they are of a path that the recipe takes.
         chosen: whether the recipe's SQL conditions hold.
         unknown: number of trained tokens of unknown version.
         oldest: version of the oldest token, or `NOWHERE`; deciding: that by which it becomes too old.
@@ -96,6 +99,7 @@ class Candidates:
     succeeded: Bools
     failed: Bools
     status: Ints
+    preferred: Bools
     chosen: Bools
     rewards: npt.NDArray[np.float64]
     rewarded: Bools
@@ -196,7 +200,8 @@ def _where_needed(need: str, of: Bools, held: Held) -> Bools:
 
 
 def _ambiguous(of: Candidates, held: Held) -> Bools:
-    return in_several(of.trajectories) if "pairs" in held.algorithm.needs else np.zeros_like(of.chosen)
+    several = "pairs" in held.algorithm.needs and held.recipe.paths == "all"
+    return in_several(of.trajectories) if several else np.zeros_like(of.chosen)
 
 
 def _outside(of: Candidates, held: Held) -> Bools:
@@ -209,6 +214,8 @@ def _token(of: Candidates, held: Held, at: int) -> Json:
 
 
 RULES: Mapping[str, Rule] = {
+    # A path decides by itself which of a trajectory's tokens are its own, so this rule is the first.
+    "other_path": Rule(lambda of, held: ~of.preferred, lambda of, held, at: {"paths": held.recipe.paths}),
     "erased": Rule(lambda of, held: of.erased),
     "nothing_trainable": Rule(
         lambda of, held: of.learnable == 0, lambda of, held, at: {"tokens": int(of.lengths[at])}
@@ -267,6 +274,7 @@ def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
             [STATUSES.index(one.status) if one.status in STATUSES else NO_STATUS for one in candidates],
             np.int64,
         ),
+        preferred=np.array([one.preferred for one in candidates], np.bool_),
         chosen=np.array([one.chosen for one in candidates], np.bool_),
         rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
         unknown=np.array([one.unknown for one in candidates], np.int64),

@@ -72,7 +72,7 @@ class SampleRef:
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated: see `Sample`.
+        success, status, truncated, preferred: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -97,6 +97,7 @@ class SampleRef:
     truncated: bool
     chosen: bool
     erased: bool
+    preferred: bool
     length: int
     lowest_token: int
     highest_token: int
@@ -127,7 +128,7 @@ class References:
         length, trained_tokens, learnable, unknown: in tokens.
         oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
-        exact, erased: see `SampleRef`.
+        exact, erased: see `SampleRef`; preferred: see `Sample`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
 
@@ -151,6 +152,7 @@ class References:
     highest: Ints
     exact: Bools
     erased: Bools
+    preferred: Bools
     turn_rewards: Mapping[str, float]
 
     def __len__(self) -> int:
@@ -177,6 +179,7 @@ class References:
             deciding=self.deciding[at],
             exact=self.exact[at],
             erased=self.erased[at],
+            preferred=self.preferred[at],
             learnable=self.learnable[at],
             lengths=self.length[at],
             lowest=self.lowest[at],
@@ -199,6 +202,7 @@ class References:
                 deciding=None if self.deciding[sample] == NOWHERE else int(self.deciding[sample]),
                 truncated=bool(self.truncated[sample]),
                 erased=bool(self.erased[sample]),
+                preferred=bool(self.preferred[sample]),
                 length=int(self.length[sample]),
                 lowest_token=int(self.lowest[sample]),
                 highest_token=int(self.highest[sample]),
@@ -255,7 +259,8 @@ def find_references(
         several = 0 < recipe.deciding_share < 1  # the oldest and the newest token are known of each turn
         spans = spans_of_several(connection) if several else {}
     turns = _in_turn_order(log, cut, trajectories, turns)
-    return _references(run, trajectories, turns, rewards, recipe.deciding_share, spans)
+    paths = path_columns(turns, recipe.paths)
+    return _references(run, trajectories, turns, paths, rewards, recipe.deciding_share, spans)
 
 
 def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
@@ -279,11 +284,11 @@ def _references(
     run: str,
     trajectories: pa.Table,
     turns: pa.Table,
+    paths: PathColumns,
     rewards: Mapping[str, float],
     share: float,
     spans: Spans,
 ) -> References:
-    paths = path_columns(turns)
     starts, path = paths.starts, paths.path
     completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
     sampled = paths.owned & _flags(turns, "delivered")[path]
@@ -323,6 +328,7 @@ def _references(
         highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
         exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
         erased=spoiled,
+        preferred=paths.preferred,
         turn_rewards=rewards,
     )
 

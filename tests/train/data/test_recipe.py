@@ -303,6 +303,7 @@ def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> 
         deciding=0,
         success=None,
         status="completed",
+        preferred=True,
         truncated=False,
         chosen=True,
         erased=False,
