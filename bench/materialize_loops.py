@@ -64,6 +64,8 @@ def _candidates(groups: list[str], ids: list[str], rewards: Floats, versions: In
         failed=~true,
         status=none,
         preferred=true,
+        infinite=~true,
+        turn_rewards=np.zeros(len(rewards)),
         chosen=true,
         rewards=rewards,
         rewarded=true,

@@ -14,7 +14,12 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.digest import digest_arrays
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import PreferenceAdded, SampleDropped, StepCommitted, StepPlanned
+from rollbook.store.events import (
+    PreferenceAdded,
+    SampleDropped,
+    StepCommitted,
+    StepPlanned,
+)
 from rollbook.testing.ledger import fold_ledger
 from rollbook.train.data.experience import age_weights, trained_masks
 from rollbook.train.data.samples import all_samples
@@ -374,4 +379,28 @@ def test_one_path_is_a_side_of_a_pair(fabric: Any, tmp_path: Path) -> None:
     fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=dpo, recipe={"paths": "last"}))
     [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
     assert [ref["turn_id"] for ref in plan.samples] == ["good.2", "bad.2"]
+    assert replay_step(log, 0).bit_for_bit
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(
+    fabric: Any, log: Store, source: str
+) -> None:
+    """A logprob of the engine: the step is taken without its sample, and replays."""
+    made: list[Any] = []
+    for i in range(4):
+        logprobs = (-1.0, -np.inf if i == 0 else -2.0)
+        turns = [fabric.T([5, 6 + i], [20, 21], version=0, logprobs=logprobs)]
+        made += fabric.records(f"d{i}", turns, group="d", reward=float(i))
+    fabric.append(log, made)
+    algorithm = {"name": "policy_gradient", "groups": 4, "group_size": 4}
+    fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm), source)
+    events = [event.record for event in log.events()]
+    drops = {e.trajectory_id: (e.rule, e.detail) for e in events if isinstance(e, SampleDropped)}
+    assert {name: rule for name, rule in drops.items() if name[0] == "d"} == {
+        "d0": ("logprob_not_finite", {})
+    }
+    plans = [e for e in events if isinstance(e, StepPlanned)]
+    assert len(plans) == 1
+    assert {ref["trajectory_id"] for ref in plans[0].samples} >= {"d1", "d2", "d3"}
     assert replay_step(log, 0).bit_for_bit

@@ -189,6 +189,7 @@ class GroupPolicyGradient(Algorithm):
         wanted: dict[Need, bool] = {
             "logprobs": True,
             "rewards": True,
+            "turn_rewards": self.turn_rewards,
             "groups": self.group_size > 1,
             "old": self.old == "trainer",
             "reference": self.kl > 0 or self.reward_kl > 0,

@@ -64,6 +64,10 @@ class Candidate(Protocol):
     @property
     def preferred(self) -> bool: ...
     @property
+    def infinite(self) -> bool: ...
+    @property
+    def turn_reward(self) -> float: ...
+    @property
     def erased(self) -> bool: ...
     @property
     def learnable(self) -> int: ...
@@ -85,6 +89,8 @@ class Candidates:
         succeeded: as they finished; false where that is not known, and so is `failed`.
         status: as they finished, as places in `STATUSES`, or `NO_STATUS`.
         preferred: whether they are of a path that the recipe takes.
+        infinite: whether a trained token's logprob is.
+        turn_rewards: float64, the first reward of a trained turn that is no number, or 0.
         chosen: whether the recipe's SQL conditions hold.
         unknown: number of trained tokens of unknown version.
         oldest: version of the oldest token, or `NOWHERE`; deciding: that by which it becomes too old.
@@ -100,6 +106,8 @@ class Candidates:
     failed: Bools
     status: Ints
     preferred: Bools
+    infinite: Bools
+    turn_rewards: npt.NDArray[np.float64]
     chosen: Bools
     rewards: npt.NDArray[np.float64]
     rewarded: Bools
@@ -195,6 +203,12 @@ def _reward(of: Candidates, held: Held, at: int) -> Json:
     return {"reward": reward, "min_reward": held.recipe.min_reward}
 
 
+def _odd_reward(of: Candidates, held: Held, at: int) -> Json:
+    if not np.isfinite(of.rewards[at]):
+        return {"reward": str(float(of.rewards[at]))}
+    return {"turn_reward": str(float(of.turn_rewards[at]))}
+
+
 def _where_needed(need: str, of: Bools, held: Held) -> Bools:
     return of if need in held.algorithm.needs else np.zeros_like(of)
 
@@ -241,10 +255,14 @@ RULES: Mapping[str, Rule] = {
     ),
     "min_reward": Rule(_too_little, _reward),
     "reward_not_finite": Rule(
-        lambda of, held: _where_needed("rewards", ~np.isfinite(of.rewards), held),
-        lambda of, held, at: {"reward": str(float(of.rewards[at]))},
+        lambda of, held: (
+            _where_needed("rewards", ~np.isfinite(of.rewards), held)
+            | _where_needed("turn_rewards", ~np.isfinite(of.turn_rewards), held)
+        ),
+        _odd_reward,
     ),
     "no_logprobs": Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
+    "logprob_not_finite": Rule(lambda of, held: _where_needed("logprobs", of.infinite, held)),
     # A preference is between trajectories: of one with several samples it does not say which is meant.
     "several_paths": Rule(_ambiguous),
 }
@@ -275,6 +293,8 @@ def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
             np.int64,
         ),
         preferred=np.array([one.preferred for one in candidates], np.bool_),
+        infinite=np.array([one.infinite for one in candidates], np.bool_),
+        turn_rewards=np.array([one.turn_reward for one in candidates], np.float64),
         chosen=np.array([one.chosen for one in candidates], np.bool_),
         rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
         unknown=np.array([one.unknown for one in candidates], np.int64),

@@ -23,7 +23,7 @@ from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
-from rollbook.train.data.deciding import Spans, deciding_versions, spans_of_several
+from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
 from rollbook.train.data.path_columns import PathColumns, path_columns
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
@@ -57,7 +57,7 @@ _TURNS = """
            s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version, s.max_version,
            s.finish_reason,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
-           s.lowest_token, s.highest_token, s.prompt_sha256
+           s.lowest_token, s.highest_token, s.prompt_sha256, s.sum_logprob
     FROM internal.turn_scalars s JOIN chosen t USING (trajectory_id)
     WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
 
@@ -72,7 +72,7 @@ class SampleRef:
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated, preferred: see `Sample`.
+        success, status, truncated, preferred, infinite, turn_reward: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -98,6 +98,8 @@ class SampleRef:
     chosen: bool
     erased: bool
     preferred: bool
+    infinite: bool
+    turn_reward: float
     length: int
     lowest_token: int
     highest_token: int
@@ -128,7 +130,7 @@ class References:
         length, trained_tokens, learnable, unknown: in tokens.
         oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
-        exact, erased: see `SampleRef`; preferred: see `Sample`.
+        exact, erased: see `SampleRef`; preferred, infinite, turn_reward: see `Sample`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
 
@@ -153,6 +155,8 @@ class References:
     exact: Bools
     erased: Bools
     preferred: Bools
+    infinite: Bools
+    turn_reward: npt.NDArray[np.float64]
     turn_rewards: Mapping[str, float]
 
     def __len__(self) -> int:
@@ -180,6 +184,8 @@ class References:
             exact=self.exact[at],
             erased=self.erased[at],
             preferred=self.preferred[at],
+            infinite=self.infinite[at],
+            turn_rewards=self.turn_reward[at],
             learnable=self.learnable[at],
             lengths=self.length[at],
             lowest=self.lowest[at],
@@ -203,6 +209,8 @@ class References:
                 truncated=bool(self.truncated[sample]),
                 erased=bool(self.erased[sample]),
                 preferred=bool(self.preferred[sample]),
+                infinite=bool(self.infinite[sample]),
+                turn_reward=float(self.turn_reward[sample]),
                 length=int(self.length[sample]),
                 lowest_token=int(self.lowest[sample]),
                 highest_token=int(self.highest[sample]),
@@ -329,6 +337,8 @@ def _references(
         exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
         erased=spoiled,
         preferred=paths.preferred,
+        infinite=of_sample.sum((tokens > 0) & ~_finite(turns["sum_logprob"])[path]) > 0,
+        turn_reward=odd_rewards(rewards, turns, paths, tokens),
         turn_rewards=rewards,
     )
 
@@ -370,6 +380,10 @@ def _codes(status: pa.ChunkedArray) -> Ints:
 
 def _flags(table: pa.Table, name: str) -> Bools:
     return np.asarray(table[name].fill_null(False).to_numpy(), np.bool_)
+
+
+def _finite(sums: pa.ChunkedArray) -> Bools:
+    return np.asarray(pc.is_finite(sums.cast(pa.float64())).fill_null(True).to_numpy(), np.bool_)
 
 
 def _numbers(table: pa.Table, name: str) -> Ints:

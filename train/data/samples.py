@@ -105,6 +105,18 @@ class Sample:
         return not np.isnan(self.logprobs).any()
 
     @property
+    def infinite(self) -> bool:
+        """Whether the logprob of a trained token is infinite."""
+        return bool(np.isinf(self.logprobs).any())
+
+    @property
+    def turn_reward(self) -> float:
+        """The first reward of a trained turn of its path that is no number; 0 if all are."""
+        turns = zip(self.turn_ids, self.turn_ends, strict=True)
+        rewards = (self.rewards.get(turn, 0.0) for turn, end in turns if self.loss_mask[end - 1])
+        return next((reward for reward in rewards if not np.isfinite(reward)), 0.0)
+
+    @property
     def oldest_version(self) -> int | None:
         """Version of its oldest trained token, or None if none has one."""
         known = self.versions[self.loss_mask & (self.versions >= 0)]

@@ -143,7 +143,7 @@ def _run_policy(
         return total / divisor
 
     if finite:
-        check_batch(batch)
+        check_batch(batch, exact="logprobs" in algorithm.needs)
     policy.forward_backward(batch.micro_batches, loss_of)
     if finite:
         for stage in (given, "losses"):

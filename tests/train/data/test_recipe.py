@@ -8,14 +8,19 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.store.events import RewardAssigned
 from rollbook.store.fold.trajectory import fold
+from rollbook.train.algorithms.combinations import PolicyGradient
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.deciding import odd_rewards
+from rollbook.train.data.path_columns import PathColumns
 from rollbook.train.data.recipe import ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, all_samples
@@ -195,6 +200,49 @@ def test_a_reward_that_is_no_number(fabric: Any, reward: float) -> None:
     assert len(select(_samples(fabric, *members), RecipeConfig(), SFT, 0)[0]) == 3, "it learns from none"
 
 
+TURNS = PolicyGradient.model_validate({"name": "policy_gradient", "group_size": 2, "turn_rewards": True})
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_turns_reward_that_is_no_number(fabric: Any, reward: float) -> None:
+    """Where rewards of turns count, its sample is dropped; not for a turn that is not trained."""
+    members = [*fabric.records("a", reward=0.0, group="g"), RewardAssigned("a", "a.0", reward)]
+    unseen = fabric.records("b", [fabric.T(), fabric.T([5], [6], 0, delivered=False)], reward=1.0, group="g")
+    unseen.append(RewardAssigned("b", "b.1", reward))
+    samples = _samples(fabric, members, unseen)
+    recipe = RecipeConfig(drop_zero_variance=False)
+    kept, drops = select(samples, recipe, TURNS, 0)
+    told = [(d.sample.name, d.rule, d.detail) for d in drops]
+    assert told == [("a", "reward_not_finite", {"turn_reward": str(reward)})]
+    assert [s.name for s in kept] == ["b"]
+    assert len(select(samples, recipe, GRPO, 0)[0]) == 2
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+def test_a_logprob_that_is_infinite(fabric: Any, value: float) -> None:
+    """No ratio can be taken to it; an algorithm that takes none has its sample."""
+    samples = _samples(
+        fabric,
+        fabric.records("a", [fabric.T(completion=(3, 4), logprobs=(-1.0, value))], reward=0.0, group="g"),
+        fabric.records("b", reward=1.0, group="g"),
+    )
+    kept, drops = select(samples, RecipeConfig(drop_zero_variance=False), GRPO, 0)
+    assert [s.name for s in kept] == ["b"]
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [("a", "logprob_not_finite", {})]
+    assert len(select(samples, RecipeConfig(), SFT, 0)[0]) == 2
+
+
+def test_a_turns_reward_in_columns() -> None:
+    """The first that is no number on each path, of turns that have loss there."""
+    turns = pa.table({"turn_id": ["a", "b", "c", "d"]})
+    path, none = np.array([0, 1, 2, 3]), np.ones(3, np.bool_)
+    paths = PathColumns(np.array([0, 2, 3, 4]), path, np.ones(4, np.bool_), none)
+    rewards = {"a": 1.0, "b": math.inf, "c": -math.inf, "d": 2.0}
+    assert odd_rewards(rewards, turns, paths, np.array([1, 1, 1, 1])).tolist() == [math.inf, -math.inf, 0.0]
+    assert odd_rewards(rewards, turns, paths, np.array([1, 1, 0, 1])).tolist() == [math.inf, 0.0, 0.0]
+    assert odd_rewards({"a": 1.0}, turns, paths, np.ones(4, np.int64)).tolist() == [0.0] * 3
+
+
 MEMBER = st.tuples(st.sampled_from(["g", "h", None]), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]))
 
 
@@ -304,6 +352,8 @@ def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> 
         success=None,
         status="completed",
         preferred=True,
+        infinite=False,
+        turn_reward=0.0,
         truncated=False,
         chosen=True,
         erased=False,
