@@ -15,6 +15,7 @@ from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.held_out import learns_from_samples
+from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.megatron.shape import ModelShape, shape_to_train
 from rollbook.train.megatron.weight_names import weight_shapes
 
@@ -49,18 +50,22 @@ def preflight(config: TrainConfig, log: Store | None, cut: Cut, source: str, mem
         CorruptionError: a file of the log is damaged.
     """
     checks = [*_algorithm(config), _staleness(config, source)]
+    try:
+        shape = shape_to_train(config.model, config.algorithm.head_width)
+        limits, unreadable = ModelLimits(shape.vocab, shape.context), None
+    except ModelError as error:
+        shape, limits, unreadable = None, None, error
     applied = None
     if log is not None:
-        applied = apply_recipe(log, cut, config.run, config.policy, config.recipe, config.algorithm)
+        which = (config.run, config.policy, config.recipe, config.algorithm)
+        applied = apply_recipe(log, cut, *which, limits=limits)
         checks += [
             *_data(config, applied, source),
             *_rewards(config, log, cut),
             _evaluation(config, log, cut, source),
         ]
-    try:
-        shape = shape_to_train(config.model, config.algorithm.head_width)
-    except ModelError as error:
-        return [Check("model", "red", str(error), "model"), *checks]
+    if shape is None:
+        return [Check("model", "red", str(unreadable), "model"), *checks]
     longest = max((ref.length for ref in applied.kept), default=0) if applied else 0
     return [
         Check("model", "green", f"{shape.family}, {parameters(shape):,} parameters"),

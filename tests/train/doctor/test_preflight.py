@@ -116,3 +116,14 @@ def test_the_command(
     assert [c["name"] for c in orjson.loads(out) if c["verdict"] == "red"] == ["data", "rewards"]
     code, out, _ = cli("preflight", path, "--json")
     assert [c["name"] for c in orjson.loads(out)] == ["model", "memory", "batch", "kl", "staleness"]
+
+
+def test_what_the_model_cannot_be_given_is_counted(fabric: Any, recorded: Callable[..., Store]) -> None:
+    """Ids beyond its vocabulary and paths beyond its context, each by its rule."""
+    log = recorded()
+    long, odd = fabric.T([1] * 70, [20]), fabric.T([1], [fabric.VOCAB])
+    for name, turn in (("long", long), ("odd", odd)):
+        fabric.append(log, fabric.records(name, [turn], group=name, reward=1.0), lane=name)
+    config = fabric.config(fabric.GRPO)
+    [data] = [c for c in preflight(config, log, log.head(), "cut", MEMORY) if c.name == "data"]
+    assert {"too_long 1", "outside_vocabulary 1"} <= set(data.said.partition("dropped: ")[2].split(", "))
