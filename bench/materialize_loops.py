@@ -10,8 +10,9 @@ import numpy as np
 from rollbook.store.events import Json
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Floats, Ints, Rollouts
-from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.recipe import Candidates, sort_out
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.recipe import Candidates
+from rollbook.train.data.sorting import sort_out
 
 TOKENS = 4
 """Trained tokens of each sample."""
@@ -61,6 +62,10 @@ def _candidates(groups: list[str], ids: list[str], rewards: Floats, versions: In
         trajectories=np.array(ids, np.object_),
         succeeded=true,
         failed=~true,
+        status=none,
+        preferred=true,
+        infinite=~true,
+        turn_rewards=np.zeros(len(rewards)),
         chosen=true,
         rewards=rewards,
         rewarded=true,

@@ -122,9 +122,9 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
     from rollbook.store.fold.history import fold_history
     from rollbook.train.config.config import parse_config
     from rollbook.train.config.phase import family_in
-    from rollbook.train.data.recipe import select
     from rollbook.train.data.samples import all_samples
     from rollbook.train.data.selection import Selection
+    from rollbook.train.data.sorting import select
     from rollbook.train.loop.trainer import Trainer
     from rollbook.train.megatron.ranks import Ranks
 

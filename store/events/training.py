@@ -103,6 +103,10 @@ class StepPlanned:
     until one of them is committed also `samples` and `partition`, of all of it. `critic` is null where the
     algorithm has none; otherwise it says its `optimizer`, its `learning_rate`, and whether it learns `alone`.
     `packed` says that the model was given the samples of a micro-batch one after the other, without padding.
+    `others` are trajectories of the samples' groups that the recipe dropped, and whose rewards the samples
+    were compared with: each with its `trajectory_id`, `run`, `group`, `reward`, its `tokens` that could have
+    been trained, and whether it was `truncated`. It is null where there is none, and after the first
+    committed step on a rollout batch.
     """
 
     KIND: ClassVar[str] = "step.planned"
@@ -126,6 +130,7 @@ class StepPlanned:
     rollout_batch: Json | None = None
     critic: Json | None = None
     packed: bool = False
+    others: list[Json] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ VERSIONS: Mapping[str, int] = {
     "policy.activated": 2,
     "reward.assigned": 2,
     "sample.dropped": 2,
-    "step.planned": 3,
+    "step.planned": 4,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
@@ -47,6 +47,11 @@ def _step_planned_1(values: Values) -> Values:
 def _step_planned_2(values: Values) -> Values:
     """Version 3 says whether samples were packed. Before, they were padded."""
     return values | {"packed": False}
+
+
+def _step_planned_3(values: Values) -> Values:
+    """Version 4 says which dropped members of their groups samples were compared with. Before, with none."""
+    return values | {"others": None}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -87,6 +92,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("sample.dropped", 1): _sample_dropped_1,
     ("step.planned", 1): _step_planned_1,
     ("step.planned", 2): _step_planned_2,
+    ("step.planned", 3): _step_planned_3,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,

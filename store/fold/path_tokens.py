@@ -42,13 +42,16 @@ class PathTokens:
     ends: tuple[int, ...]
 
 
-def path_tokens(trajectory: Trajectory) -> Iterator[PathTokens]:
+def path_tokens(trajectory: Trajectory, before: str | None = None) -> Iterator[PathTokens]:
     """Every path of completed turns, leaves in turn order.
+
+    Args:
+        before: a leaf that owns all of its path, before the first one; None: there is none.
 
     Raises:
         CorruptionError: a prompt does not fold to the ids that were sent.
     """
-    for turns, owned in trajectory.owned_paths():
+    for turns, owned in trajectory.owned_paths(before):
         yield _tokens(trajectory, turns, owned)
 
 

@@ -12,27 +12,38 @@ class OwnedPath:
 
     Attributes:
         nodes: places of its turns, from the root to the leaf.
-        owned: of each, whether this is the first path it is on, whose tokens it therefore counts for.
+        owned: of each, whether this path owns it, so that its tokens count for this path.
     """
 
     nodes: tuple[int, ...]
     owned: tuple[bool, ...]
 
 
-def owned_paths(parents: Sequence[int]) -> Iterator[OwnedPath]:
+def owned_paths(parents: Sequence[int], before: int | None = None) -> Iterator[OwnedPath]:
     """Every root-to-leaf path, leaves in order: the first leaf owns what it shares with later ones.
 
     Args:
         parents: place of each turn's parent, -1 for a root.
+        before: a leaf that owns all of its path, before the first one; None: there is none.
     """
-    inner, seen = set(parents), [False] * len(parents)
-    for leaf in range(len(parents)):
-        if leaf in inner:
-            continue
-        nodes = [leaf]
-        while (parent := parents[nodes[-1]]) >= 0:
-            nodes.append(parent)
-        nodes.reverse()
-        yield OwnedPath(tuple(nodes), tuple(not seen[node] for node in nodes))
+    seen = [False] * len(parents)
+    kept = set() if before is None else set(path_to(before, parents))
+    for leaf in leaves(parents):
+        nodes = path_to(leaf, parents)
+        yield OwnedPath(nodes, tuple(leaf == before or not (seen[n] or n in kept) for n in nodes))
         for node in nodes:
             seen[node] = True
+
+
+def leaves(parents: Sequence[int]) -> list[int]:
+    """The turns that no turn extends, in order."""
+    inner = set(parents)
+    return [turn for turn in range(len(parents)) if turn not in inner]
+
+
+def path_to(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:
+    """The turns from the root to a leaf."""
+    nodes = [leaf]
+    while (parent := parents[nodes[-1]]) >= 0:
+        nodes.append(parent)
+    return tuple(reversed(nodes))

@@ -128,12 +128,22 @@ class Trajectory:
         for turns, _ in self.owned_paths():
             yield turns
 
-    def owned_paths(self) -> Iterator[tuple[tuple[Turn, ...], tuple[bool, ...]]]:
-        """The same, with whether each turn's tokens count for this path: `store.fold.paths`."""
+    def owned_paths(self, before: str | None = None) -> Iterator[tuple[tuple[Turn, ...], tuple[bool, ...]]]:
+        """The same, with whether each turn's tokens count for this path: `store.fold.paths`.
+
+        Args:
+            before: a leaf that owns all of its path.
+        """
+        done, parents = self.completed()
+        place = next((at for at, turn in enumerate(done) if turn.turn_id == before), None)
+        for path in owned_paths(parents, place):
+            yield tuple(done[node] for node in path.nodes), path.owned
+
+    def completed(self) -> tuple[list[Turn], list[int]]:
+        """Its completed turns, in order, and the place of each one's parent among them, -1 for a root."""
         done = [turn for turn in self.turns.values() if turn.completed is not None]
         places = {turn.turn_id: place for place, turn in enumerate(done)}
-        for path in owned_paths([places.get(turn.requested.parent_turn_id or "", -1) for turn in done]):
-            yield tuple(done[node] for node in path.nodes), path.owned
+        return done, [places.get(turn.requested.parent_turn_id or "", -1) for turn in done]
 
     def messages(self, turn: Turn) -> list[Json]:
         """The request's messages exactly as the client sent them."""

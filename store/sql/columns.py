@@ -240,7 +240,7 @@ DROPS = (
     RUN,
     TRAJECTORY_ID,
     ViewColumn("turn_id", "VARCHAR", "leaf turn of the sample"),
-    ViewColumn("rule", "VARCHAR", "erased, staleness, zero_variance, no_version, no_reward or no_logprobs"),
+    ViewColumn("rule", "VARCHAR", "the rule that kept it out: [recipes](recipes.md) has all of them"),
     ViewColumn("recipe", "VARCHAR", "digest of the recipe"),
     ViewColumn("step", "BIGINT", "the step it was kept out of"),
     ViewColumn("detail", "JSON", "the numbers that the rule compared"),

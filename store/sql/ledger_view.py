@@ -95,7 +95,9 @@ _OWNER = """
 
 _USE = f"""
     attempt AS MATERIALIZED (
-      SELECT run, policy, step, attempt, cut, manifest FROM steps WHERE status = 'committed'
+      SELECT run, policy, step, attempt, cut, manifest,
+             coalesce(json_extract_string(manifest, '$.recipe.paths'), 'all') <> 'all' AS whole
+      FROM steps WHERE status = 'committed'
     ), dropped AS MATERIALIZED (
       SELECT d.*, p.policy FROM (
         SELECT lane, seq, run, step, trajectory_id, turn_id, {text("rule")} AS rule,
@@ -105,10 +107,11 @@ _USE = f"""
         ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
     ), any_use AS MATERIALIZED (
       SELECT ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
-             CAST(NULL AS VARCHAR) AS rule, cut
-      FROM (SELECT cut, unnest(CAST(json_extract(manifest, '$.samples') AS JSON[])) AS ref FROM attempt)
+             CAST(NULL AS VARCHAR) AS rule, cut, whole
+      FROM (SELECT cut, whole, unnest(CAST(json_extract(manifest, '$.samples') AS JSON[])) AS ref
+            FROM attempt)
       UNION
-      SELECT d.trajectory_id, d.turn_id, d.rule, a.cut
+      SELECT d.trajectory_id, d.turn_id, d.rule, a.cut, a.whole AND d.rule <> 'other_path'
       FROM dropped d JOIN attempt a ON a.run = d.run AND a.step = d.step AND a.attempt = d.attempt
                                    AND a.policy = coalesce(d.policy, a.policy)
     ), use AS MATERIALIZED (
@@ -130,7 +133,7 @@ _USE = f"""
       WHERE v.kind = 'turn.delivered'
     ), decided AS MATERIALIZED (
       SELECT v.trajectory_id, v.turn_id, coalesce(bool_or(x.rule IS NULL), false) AS trained,
-             min(x.rule) AS rule
+             coalesce(min(x.rule) FILTER (x.rule <> 'other_path'), min(x.rule)) AS rule
       FROM (
         SELECT u.trajectory_id, NULL AS turn_id, u.cut, u.rule
         FROM use u
@@ -138,7 +141,12 @@ _USE = f"""
         UNION ALL
         SELECT u.trajectory_id, o.turn_id, u.cut, u.rule
         FROM use u
-        JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id) x
+        JOIN owner o ON o.trajectory_id = u.trajectory_id AND o.leaf_turn_id = u.leaf_turn_id
+        UNION ALL
+        SELECT u.trajectory_id, c.turn_id, u.cut, u.rule
+        FROM use u
+        JOIN climb c ON c.trajectory_id = u.trajectory_id AND c.leaf_turn_id = u.leaf_turn_id
+        WHERE u.whole) x
       JOIN delivery v
         ON v.trajectory_id = x.trajectory_id AND (x.turn_id IS NULL OR v.turn_id = x.turn_id)
       LEFT JOIN held h ON h.cut = x.cut AND h.lane = v.lane
@@ -147,8 +155,15 @@ _USE = f"""
       GROUP BY v.trajectory_id, v.turn_id
     ), used AS (
       SELECT DISTINCT trajectory_id, leaf_turn_id FROM use
+    ), used_whole AS (
+      SELECT DISTINCT c.trajectory_id, c.turn_id
+      FROM use u JOIN climb c ON c.trajectory_id = u.trajectory_id AND c.leaf_turn_id = u.leaf_turn_id
+      WHERE u.whole
     )"""
 """What committed attempts consumed and dropped, at the cuts of their plans: what came later was masked.
+
+Where a recipe takes one path of a trajectory (`whole`), its sample has all turns of the path, and what is
+only on other paths was dropped by `other_path`.
 
 `finish` is joined before `held`: every end with every cut would be a row for each pair of them. `delivery`
 is by trajectory alone, so that few trajectories let most of the log be passed over."""
@@ -168,7 +183,8 @@ _TURN = """
                        WHEN g.rule IS NOT NULL THEN 'dropped'
                        WHEN t.split <> 'train' OR s.leaf_turn_id IS NOT NULL THEN 'kept out'
                        WHEN t.finished IS NULL THEN 'in flight'
-                       WHEN d.delivered IS NULL OR u.leaf_turn_id IS NOT NULL THEN 'kept out'
+                       WHEN d.delivered IS NULL OR u.leaf_turn_id IS NOT NULL OR w.turn_id IS NOT NULL
+                         THEN 'kept out'
                        ELSE 'waiting' END AS term,
              CASE WHEN d.tokens = 0 THEN 'text only'
                   WHEN t.opened IS NULL OR NOT d.asked THEN NULL
@@ -179,7 +195,7 @@ _TURN = """
                   WHEN s.leaf_turn_id IS NOT NULL THEN 'erased'
                   WHEN t.finished IS NULL THEN NULL
                   WHEN d.delivered IS NULL THEN 'undelivered'
-                  WHEN u.leaf_turn_id IS NOT NULL THEN 'late' END AS rule
+                  WHEN u.leaf_turn_id IS NOT NULL OR w.turn_id IS NOT NULL THEN 'late' END AS rule
       FROM done d
       LEFT JOIN single l ON l.trajectory_id = d.trajectory_id
       LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
@@ -189,6 +205,7 @@ _TURN = """
         AND s.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
       LEFT JOIN used u ON u.trajectory_id = d.trajectory_id
         AND u.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)
+      LEFT JOIN used_whole w ON w.trajectory_id = d.trajectory_id AND w.turn_id = d.turn_id
     )"""
 
 _PATH = """

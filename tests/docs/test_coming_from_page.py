@@ -17,7 +17,7 @@ from rollbook.cli.app import app
 from rollbook.store import Store
 from rollbook.store.sql import columns
 from rollbook.train.algorithms.grpo import Grpo
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 
 NOT_RUN = ("serve", "train", "replay", "tail")
 """They need a model, or go on until they are stopped."""

@@ -22,7 +22,8 @@ from rollbook.cli.app import app
 from rollbook.ingest.serve.settings import parse_settings
 from rollbook.store import Store
 from rollbook.store.settings import StoreSettings
-from rollbook.train.config.config import RecipeConfig, parse_config
+from rollbook.train.config.config import parse_config
+from rollbook.train.config.recipe import RecipeConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("store", "ingest", "train", "replay")

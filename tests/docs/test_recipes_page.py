@@ -15,6 +15,9 @@ from rollbook.store import Store
 from rollbook.train.config.files import load_recipe
 from rollbook.train.data.recipe import RULES
 
+OF_GROUPS = ("top_fraction", "group_incomplete", "zero_variance", "unpaired", "pair_broken")
+"""Rules that compare samples: `train/data/sorting.py` and `train/data/units.py` have them."""
+
 
 @pytest.fixture(scope="module")
 def page(root: Path) -> str:
@@ -45,4 +48,4 @@ def test_every_rule_is_there(page: str) -> None:
     """Those of samples, those of groups, and those of pairs."""
     table = page[page.index("| rule |") :].split("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(named) == sorted([*RULES, "top_fraction", "zero_variance", "unpaired", "pair_broken"])
+    assert sorted(named) == sorted([*RULES, *OF_GROUPS])

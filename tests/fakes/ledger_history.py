@@ -19,7 +19,7 @@ from rollbook.store.fold.trajectory import prompt_sha256
 
 RUNS = ("demo", "other")
 SPLITS = ("train", "train", "train", "eval", "teacher", "quarantine")
-RULES = ("erased", "staleness", "zero_variance")
+RULES = ("erased", "staleness", "zero_variance", "other_path")
 
 
 @dataclass
@@ -42,6 +42,10 @@ class Told:
         """Completed turns that no completed turn extends."""
         inner = {self.parents[turn_id] for turn_id in self.whole}
         return [turn_id for turn_id in self.whole if turn_id not in inner]
+
+    def last_leaf(self) -> str:
+        """The last of them that was delivered, or the last."""
+        return ([one for one in self.leaves() if one not in self.waiting] or self.leaves())[-1]
 
 
 class History:
@@ -193,6 +197,9 @@ class History:
         step = self._steps[run, policy]
         attempt = self._attempts[run, policy, step] + 1
         names = [(t.id, leaf) for t in self.told if t.finished and t.run == run for leaf in t.leaves()]
+        recipe = {"paths": "last"} if rng.random() < 0.3 else {}
+        if recipe:
+            names = [(t.id, t.last_leaf()) for t in self.told if t.finished and t.run == run and t.whole]
         rng.shuffle(names)
         used = rng.randint(0, len(names))
         for trajectory_id, turn_id in names[used : used + rng.randint(0, 2)]:
@@ -202,7 +209,7 @@ class History:
             return
         self._attempts[run, policy, step] = attempt
         cut = {lane: len(events) for lane, events in self.lanes.items()}
-        self._append(lane, run, self._plan(step, attempt, policy, names[:used], cut))
+        self._append(lane, run, self._plan(step, attempt, policy, names[:used], cut, recipe))
         end = rng.random()
         if end < 0.7:
             self._steps[run, policy] += 1
@@ -214,7 +221,13 @@ class History:
             self._append(lane, run, kinds.StepFailed(step, attempt, policy, "out of memory"))
 
     def _plan(
-        self, step: int, attempt: int, policy: str, names: Sequence[tuple[str, str]], cut: dict[str, int]
+        self,
+        step: int,
+        attempt: int,
+        policy: str,
+        names: Sequence[tuple[str, str]],
+        cut: dict[str, int],
+        recipe: dict[str, str],
     ) -> Any:
         samples = [{"trajectory_id": t, "turn_id": leaf} for t, leaf in names]
         if self._odd and self._rng.random() < 0.05:
@@ -227,7 +240,7 @@ class History:
                 step,
                 "phase",
                 format_cut(cut),
-                {},
+                recipe,
                 "digest",
                 samples,
                 [],

@@ -26,9 +26,9 @@ from rollbook.store.events import PolicyActivated, Record
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.testing.ports import free_port
 from rollbook.train.algorithms.grpo import Grpo
-from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.recipe import select
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.samples import all_samples
+from rollbook.train.data.sorting import select
 
 KEYS = ("--api-key", "some-key", "--admin-api-key", "admin-key")
 ENVIRONMENT = {"ROLLBOOK_ENGINE_KEY": "some-key", "ROLLBOOK_ENGINE_ADMIN_KEY": "admin-key"}

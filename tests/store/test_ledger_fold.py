@@ -123,7 +123,11 @@ def _trained(history: History) -> Counter[str]:
         trajectories = fold(history.events(parse_cut(plan.cut)))
         for ref in plan.samples:
             trajectory = trajectories[ref["trajectory_id"]]
-            [sample] = [s for s in samples_of(trajectory) if s.leaf_turn_id == ref["turn_id"]]
+            [sample] = [
+                s
+                for s in samples_of(trajectory, paths=plan.recipe.get("paths", "all"))
+                if s.leaf_turn_id == ref["turn_id"]
+            ]
             for turn_id in sample.turn_ids:
                 completed = trajectory.turns[turn_id].completed
                 assert completed is not None

@@ -74,6 +74,7 @@ def records(
     finished: bool = True,
     success: bool | None = None,
     labels: dict[str, Any] | None = None,
+    status: str = "completed",
 ) -> list[Record]:
     """The records of one trajectory; its id is `name`, its turns' ids `name.0`, `name.1`..."""
     made: list[Record] = [TrajectoryOpened(name, name, group, None, split, labels or {})]
@@ -92,7 +93,7 @@ def records(
     if reward is not None:
         made.append(RewardAssigned(name, None, reward))
     if finished:
-        made.append(TrajectoryFinished(name, success=success))
+        made.append(TrajectoryFinished(name, status, success))
     return made
 
 

@@ -10,8 +10,9 @@ import pytest
 from rollbook.store import Store
 from rollbook.store.fold.history import History
 from rollbook.store.upkeep.erase import erase_trajectory
-from rollbook.train.data.recipe import is_candidate, select
+from rollbook.train.data.recipe import is_candidate
 from rollbook.train.data.samples import samples_of
+from rollbook.train.data.sorting import select
 from rollbook.train.data.source import make_source
 
 

@@ -6,13 +6,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollbook import store as rb
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
+from rollbook.store.digest import digest_arrays
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import SampleDropped, StepCommitted, StepPlanned
+from rollbook.store.events import (
+    PreferenceAdded,
+    SampleDropped,
+    StepCommitted,
+    StepPlanned,
+)
+from rollbook.testing.ledger import fold_ledger
 from rollbook.train.data.experience import age_weights, trained_masks
 from rollbook.train.data.samples import all_samples
 
@@ -206,3 +214,193 @@ def test_a_decay_needs_versions(fabric: Any) -> None:
         ConfigError, match="age_decay weighs the tokens of policy gradients: sft has no versions"
     ):
         fabric.config(fabric.SFT, recipe={"splits": ["teacher"], "age_decay": 0.9})
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+@pytest.mark.parametrize(
+    ("statistics", "mean", "deviation"), [("kept", 2.5, 0.5**0.5), ("all", 1.5, 1.25**0.5)]
+)
+def test_group_statistics(
+    fabric: Any, log: Store, source: str, statistics: str, mean: float, deviation: float
+) -> None:
+    """The best two of rewards 0 to 3: by how much they are better than the two, or than all four."""
+    biased = "biased" if statistics == "all" else "unbiased"
+    config = fabric.config(
+        fabric.GRPO,
+        steps=1,
+        algorithm={
+            "name": "rloo",
+            "baseline": "group_mean",
+            "groups": 2,
+            "group_size": 4,
+            "deviation": biased,
+        },
+        recipe={"top_fraction": 0.5, "group_statistics": statistics},
+    )
+    fabric.train(log, config, source)
+    [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    rewards = np.array([float(ref["trajectory_id"][1]) for ref in plan.samples])
+    assert sorted(rewards.tolist()) == [2.0, 2.0, 3.0, 3.0]
+    expected = (rewards - mean) / (deviation + 1e-6)
+    assert done.digests["advantages"] == digest_arrays({"advantages": expected})
+    named = [(one["trajectory_id"], one["reward"], one["tokens"]) for one in plan.others or ()]
+    assert sorted(named) == (
+        [("a0", 0.0, 3), ("a1", 1.0, 3), ("b0", 0.0, 3), ("b1", 1.0, 3)] if biased == "biased" else []
+    )
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_equal_rewards_in_a_group_of_which_some_differ(fabric: Any, log: Store) -> None:
+    """What is left of it has an advantage, where the others count: it is no group of equal rewards."""
+    recipe = {"where": "reward >= 3 OR \"group\" = 'c'"}
+    with pytest.raises(Exception, match=r"rewards are all equal|are dropped by the rule"):
+        _train(fabric, log, recipe, groups=2)
+    used, dropped = _train(fabric, log, recipe | {"group_statistics": "all"}, groups=3)
+    assert (used, dropped) == (["a3", "b3"], {"not_chosen": 6, "zero_variance": 4})
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_group_statistics_of_several_steps(fabric: Any, log: Store) -> None:
+    """The first manifest of a rollout batch names the others; an interrupted training goes on with them."""
+    recipe = {"top_fraction": 0.5, "group_statistics": "all"}
+    algorithm = {
+        "name": "decoupled_ppo",
+        "groups": 2,
+        "group_size": 4,
+        "epochs": 2,
+        "reward_clip": [0.5, 9.0],
+    }
+    config = fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, recipe=recipe)
+    with fabric.killed_at(1):
+        fabric.train(log, config)
+    fabric.train(log, config)
+    plans = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    assert [len(plan.others or ()) for plan in plans] == [4, 0, 0]
+    done = [e.record.digests["advantages"] for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert len(done) == 2
+    assert [replay_step(log, step).bit_for_bit for step in (0, 1)] == [True, True]
+
+
+def test_group_statistics_need_groups(fabric: Any) -> None:
+    """Where no group is compared, nothing could be meant."""
+    for algorithm in ({"name": "sft"}, {"name": "ppo"}):
+        with pytest.raises(ConfigError, match=r'group_statistics = "all" is about the baselines of groups'):
+            fabric.config(fabric.GRPO, algorithm=algorithm, recipe={"group_statistics": "all"})
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+def test_incomplete_groups_and_statuses(fabric: Any, log: Store, source: str) -> None:
+    """A member that was cut short is not trained on, and with three members left its group is not either."""
+    made: list[Any] = []
+    for i, status in enumerate(("completed", "truncated", "completed", "completed")):
+        turns = [fabric.T([5, 6 + i], [20, 21], version=0)]
+        made += fabric.records(f"d{i}", turns, group="d", reward=float(i), status=status)
+    fabric.append(log, made)
+    recipe = {"statuses": ["completed"], "min_group": 4}
+    algorithm = {"name": "grpo", "groups": 2, "group_size": 4}
+    fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, recipe=recipe), source)
+    events = [event.record for event in log.events()]
+    [plan] = [e for e in events if isinstance(e, StepPlanned)]
+    assert sorted(ref["trajectory_id"] for ref in plan.samples) == _named("ab")
+    drops = {e.trajectory_id: (e.rule, e.detail) for e in events if isinstance(e, SampleDropped)}
+    incomplete = ("group_incomplete", {"members": 3, "min_group": 4})
+    status = ("status", {"status": "truncated", "statuses": ["completed"]})
+    assert {name: drops[name] for name in _named("d")} == {
+        "d0": incomplete,
+        "d1": status,
+        "d2": incomplete,
+        "d3": incomplete,
+    }
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_incomplete_groups_are_counted_where_no_step_is_filled(fabric: Any, log: Store) -> None:
+    """By the key that says so."""
+    recipe = {"where": "reward <> 2", "min_group": 4}
+    with pytest.raises(
+        Exception, match=r"6 are in groups of which fewer than 4 are kept \(recipe.min_group\)"
+    ):
+        _train(fabric, log, recipe)
+
+
+def test_what_min_group_cannot_mean(fabric: Any, log: Store) -> None:
+    """More members than a group has; groups where samples are taken one by one; a status that is none."""
+    with pytest.raises(ConfigError, match=r"min_group 5 is more than a group has"):
+        fabric.config(fabric.GRPO, recipe={"min_group": 5})
+    with pytest.raises(ConfigError, match="ppo takes samples one by one here"):
+        fabric.config(fabric.GRPO, algorithm={"name": "ppo"}, recipe={"min_group": 2})
+    with pytest.raises(ConfigError, match="min_group goes with --source cut: sft takes samples"):
+        fabric.train(log, fabric.config(fabric.SFT, recipe={"min_group": 2}), "tail")
+    with pytest.raises(ConfigError, match=r"recipe.statuses.0: "):
+        fabric.config(fabric.SFT, recipe={"statuses": ["done"]})
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+@pytest.mark.parametrize(
+    ("paths", "terms"),
+    [
+        ("all", {("trained", None): 4 * 6}),
+        ("last", {("trained", None): 4 * 3, ("dropped", "other_path"): 4 * 3}),
+        ("longest", {("trained", None): 4 * 5, ("dropped", "other_path"): 4}),
+    ],
+)
+def test_paths(fabric: Any, tmp_path: Path, source: str, paths: str, terms: dict[Any, int]) -> None:
+    """A root of two tokens, under it three and then one: each token has one term, and the step replays."""
+    log = rb.open(tmp_path / "branches", create=True)
+    for i in range(4):
+        root = fabric.T([5, 6 + i], [20, 21], version=0)
+        turns = [root, fabric.T([9], [40, 41, 42], 0, version=0), fabric.T([8], [50 + i], 0, version=0)]
+        fabric.append(log, fabric.records(f"t{i}", turns, group="g", reward=float(i)))
+    algorithm = {"name": "grpo", "groups": 1, "group_size": 4}
+    config = fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, recipe={"paths": paths})
+    fabric.train(log, config, source)
+    [done] = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
+    assert done.metrics["trained_tokens"] == terms["trained", None]
+    with rb.connect(log.path) as connection:
+        rows = connection.execute("select term, rule, tokens from ledger").fetchall()
+    assert {(term, rule): tokens for term, rule, tokens in rows} == terms
+    ledger = fold_ledger(log.events())
+    assert ledger.unaccounted() == {}
+    assert {where: entry.tokens for (_, where), entry in ledger.entries.items()} == terms
+    assert replay_step(log, 0).bit_for_bit
+
+
+def test_one_path_is_a_side_of_a_pair(fabric: Any, tmp_path: Path) -> None:
+    """A trajectory of several paths is no longer ambiguous where one is taken."""
+    log = rb.open(tmp_path / "pairs", create=True)
+    for name in ("good", "bad"):
+        root, then = fabric.T([5, 6], [20, 21], version=0), fabric.T([9], [40], 0, version=0)
+        fabric.append(log, fabric.records(name, [root, then, then]))
+    fabric.append(log, [PreferenceAdded("good", "bad", None, "judge")])
+    dpo = {"name": "dpo", "batch_size": 1}
+    with pytest.raises(Exception, match="several_paths"):
+        fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=dpo, recipe={}))
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=dpo, recipe={"paths": "last"}))
+    [plan] = [e.record for e in log.events() if isinstance(e.record, StepPlanned)]
+    assert [ref["turn_id"] for ref in plan.samples] == ["good.2", "bad.2"]
+    assert replay_step(log, 0).bit_for_bit
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(
+    fabric: Any, log: Store, source: str
+) -> None:
+    """A logprob of the engine: the step is taken without its sample, and replays."""
+    made: list[Any] = []
+    for i in range(4):
+        logprobs = (-1.0, -np.inf if i == 0 else -2.0)
+        turns = [fabric.T([5, 6 + i], [20, 21], version=0, logprobs=logprobs)]
+        made += fabric.records(f"d{i}", turns, group="d", reward=float(i))
+    fabric.append(log, made)
+    algorithm = {"name": "policy_gradient", "groups": 4, "group_size": 4}
+    fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm), source)
+    events = [event.record for event in log.events()]
+    drops = {e.trajectory_id: (e.rule, e.detail) for e in events if isinstance(e, SampleDropped)}
+    assert {name: rule for name, rule in drops.items() if name[0] == "d"} == {
+        "d0": ("logprob_not_finite", {})
+    }
+    plans = [e for e in events if isinstance(e, StepPlanned)]
+    assert len(plans) == 1
+    assert {ref["trajectory_id"] for ref in plans[0].samples} >= {"d1", "d2", "d3"}
+    assert replay_step(log, 0).bit_for_bit

@@ -178,7 +178,7 @@ def test_what_cannot_be_scored(fabric: Any, cli: Cli, store: Store) -> None:
     fabric.append(store, made)
     erase_trajectory(store, "a0-0", "asked")
     found = _score(cli, store)
-    left = {"too_long": 1, "not_in_vocab": 1, "nothing_sampled": 1, "erased": 1}
+    left = {"too_long": 1, "outside_vocabulary": 1, "nothing_sampled": 1, "erased": 1}
     assert found == {"scored": 65, "already_there": 0, "left_out": left}
     rewards = _rewards(store, "judge")
     assert not {"long", "odd", "silent", "open", "a0-0"} & set(rewards)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rollbook.train.algorithms.rollouts import Floats, Ints
+from rollbook.train.algorithms.rollouts import Floats, Ints, Others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +46,16 @@ def grouped(rewards: Floats, groups: Sequence[str], trajectories: Sequence[str])
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
     return _members(rewards[first[order]], group[first[order]], number[inverse])
+
+
+def with_others(of: Grouped, others: Others | None) -> Grouped:
+    """The trajectories of samples, and after them those that are only compared with."""
+    if others is None:
+        return of
+    groups = of.groups[of.of_sample[others.beside]]
+    return _members(
+        np.concatenate([of.rewards, others.rewards]), np.concatenate([of.groups, groups]), of.of_sample
+    )
 
 
 def _members(rewards: Floats, groups: Ints, of_sample: Ints) -> Grouped:

@@ -23,6 +23,6 @@ class Grpo(GroupPolicyGradient):
         """As any combination's; of its own baseline and deviation with the bits that the first release
         had."""
         own = (self.baseline, self.deviation, self.group_of_one)
-        if own != ("group_mean", "unbiased", "zero"):
+        if own != ("group_mean", "unbiased", "zero") or of.others is not None:
             return super().scores(rewards, of)
         return trajectory_advantages(rewards, of.groups, of.trajectories, self.std_epsilon)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.adapting import Moments, adapted, moments_of
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
-from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped
+from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped, with_others
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
 from rollbook.train.algorithms.keys import (
     Baseline,
@@ -49,6 +50,9 @@ from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
     import torch
+
+
+Bools = npt.NDArray[np.bool_]
 
 
 class GroupPolicyGradient(Algorithm):
@@ -195,6 +199,7 @@ class GroupPolicyGradient(Algorithm):
         wanted: dict[Need, bool] = {
             "logprobs": True,
             "rewards": True,
+            "turn_rewards": self.turn_rewards,
             "groups": self.group_size > 1,
             "old": self.old == "trainer",
             "reference": self.kl > 0 or self.reward_kl > 0,
@@ -219,7 +224,13 @@ class GroupPolicyGradient(Algorithm):
 
     def advantages(self, of: Rollouts) -> Advantages:
         """Reward less baseline, divided by the group's deviation; by tokens where a key speaks of tokens."""
-        rewards = self._shaped(of)
+        seen = self._moments(of)
+        if (others := of.others) is not None:
+            rewards = self._penalized(
+                self._normalized(others.rewards, seen), others.truncated, others.lengths
+            )
+            of = replace(of, others=replace(others, rewards=rewards))
+        rewards = self._shaped(of, seen)
         if self._kl_first:
             rewards = rewards - of_trajectories(self.reward_kl * self._divergences(of), of)
         scores = self.scores(rewards, of)
@@ -237,28 +248,38 @@ class GroupPolicyGradient(Algorithm):
             returns = discounted_returns(rewards, of.lengths, self.discount)
         return Advantages(self.whitened(returns), per_token=True)
 
-    def _shaped(self, of: Rollouts) -> Floats:
+    def _shaped(self, of: Rollouts, seen: Moments | None) -> Floats:
         """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
-        rewards = self._normalized(np.asarray(of.rewards, np.float64), of)
-        if self.truncated_reward is not None and of.truncated is not None:
-            members = grouped(rewards, of.groups, of.trajectories)
-            cut_off = np.bincount(members.of_sample, of.truncated) > 0
-            rewards = stopped_properly(rewards, cut_off[members.of_sample], self.truncated_reward)
+        rewards = self._normalized(np.asarray(of.rewards, np.float64), seen)
+        truncated, lengths = of.truncated, of.lengths
+        if self.truncated_reward is not None or self.overlong_length is not None:
+            of_sample = grouped(rewards, of.groups, of.trajectories).of_sample
+            lengths = np.bincount(of_sample, of.lengths)[of_sample].astype(np.int64)
+            if truncated is not None:
+                truncated = (np.bincount(of_sample, truncated) > 0)[of_sample]
+        return self._penalized(rewards, truncated, lengths)
+
+    def _penalized(self, rewards: Floats, truncated: Bools | None, lengths: Ints) -> Floats:
+        """Rewards of trajectories, of so many tokens each, less their penalties, and clipped."""
+        if self.truncated_reward is not None and truncated is not None:
+            rewards = stopped_properly(rewards, truncated, self.truncated_reward)
         if self.overlong_length is not None:
-            members = grouped(rewards, of.groups, of.trajectories)
-            lengths = np.bincount(members.of_sample, of.lengths)[members.of_sample]
             penalty = overlong_penalty(lengths, self.overlong_length, self.overlong_buffer)
             rewards = rewards + self.overlong_factor * penalty
         return rewards if self.reward_clip is None else rewards.clip(*self.reward_clip)
 
-    def _normalized(self, rewards: Floats, of: Rollouts) -> Floats:
-        """Rewards as the key `reward_normalization` says; the moments so far include these."""
+    def _moments(self, of: Rollouts) -> Moments | None:
+        """The moments that rewards are normalized by, which include those of these samples; None: by none."""
         if self.reward_normalization == "none":
-            return rewards
+            return None
         seen = Moments(*(self.reward_moments or ())) if self.reward_normalization == "running" else Moments()
-        once = self.reward_moments_of == "trajectories"
+        once, rewards = self.reward_moments_of == "trajectories", np.asarray(of.rewards, np.float64)
         counted = grouped(rewards, of.groups, of.trajectories).rewards if once else rewards
-        return seen.with_more(Moments.of(counted)).normalized(rewards)
+        return seen.with_more(Moments.of(counted))
+
+    def _normalized(self, rewards: Floats, seen: Moments | None) -> Floats:
+        """Rewards as the key `reward_normalization` says."""
+        return rewards if seen is None else seen.normalized(rewards)
 
     @property
     def adapts(self) -> bool:
@@ -283,7 +304,7 @@ class GroupPolicyGradient(Algorithm):
     def scores(self, rewards: Floats, of: Rollouts) -> Floats:
         """What becomes of each sample's reward, [N]."""
         members = grouped(np.asarray(rewards, np.float64), of.groups, of.trajectories)
-        return self._compared(members)[members.of_sample]
+        return self._compared(with_others(members, of.others))[members.of_sample]
 
     def _compared(self, members: Grouped) -> Floats:
         baseline, asked = part(BASELINES, self.baseline), members.rewards.shape

@@ -15,6 +15,22 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Others:
+    """K trajectories that are not trained on, but count in the group that a sample is compared with.
+
+    Attributes:
+        beside: int64 [K], the place of a sample of the same group.
+        rewards: float64 [K]; lengths: int64 [K], tokens that could have been trained.
+        truncated: bool [K], as of samples.
+    """
+
+    beside: Ints
+    rewards: Floats
+    lengths: Ints
+    truncated: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rollouts:
     """N samples; their trained tokens lie one after the other, P in all.
 
@@ -28,6 +44,7 @@ class Rollouts:
         reference_logprobs: float32 [P], of the reference policy; None where the algorithm needs none.
         values: float32 [P], the critic's; None where the algorithm needs none.
         turns: int64 [P], of each token the number of its turn within its sample; None: each sample is one.
+        others: further members of the samples' groups; None: there are none.
     """
 
     rewards: Floats
@@ -40,6 +57,7 @@ class Rollouts:
     reference_logprobs: Singles | None = None
     values: Singles | None = None
     turns: Ints | None = None
+    others: Others | None = None
 
     @property
     def last(self) -> Ints:

@@ -18,83 +18,17 @@ from pydantic import (
 
 from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import ConfigError
-from rollbook.store.events import SPLITS, Json
+from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
+from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.config.recipe import Name, RecipeConfig
 from rollbook.train.table import Count, Positive, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]{0,127}$")]
-"""Part of a checkpoint's path, so it must not lead out of the store."""
-Split = Literal["train", "teacher"]
-
-assert {"train", "teacher", "eval"} == set(SPLITS)
-
-
-class RecipeConfig(Table):
-    """Which samples of the log are trained on."""
-
-    splits: tuple[Split, ...] = ("train",)
-    """Splits of the trajectories that are trained on; `eval` can never be named here."""
-    source_runs: tuple[Name, ...] = ()
-    """Runs whose trajectories are trained on, with --source cut; absent: the run itself. Versions of another
-    run say nothing of this one's, so its tokens are never stale."""
-    reward_source: str = "agent"
-    """The reward source to train on: the `source` of `reward.assigned`."""
-    max_staleness: Count | None = None
-    """Drop samples whose oldest token is more than this many versions old; absent: never."""
-    stale_tokens: Literal["drop", "mask"] = "drop"
-    """With max_staleness: drop a sample for one token that is too old, or mask such tokens, and drop a sample
-    of which all are."""
-    stale_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """With max_staleness: drop a sample if more than this share of its trained tokens is too old; 1: if all
-    are. Absent: 0, or 1 where such tokens are masked."""
-    age_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What the loss of a token is multiplied by for each version of its age; 1: old tokens count as new ones.
-    Policy gradients only."""
-    drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
-    refill: bool = False
-    """Fill a step with other groups in the place of those that drop_zero_variance drops; otherwise it is
-    smaller."""
-    success: bool | None = None
-    """Only trajectories that finished with this `success`."""
-    min_reward: float | None = None
-    """Only trajectories with at least this reward."""
-    top_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of each group only this share of trajectories, those with the highest rewards, and at least one."""
-    labels: tuple[Annotated[str, Field(pattern=r"^[^=]+=.*$")], ...] = ()
-    """Only trajectories with all of these labels, each as name=value; with --source cut."""
-    models: tuple[str, ...] = ()
-    """Only trajectories whose turns all asked for one of these models; with --source cut."""
-    where: str | None = None
-    """Only trajectories for which this SQL condition on the view `trajectories` holds; with --source cut."""
-
-    preference_sources: tuple[str, ...] = ()
-    """Only preferences of these sources; empty: of all."""
-
-    def takes_preference(self, source: str) -> bool:
-        """Whether preferences of a source count."""
-        return not self.preference_sources or source in self.preference_sources
-
-    @property
-    def deciding_share(self) -> float:
-        """Share of a sample's trained tokens that may be too old: 0 to 1, where 1 leaves the newest one."""
-        if self.stale_share is not None:
-            return self.stale_share
-        return 1.0 if self.stale_tokens == "mask" else 0.0
-
-    @property
-    def asks_sql(self) -> bool:
-        """Whether a key is a condition in SQL."""
-        return bool(self.labels or self.models or self.where)
-
-    def runs(self, own: str) -> tuple[str, ...]:
-        """The runs whose trajectories are trained on."""
-        return self.source_runs or (own,)
 
 
 class OptimizerConfig(Table):
@@ -265,14 +199,14 @@ class TrainConfig(Table):
     """Rules of early stopping."""
 
     @model_validator(mode="after")
+    def _recipe_fits(self) -> TrainConfig:
+        check_recipe(self.recipe, self.algorithm)
+        return self
+
+    @model_validator(mode="after")
     def _fitting(self) -> TrainConfig:
         if self.critic is not None and "values" not in self.algorithm.needs:
             raise ValueError(f'[critic]: algorithm "{self.algorithm.algorithm_name}" has no critic')
-        if self.recipe.age_decay < 1 and "logprobs" not in self.algorithm.needs:
-            raise ValueError(
-                "recipe.age_decay weighs the tokens of policy gradients: "
-                f"{self.algorithm.algorithm_name} has no versions to go by"
-            )
         if "pairs" in self.algorithm.needs and (self.micro_batch_size or 2) % 2:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size}: the samples of a pair lie in one forward pass; "
@@ -281,11 +215,6 @@ class TrainConfig(Table):
         if self.micro_batch_size and self.tokens_per_micro_batch:
             raise ValueError(
                 "micro_batch_size pads samples, tokens_per_micro_batch packs them: name one of the two"
-            )
-        if self.algorithm.head_width and self.recipe.max_staleness is not None:
-            raise ValueError(
-                "recipe.max_staleness counts versions of the policy in training, and no token is sampled by "
-                "a reward model: leave it out"
             )
         if self.algorithm.head_width and self.sync is not None:
             raise ValueError(

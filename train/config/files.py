@@ -14,7 +14,8 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import RecipeConfig, TrainConfig, parse_config, said_wrong
+from rollbook.train.config.config import TrainConfig, parse_config, said_wrong
+from rollbook.train.config.recipe import RecipeConfig
 
 
 def load_config(path: Path, overrides: list[str]) -> TrainConfig:

@@ -11,8 +11,8 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.recipe import Drop
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.references import SampleRef, find_references
 from rollbook.train.data.units import sort_units
 
@@ -45,11 +45,13 @@ def apply_recipe(
     recipe: RecipeConfig,
     algorithm: Algorithm,
     version: int | None = None,
+    limits: ModelLimits | None = None,
 ) -> Applied:
     """Apply a recipe to all samples of a run's finished trajectories, used or not.
 
     Args:
         version: the policy's; absent: its newest at the cut.
+        limits: of the model; None where they are not known, and so not held against anything.
 
     Raises:
         CorruptionError: a file is damaged.
@@ -58,7 +60,7 @@ def apply_recipe(
     if version is None:
         version = fold_history(log.events_of(KINDS, cut), run, policy).version
     found = find_references(log, cut, run, recipe)
-    sorted_out = sort_units(found, log, cut, run, recipe, algorithm, version)
+    sorted_out = sort_units(found, log, cut, run, recipe, algorithm, version, limits)
     kept = np.unique(sorted_out.units)
     refs = dict(zip(kept.tolist(), found.refs(kept), strict=True))
     pairs = None

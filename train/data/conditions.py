@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollbook.store.events import Json
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The version by which a sample becomes too old, of samples that are known by the columns of their turns."""
+"""What decides on samples that are known by the columns of their turns: the version by which one becomes too
+old, and a reward that is no number."""
 
 from __future__ import annotations
 
@@ -57,4 +58,24 @@ def deciding_versions(share: float, turns: pa.Table, paths: PathColumns, known: 
     places = np.cumsum(totals) - totals + deciding_places(share, totals)
     found = np.full(count, -1, np.int64)
     found[some] = versions[order][np.searchsorted(np.cumsum(tokens[order]), places[some], side="right")]
+    return found
+
+
+def odd_rewards(
+    rewards: Mapping[str, float], turns: pa.Table, paths: PathColumns, tokens: Ints
+) -> npt.NDArray[np.float64]:
+    """Of each path the first reward of a turn that is no number; 0 where it has none, float64 [N].
+
+    Args:
+        rewards: turn -> its reward.
+        tokens: with loss, of each turn on each path: a turn without one has no reward there.
+    """
+    found = np.zeros(len(paths.starts) - 1)
+    odd = {turn_id: reward for turn_id, reward in rewards.items() if not np.isfinite(reward)}
+    if not odd:
+        return found
+    named = {row: odd[name] for row, name in enumerate(turns["turn_id"].to_pylist()) if name in odd}
+    of_path = np.repeat(np.arange(len(found)), np.diff(paths.starts))
+    for at in np.flatnonzero(np.isin(paths.path, list(named)) & (tokens > 0))[::-1]:
+        found[of_path[at]] = named[int(paths.path[at])]
     return found

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts, Singles
+from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Others, Rollouts, Singles
 from rollbook.train.algorithms.shapes import held_advantages, shaped
 from rollbook.train.data.samples import Sample
 
@@ -178,6 +178,7 @@ def experience_of(
     scores: Scores | None = None,
     masks: tuple[Bools, ...] | None = None,
     token_weights: Floats | None = None,
+    others: Others | None = None,
 ) -> Experience:
     """The experience of a rollout batch. Pure.
 
@@ -185,6 +186,7 @@ def experience_of(
         scores: what the algorithm needs of models, of the trained tokens.
         masks: the trained tokens of each sample; absent: all that have loss.
         token_weights: float64 [P], of the recipe; they multiply the correction's.
+        others: further members of the samples' groups, which they are compared with.
 
     Raises:
         TrainError: a part of the algorithm gives another shape than is asked of it.
@@ -203,7 +205,7 @@ def experience_of(
         shaped(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
-    rollouts = _rollouts(samples, masks, rewards, old, scores)
+    rollouts = _rollouts(samples, masks, rewards, old, scores, others)
     made = Experience(
         samples=tuple(samples),
         rewards=rewards,
@@ -218,7 +220,12 @@ def experience_of(
 
 
 def _rollouts(
-    samples: Sequence[Sample], masks: Sequence[Bools], rewards: Floats, old: Singles, scores: Scores
+    samples: Sequence[Sample],
+    masks: Sequence[Bools],
+    rewards: Floats,
+    old: Singles,
+    scores: Scores,
+    others: Others | None,
 ) -> Rollouts:
     """What the algorithm's advantages are made of.
 
@@ -236,6 +243,7 @@ def _rollouts(
         reference_logprobs=scores.reference_logprobs,
         values=scores.values,
         turns=_turns(samples, masks),
+        others=others,
     )
 
 

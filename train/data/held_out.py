@@ -12,7 +12,8 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import TrainError
 from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.config.config import RecipeConfig, TrainConfig
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.data.references import find_references

@@ -119,6 +119,8 @@ class Materializer:
             success=ref.success,
             truncated=ref.truncated,
             erased=ref.erased,
+            status=ref.status,
+            preferred=ref.preferred,
         )
 
 

@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.fold.paths import owned_paths
+from rollbook.train.config.recipe import Paths
+from rollbook.train.data.leaves import preferred_leaf
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -17,36 +19,55 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathColumns:
-    """Where each path begins, the rows of turns on it, and which of them it owns."""
+    """Where each path begins, the rows of turns on it, which of them it owns, and of each path whether it is
+    one that is taken."""
 
     starts: Ints
     path: Ints
     owned: Bools
+    preferred: Bools
 
 
-def path_columns(turns: pa.Table) -> PathColumns:
-    """Every path of each trajectory; those of trajectories that never branch as they stand in the table."""
+def path_columns(turns: pa.Table, rule: Paths = "all") -> PathColumns:
+    """Every path of each trajectory; those of trajectories that never branch as they stand in the table.
+
+    Args:
+        rule: which paths are taken.
+    """
     place = turns["place"].to_numpy()
     if not len(place):
-        return PathColumns(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+        none = np.empty(0, np.bool_)
+        return PathColumns(np.zeros(1, np.int64), np.empty(0, np.int64), none, none)
     begins = np.flatnonzero(np.diff(place, prepend=-1))
     ends = np.append(begins[1:], len(place))
     straight = _straight(turns, begins)
-    lengths, path, owned = list[Ints](), list[Ints](), list[Bools]()
+    lengths, path, owned, preferred = list[Ints](), list[Ints](), list[Bools](), list[Bools]()
     at = 0
     for number in [*map(int, np.flatnonzero(~straight)), len(begins)]:
         if at < number:
             lengths.append(ends[at:number] - begins[at:number])
             path.append(np.arange(begins[at], ends[number - 1]))
             owned.append(np.ones(len(path[-1]), np.bool_))
+            preferred.append(np.ones(number - at, np.bool_))
         if number < len(begins):
-            for one in owned_paths(_parents(turns, int(begins[number]), int(ends[number]))):
+            whole = slice(int(begins[number]), int(ends[number]))
+            parents = _parents(turns, whole.start, whole.stop)
+            before = preferred_leaf(rule, parents, *_deciding(turns[whole]))
+            for one in owned_paths(parents, before):
                 lengths.append(np.array([len(one.nodes)]))
                 path.append(begins[number] + np.array(one.nodes))
                 owned.append(np.array(one.owned))
+                preferred.append(np.array([before in (None, one.nodes[-1])]))
         at = number + 1
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
-    return PathColumns(starts, np.concatenate(path), np.concatenate(owned))
+    return PathColumns(starts, np.concatenate(path), np.concatenate(owned), np.concatenate(preferred))
+
+
+def _deciding(turns: pa.Table) -> tuple[list[int], list[bool]]:
+    """Of each turn the tokens that can be trained, and whether it was delivered."""
+    delivered = turns["delivered"].to_pylist()
+    rows = zip(delivered, turns["altered"].to_pylist(), turns["completion_length"].to_pylist(), strict=True)
+    return [length or 0 if had and not altered else 0 for had, altered, length in rows], delivered
 
 
 def _straight(turns: pa.Table, begins: Ints) -> Bools:

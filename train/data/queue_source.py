@@ -15,13 +15,16 @@ from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
 from rollbook.train.data.groups import Begun, CompleteGroup
-from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate, select
+from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
+from rollbook.train.data.sorting import select
 
 POLL_S = 0.02
 BROKEN_OFF = ("aborted", "failed")
+COMPARED = ("zero_variance", "group_incomplete", "no_reward")
+"""Rules by which a reward that is still to come may decide otherwise."""
 
 
 class QueueSource:
@@ -195,7 +198,7 @@ class QueueSource:
 
     def _as_prompt_group(self, group: CompleteGroup, version: int, *, complete: bool) -> PromptGroup:
         kept, dropped = self._fitting(group, version)
-        usable = [drop.sample for drop in dropped if drop.rule in ("zero_variance", "no_reward")]
+        usable = [drop.sample for drop in dropped if drop.rule in COMPARED]
         ages = [self._age(sample) for sample in [*kept, *usable]]
         return PromptGroup(group.name, self._oldest([a for a in ages if a is not None], version), complete)
 
@@ -236,7 +239,7 @@ class QueueSource:
         if trajectory_id in self._ended:
             return self._ended[trajectory_id].samples
         recipe = self._config.recipe
-        samples = samples_of(self._folding[trajectory_id], recipe.reward_source)
+        samples = samples_of(self._folding[trajectory_id], recipe.reward_source, recipe.paths)
         return [sample for sample in samples if is_candidate(sample, recipe)]
 
     def _check_patience(self, since: float) -> None:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.within_groups import Members, below_top, best_and_worst, flat, in_several
+from rollbook.train.config.recipe import STATUSES, RecipeConfig
+from rollbook.train.data.within_groups import in_several
 
 NOWHERE = -1
 """Stands for an unknown version."""
+NO_STATUS = -1
+"""Stands for a status that is none of `STATUSES`."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -30,6 +32,8 @@ Bools = npt.NDArray[np.bool_]
 class Candidate(Protocol):
     """A sample, or a reference to one, with the values that a recipe decides by."""
 
+    @property
+    def run(self) -> str: ...
     @property
     def trajectory_id(self) -> str: ...
     @property
@@ -52,7 +56,17 @@ class Candidate(Protocol):
     @property
     def success(self) -> bool | None: ...
     @property
+    def status(self) -> str | None: ...
+    @property
+    def truncated(self) -> bool: ...
+    @property
     def chosen(self) -> bool: ...
+    @property
+    def preferred(self) -> bool: ...
+    @property
+    def infinite(self) -> bool: ...
+    @property
+    def turn_reward(self) -> float: ...
     @property
     def erased(self) -> bool: ...
     @property
@@ -65,9 +79,6 @@ class Candidate(Protocol):
     def highest_token(self) -> int: ...
 
 
-C = TypeVar("C", bound=Candidate)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
     """The values of N samples that a recipe decides by; every array is [N].
@@ -76,6 +87,10 @@ class Candidates:
         groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
         trajectories: ids.
         succeeded: as they finished; false where that is not known, and so is `failed`.
+        status: as they finished, as places in `STATUSES`, or `NO_STATUS`.
+        preferred: whether they are of a path that the recipe takes.
+        infinite: whether a trained token's logprob is.
+        turn_rewards: float64, the first reward of a trained turn that is no number, or 0.
         chosen: whether the recipe's SQL conditions hold.
         unknown: number of trained tokens of unknown version.
         oldest: version of the oldest token, or `NOWHERE`; deciding: that by which it becomes too old.
@@ -89,6 +104,10 @@ class Candidates:
     trajectories: npt.NDArray[np.object_]
     succeeded: Bools
     failed: Bools
+    status: Ints
+    preferred: Bools
+    infinite: Bools
+    turn_rewards: npt.NDArray[np.float64]
     chosen: Bools
     rewards: npt.NDArray[np.float64]
     rewarded: Bools
@@ -124,7 +143,7 @@ UNLIMITED = ModelLimits(2**63 - 1, 2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
+class Held:
     """The settings that rules compare candidates with."""
 
     recipe: RecipeConfig
@@ -134,92 +153,118 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
     """A rule: which candidates it drops, and the details recorded for each."""
 
-    drops: Callable[[Candidates, _Held], Bools]
-    detail: Callable[[Candidates, _Held, int], Json] = lambda of, held, at: {}
+    drops: Callable[[Candidates, Held], Bools]
+    detail: Callable[[Candidates, Held, int], Json] = lambda of, held, at: {}
 
 
-def _too_old(of: Candidates, held: _Held) -> Bools:
+def _too_old(of: Candidates, held: Held) -> Bools:
     limit = held.recipe.max_staleness
     if limit is None:
         return np.zeros(len(of.oldest), np.bool_)
     return (of.deciding != NOWHERE) & (held.version - of.deciding > limit)
 
 
-def _age(of: Candidates, held: _Held, at: int) -> Json:
+def _age(of: Candidates, held: Held, at: int) -> Json:
     oldest = int(of.oldest[at])
     said = {"staleness": held.version - oldest, "max_staleness": held.recipe.max_staleness}
     share = held.recipe.stale_share
     return said | {"oldest_version": oldest} | ({"stale_share": share} if share else {})
 
 
-def _another_end(of: Candidates, held: _Held) -> Bools:
+def _another_end(of: Candidates, held: Held) -> Bools:
     wanted = held.recipe.success
     if wanted is None:
         return np.zeros_like(of.chosen)
     return ~of.succeeded if wanted else ~of.failed
 
 
-def _too_little(of: Candidates, held: _Held) -> Bools:
+def _of_another_status(of: Candidates, held: Held) -> Bools:
+    wanted = held.recipe.statuses
+    if wanted is None:
+        return np.zeros_like(of.chosen)
+    return ~np.isin(of.status, [STATUSES.index(status) for status in wanted])
+
+
+def _status(of: Candidates, held: Held, at: int) -> Json:
+    status = None if of.status[at] == NO_STATUS else STATUSES[of.status[at]]
+    return {"status": status, "statuses": list(held.recipe.statuses or ())}
+
+
+def _too_little(of: Candidates, held: Held) -> Bools:
     least = held.recipe.min_reward
     return np.zeros_like(of.chosen) if least is None else ~(of.rewarded & (of.rewards >= least))
 
 
-def _reward(of: Candidates, held: _Held, at: int) -> Json:
+def _reward(of: Candidates, held: Held, at: int) -> Json:
     reward = float(of.rewards[at]) if of.rewarded[at] else None
     return {"reward": reward, "min_reward": held.recipe.min_reward}
 
 
-def _where_needed(need: str, of: Bools, held: _Held) -> Bools:
+def _odd_reward(of: Candidates, held: Held, at: int) -> Json:
+    if not np.isfinite(of.rewards[at]):
+        return {"reward": str(float(of.rewards[at]))}
+    return {"turn_reward": str(float(of.turn_rewards[at]))}
+
+
+def _where_needed(need: str, of: Bools, held: Held) -> Bools:
     return of if need in held.algorithm.needs else np.zeros_like(of)
 
 
-def _ambiguous(of: Candidates, held: _Held) -> Bools:
-    return in_several(of.trajectories) if "pairs" in held.algorithm.needs else np.zeros_like(of.chosen)
+def _ambiguous(of: Candidates, held: Held) -> Bools:
+    several = "pairs" in held.algorithm.needs and held.recipe.paths == "all"
+    return in_several(of.trajectories) if several else np.zeros_like(of.chosen)
 
 
-def _outside(of: Candidates, held: _Held) -> Bools:
+def _outside(of: Candidates, held: Held) -> Bools:
     return (of.lowest < 0) | (of.highest >= held.limits.vocabulary)
 
 
-def _token(of: Candidates, held: _Held, at: int) -> Json:
+def _token(of: Candidates, held: Held, at: int) -> Json:
     token = of.lowest[at] if of.lowest[at] < 0 else of.highest[at]
     return {"token": int(token), "vocabulary": held.limits.vocabulary}
 
 
-RULES: Mapping[str, _Rule] = {
-    "erased": _Rule(lambda of, held: of.erased),
-    "nothing_trainable": _Rule(
+RULES: Mapping[str, Rule] = {
+    # A path decides by itself which of a trajectory's tokens are its own, so this rule is the first.
+    "other_path": Rule(lambda of, held: ~of.preferred, lambda of, held, at: {"paths": held.recipe.paths}),
+    "erased": Rule(lambda of, held: of.erased),
+    "nothing_trainable": Rule(
         lambda of, held: of.learnable == 0, lambda of, held, at: {"tokens": int(of.lengths[at])}
     ),
-    "outside_vocabulary": _Rule(_outside, _token),
-    "too_long": _Rule(
+    "outside_vocabulary": Rule(_outside, _token),
+    "too_long": Rule(
         lambda of, held: of.lengths > held.limits.context,
         lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
     ),
-    "not_chosen": _Rule(lambda of, held: ~of.chosen),
-    "success": _Rule(_another_end, lambda of, held, at: {"wanted": held.recipe.success}),
-    "staleness": _Rule(_too_old, _age),
+    "not_chosen": Rule(lambda of, held: ~of.chosen),
+    "status": Rule(_of_another_status, _status),
+    "success": Rule(_another_end, lambda of, held, at: {"wanted": held.recipe.success}),
+    "staleness": Rule(_too_old, _age),
     # Importance ratios need the probability under the sampling policy, which is unknown without a version.
     # SFT needs no version.
-    "no_version": _Rule(
+    "no_version": Rule(
         lambda of, held: _where_needed("logprobs", of.unknown > 0, held),
         lambda of, held, at: {"tokens": int(of.unknown[at])},
     ),
-    "no_reward": _Rule(
+    "no_reward": Rule(
         lambda of, held: _where_needed("rewards", ~of.rewarded, held),
         lambda of, held, at: {"source": held.recipe.reward_source},
     ),
-    "min_reward": _Rule(_too_little, _reward),
-    "reward_not_finite": _Rule(
-        lambda of, held: _where_needed("rewards", ~np.isfinite(of.rewards), held),
-        lambda of, held, at: {"reward": str(float(of.rewards[at]))},
+    "min_reward": Rule(_too_little, _reward),
+    "reward_not_finite": Rule(
+        lambda of, held: (
+            _where_needed("rewards", ~np.isfinite(of.rewards), held)
+            | _where_needed("turn_rewards", ~np.isfinite(of.turn_rewards), held)
+        ),
+        _odd_reward,
     ),
-    "no_logprobs": _Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
+    "no_logprobs": Rule(lambda of, held: _where_needed("logprobs", ~of.exact, held)),
+    "logprob_not_finite": Rule(lambda of, held: _where_needed("logprobs", of.infinite, held)),
     # A preference is between trajectories: of one with several samples it does not say which is meant.
-    "several_paths": _Rule(_ambiguous),
+    "several_paths": Rule(_ambiguous),
 }
 """The rules by name, in the order in which they are applied: the first that matches counts."""
 
@@ -229,83 +274,8 @@ def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
     return sample.split in recipe.splits and (sample.erased or sample.trained > 0)
 
 
-def sort_out(
-    of: Candidates,
-    recipe: RecipeConfig,
-    algorithm: Algorithm,
-    version: int,
-    limits: ModelLimits | None = None,
-    *,
-    whole_groups: bool = True,
-) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """Indexes of the candidates to train on, in order, and (index, rule, detail) of the others.
-
-    Args:
-        version: the trainer's input policy version.
-        limits: of the model; None where they are not known, and so not held against anything.
-        whole_groups: whether the candidates of groups are all there, so that they can be compared.
-    """
-    held = _Held(recipe, algorithm, version, limits or UNLIMITED)
-    left = np.ones(len(of.erased), np.bool_)
-    drops: list[tuple[int, str, Json]] = []
-    for name, rule in RULES.items():
-        dropped = rule.drops(of, held) & left
-        drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
-        left &= ~dropped
-    drops.sort(key=lambda drop: drop[0])
-    return _of_groups(of, left, drops, held) if whole_groups else (np.flatnonzero(left), drops)
-
-
-def _of_groups(
-    of: Candidates, left: Bools, drops: list[tuple[int, str, Json]], held: _Held
-) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """What is kept of those that are left, and all drops, by rules that compare the samples of a group."""
-
-    def drop(rule: str, dropped: Bools) -> None:
-        nonlocal left
-        drops.extend((int(at), rule, {"reward": float(of.rewards[at])}) for at in np.flatnonzero(dropped))
-        left = left & ~dropped
-
-    members = Members(of.groups, of.trajectories, of.rewards)
-    if held.recipe.top_fraction is not None:
-        drop("top_fraction", below_top(members, left, held.recipe.top_fraction))
-    if "groups" not in held.algorithm.needs:
-        return np.flatnonzero(left), drops
-    pairs = "pairs" in held.algorithm.needs
-    if held.recipe.drop_zero_variance or pairs:
-        drop("zero_variance", flat(members, left))
-    if not pairs:
-        return np.flatnonzero(left), drops
-    kept = best_and_worst(members, left).ravel()
-    unpaired = left.copy()
-    unpaired[kept] = False
-    drop("unpaired", unpaired)
-    return kept, drops
-
-
-def select(
-    candidates: Sequence[C],
-    recipe: RecipeConfig,
-    algorithm: Algorithm,
-    version: int,
-    limits: ModelLimits | None = None,
-    *,
-    whole_groups: bool = True,
-) -> tuple[list[C], list[Drop]]:
-    """Candidates to train on, in order, and the dropped ones. Arguments as of `sort_out`."""
-    kept, drops = sort_out(
-        _columns(candidates, recipe.deciding_share),
-        recipe,
-        algorithm,
-        version,
-        limits,
-        whole_groups=whole_groups,
-    )
-    named = [Drop(candidates[at], rule, detail) for at, rule, detail in drops]
-    return [candidates[at] for at in kept], named
-
-
-def _columns(candidates: Sequence[Candidate], share: float) -> Candidates:
+def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
+    """The values of candidates, one by one; `share` is the recipe's deciding one."""
     groups = np.empty(len(candidates), np.object_)
     groups[:] = [one.group for one in candidates]
     oldest, deciding = (
@@ -318,6 +288,13 @@ def _columns(candidates: Sequence[Candidate], share: float) -> Candidates:
         trajectories=np.array([one.trajectory_id for one in candidates], np.object_),
         succeeded=np.array([one.success is True for one in candidates], np.bool_),
         failed=np.array([one.success is False for one in candidates], np.bool_),
+        status=np.array(
+            [STATUSES.index(one.status) if one.status in STATUSES else NO_STATUS for one in candidates],
+            np.int64,
+        ),
+        preferred=np.array([one.preferred for one in candidates], np.bool_),
+        infinite=np.array([one.infinite for one in candidates], np.bool_),
+        turn_rewards=np.array([one.turn_reward for one in candidates], np.float64),
         chosen=np.array([one.chosen for one in candidates], np.bool_),
         rewarded=np.array([one.reward is not None for one in candidates], np.bool_),
         unknown=np.array([one.unknown for one in candidates], np.int64),

@@ -21,11 +21,11 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
-from rollbook.train.data.deciding import Spans, deciding_versions, spans_of_several
+from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
 from rollbook.train.data.path_columns import PathColumns, path_columns
-from rollbook.train.data.recipe import NOWHERE, Candidates
+from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 
 Ints = npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ _TURNS = """
            s.prompt_length, s.delta_length, s.completion_length, s.known_tokens, s.min_version, s.max_version,
            s.finish_reason,
            s.delivered IS NOT NULL AS delivered, s.altered, s.erased, s.exact_logprobs, s.temperature,
-           s.lowest_token, s.highest_token, s.prompt_sha256
+           s.lowest_token, s.highest_token, s.prompt_sha256, s.sum_logprob
     FROM internal.turn_scalars s JOIN chosen t USING (trajectory_id)
     WHERE s.completed IS NOT NULL ORDER BY t.place, s.seq"""
 
@@ -72,7 +72,7 @@ class SampleRef:
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, truncated: see `Sample`.
+        success, status, truncated, preferred, infinite, turn_reward: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -93,9 +93,13 @@ class SampleRef:
     newest_version: int | None
     deciding: int | None
     success: bool | None
+    status: str | None
     truncated: bool
     chosen: bool
     erased: bool
+    preferred: bool
+    infinite: bool
+    turn_reward: float
     length: int
     lowest_token: int
     highest_token: int
@@ -126,7 +130,7 @@ class References:
         length, trained_tokens, learnable, unknown: in tokens.
         oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
-        exact, erased: see `SampleRef`.
+        exact, erased: see `SampleRef`; preferred, infinite, turn_reward: see `Sample`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
 
@@ -150,6 +154,9 @@ class References:
     highest: Ints
     exact: Bools
     erased: Bools
+    preferred: Bools
+    infinite: Bools
+    turn_reward: npt.NDArray[np.float64]
     turn_rewards: Mapping[str, float]
 
     def __len__(self) -> int:
@@ -167,6 +174,7 @@ class References:
             trajectories=ids[self.trajectory[at]],
             succeeded=success.fill_null(False).to_numpy()[self.trajectory[at]],
             failed=pc.invert(success.fill_null(True)).to_numpy()[self.trajectory[at]],
+            status=_codes(self.trajectories["status"])[self.trajectory[at]],
             chosen=self.trajectories["chosen"].to_numpy()[self.trajectory[at]],
             rewards=np.asarray(rewards, np.float64)[self.trajectory[at]],
             rewarded=self.trajectories["reward"].is_valid().to_numpy()[self.trajectory[at]],
@@ -175,6 +183,9 @@ class References:
             deciding=self.deciding[at],
             exact=self.exact[at],
             erased=self.erased[at],
+            preferred=self.preferred[at],
+            infinite=self.infinite[at],
+            turn_rewards=self.turn_reward[at],
             learnable=self.learnable[at],
             lengths=self.length[at],
             lowest=self.lowest[at],
@@ -197,6 +208,9 @@ class References:
                 deciding=None if self.deciding[sample] == NOWHERE else int(self.deciding[sample]),
                 truncated=bool(self.truncated[sample]),
                 erased=bool(self.erased[sample]),
+                preferred=bool(self.preferred[sample]),
+                infinite=bool(self.infinite[sample]),
+                turn_reward=float(self.turn_reward[sample]),
                 length=int(self.length[sample]),
                 lowest_token=int(self.lowest[sample]),
                 highest_token=int(self.highest[sample]),
@@ -211,7 +225,7 @@ class References:
         return self.refs([sample])[0]
 
 
-_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "chosen"]
+_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "status", "chosen"]
 
 
 def find_references(
@@ -253,7 +267,8 @@ def find_references(
         several = 0 < recipe.deciding_share < 1  # the oldest and the newest token are known of each turn
         spans = spans_of_several(connection) if several else {}
     turns = _in_turn_order(log, cut, trajectories, turns)
-    return _references(run, trajectories, turns, rewards, recipe.deciding_share, spans)
+    paths = path_columns(turns, recipe.paths)
+    return _references(run, trajectories, turns, paths, rewards, recipe.deciding_share, spans)
 
 
 def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
@@ -277,11 +292,11 @@ def _references(
     run: str,
     trajectories: pa.Table,
     turns: pa.Table,
+    paths: PathColumns,
     rewards: Mapping[str, float],
     share: float,
     spans: Spans,
 ) -> References:
-    paths = path_columns(turns)
     starts, path = paths.starts, paths.path
     completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
     sampled = paths.owned & _flags(turns, "delivered")[path]
@@ -321,6 +336,9 @@ def _references(
         highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
         exact=of_sample.sum((tokens > 0) & ~_flags(turns, "exact_logprobs")[path]) == 0,
         erased=spoiled,
+        preferred=paths.preferred,
+        infinite=of_sample.sum((tokens > 0) & ~_finite(turns["sum_logprob"])[path]) > 0,
+        turn_reward=odd_rewards(rewards, turns, paths, tokens),
         turn_rewards=rewards,
     )
 
@@ -354,8 +372,18 @@ class _Sums:
 _EMPTY = np.empty(0, np.int64)
 
 
+def _codes(status: pa.ChunkedArray) -> Ints:
+    """Places of statuses among `STATUSES`; `NO_STATUS` for any other."""
+    places = pc.index_in(status, value_set=pa.array(STATUSES))
+    return np.asarray(places.fill_null(NO_STATUS).to_numpy(), np.int64)
+
+
 def _flags(table: pa.Table, name: str) -> Bools:
     return np.asarray(table[name].fill_null(False).to_numpy(), np.bool_)
+
+
+def _finite(sums: pa.ChunkedArray) -> Bools:
+    return np.asarray(pc.is_finite(sums.cast(pa.float64())).fill_null(True).to_numpy(), np.bool_)
 
 
 def _numbers(table: pa.Table, name: str) -> Ints:

@@ -15,6 +15,8 @@ from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json, TokenIds
 from rollbook.store.fold.path_tokens import NO_VERSION, PathTokens, path_tokens
 from rollbook.store.fold.trajectory import Trajectory
+from rollbook.train.config.recipe import Paths
+from rollbook.train.data.leaves import preferred_turn
 
 TRUNCATED = "truncated"
 """Status of a trajectory that was cut off."""
@@ -35,9 +37,10 @@ class Sample:
         versions: int64 [T]; policy version that sampled the token, else -1.
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
-        success: as the trajectory finished; None where that was not said.
+        success, status: as the trajectory finished; None where that was not said, or it has not.
         truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
+        preferred: whether it is of a path that the recipe's `paths` takes.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
     """
 
@@ -60,6 +63,8 @@ class Sample:
     truncated: bool = False
     erased: bool = False
     margin: float | None = None
+    status: str | None = None
+    preferred: bool = True
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -98,6 +103,18 @@ class Sample:
     def exact(self) -> bool:
         """Whether each trained token has a logprob."""
         return not np.isnan(self.logprobs).any()
+
+    @property
+    def infinite(self) -> bool:
+        """Whether the logprob of a trained token is infinite."""
+        return bool(np.isinf(self.logprobs).any())
+
+    @property
+    def turn_reward(self) -> float:
+        """The first reward of a trained turn of its path that is no number; 0 if all are."""
+        turns = zip(self.turn_ids, self.turn_ends, strict=True)
+        rewards = (self.rewards.get(turn, 0.0) for turn, end in turns if self.loss_mask[end - 1])
+        return next((reward for reward in rewards if not np.isfinite(reward)), 0.0)
 
     @property
     def oldest_version(self) -> int | None:
@@ -162,18 +179,20 @@ def deciding_places(share: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[
     return np.minimum(np.floor(share * counts + 1e-9).astype(np.int64), counts - 1)
 
 
-def samples_of(trajectory: Trajectory, source: str = "agent") -> Iterator[Sample]:
+def samples_of(trajectory: Trajectory, source: str = "agent", paths: Paths = "all") -> Iterator[Sample]:
     """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
 
     Turns that were not delivered, or failed, are context without loss, and so are those whose logprobs are of
     altered logits (a constraint, a penalty); a path with erased tokens has no
-    loss at all. Rewards are those of `source`.
+    loss at all. Rewards are those of `source`. `paths` is the recipe's: a leaf that it prefers owns all of
+    its path, and the others are not preferred.
     """
-    for path in path_tokens(trajectory):
-        yield _sample(trajectory, path, source)
+    before = preferred_turn(paths, trajectory)
+    for path in path_tokens(trajectory, before):
+        yield _sample(trajectory, path, source, preferred=before in (None, path.turns[-1].turn_id))
 
 
-def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
+def _sample(trajectory: Trajectory, path: PathTokens, source: str, *, preferred: bool) -> Sample:
     loss_mask, logprobs = path.loss_mask, path.logprobs
     temperatures = np.ones(len(path.tokens), np.float32)
     for turn, place in path.sampled:
@@ -209,6 +228,8 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str) -> Sample:
         truncated=(finished is not None and finished.status == TRUNCATED)
         or (leaf is not None and leaf.finish_reason == CUT_OFF),
         erased=erased,
+        status=None if finished is None else finished.status,
+        preferred=preferred,
     )
 
 

@@ -12,12 +12,13 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Json, PreferenceAdded
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.pairs import paired
-from rollbook.train.data.recipe import Drop, ModelLimits, sort_out
+from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.references import References
 from rollbook.train.data.samples import Sample
+from rollbook.train.data.sorting import sort_out
 
 Ints = npt.NDArray[np.int64]
 

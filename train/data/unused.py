@@ -14,8 +14,9 @@ from rollbook.store.cut import Cut
 from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import ModelLimits, select
+from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.data.references import References, SampleRef, find_references
+from rollbook.train.data.sorting import select
 
 _APART = """
     SELECT run, split, finished IS NOT NULL AS ended, count(*) FROM internal.trajectory_scalars
@@ -117,7 +118,9 @@ def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
         groups[samples[0].group or samples[0].trajectory_id].append(samples)
     for members in groups.values():
         rewards = {sample.reward for samples in members for sample in samples}
-        if len(members) < algorithm.demand.group_size:
+        if len(members) < (config.recipe.min_group or 0):
+            text = f"are in groups of which fewer than {config.recipe.min_group} are kept (recipe.min_group)"
+        elif len(members) < algorithm.demand.group_size:
             text = f"are in groups of fewer than {algorithm.demand.group_size} (algorithm.group_size)"
         elif len(rewards) == 1 and (config.recipe.drop_zero_variance or "pairs" in algorithm.needs):
             text = "are in groups whose rewards are all equal (recipe.drop_zero_variance)"

@@ -43,9 +43,23 @@ def below_top(of: Members, left: Bools, fraction: float) -> Bools:
     return below
 
 
-def flat(of: Members, left: Bools) -> Bools:
-    """Which of those that are left are in groups whose rewards are all equal."""
+def members_left(of: Members, left: Bools) -> Ints:
+    """How many trajectories of its group are left, of each sample that is; [N]."""
     at = np.flatnonzero(left)
+    groups = _of_each(of, at)
+    first = np.unique(codes_of(of.trajectories[at]), return_index=True)[1]
+    counts = np.zeros(len(left), np.int64)
+    counts[at] = np.bincount(groups[first], minlength=int(groups.max(initial=0)) + 1)[groups]
+    return counts
+
+
+def flat(of: Members, left: Bools, compared: Bools) -> Bools:
+    """Which of those that are left are in groups whose rewards are all equal.
+
+    Args:
+        compared: those whose rewards count; all that are left are among them.
+    """
+    at = np.flatnonzero(compared)
     groups, rewards = codes_of(of.groups[at]), of.rewards[at]
     order = np.argsort(groups, kind="stable")
     begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
@@ -54,7 +68,7 @@ def flat(of: Members, left: Bools) -> Bools:
     least, greatest = (extreme.reduceat(rewards[order], begins) for extreme in (np.minimum, np.maximum))
     equal = left.copy()
     equal[at] = (least == greatest)[groups]
-    return equal
+    return equal & left
 
 
 def codes_of(values: npt.NDArray[np.object_]) -> Ints:

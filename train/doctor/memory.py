@@ -6,6 +6,7 @@ from math import prod
 
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.doctor.check import Check, Verdict
 from rollbook.train.megatron.shape import ModelShape, shape_to_train
 from rollbook.train.megatron.weight_names import weight_shapes
@@ -28,6 +29,15 @@ def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Che
         return [Check("model", "red", str(error), "model")]
     said = f"{shape.family}, {parameters(shape):,} parameters"
     return [Check("model", "green", said), _memory(config, shape, longest, memory)]
+
+
+def limits_of(config: TrainConfig) -> ModelLimits | None:
+    """What the model can be given; None where it cannot be read."""
+    try:
+        shape = shape_to_train(config.model, config.algorithm.head_width)
+    except ModelError:
+        return None
+    return ModelLimits(shape.vocab, shape.context)
 
 
 def parameters(shape: ModelShape) -> int:

@@ -17,6 +17,7 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.held_out import learns_from_samples
 from rollbook.train.doctor.check import Check, Fault, Verdict, check_of
+from rollbook.train.doctor.memory import limits_of
 from rollbook.train.doctor.reward_statistics import RewardStatistics, equality, flatness, statistics_of
 
 
@@ -86,7 +87,9 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         [(held,)] = rows(_HELD_OUT, runs=held_out)
         gaps = rows(_GAP, run=config.run, policy=config.policy)
     return Recorded(
-        applied=apply_recipe(log, cut, config.run, config.policy, recipe, config.algorithm),
+        applied=apply_recipe(
+            log, cut, config.run, config.policy, recipe, config.algorithm, limits=limits_of(config)
+        ),
         rewards=statistics_of([reward for _, reward in of], [group for group, _ in of]),
         sources=Counter(dict(sources)),
         held_out=held,

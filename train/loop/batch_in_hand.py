@@ -27,6 +27,7 @@ class BatchInHand:
         first_step: number of the first of them.
         parts: positions of the samples of each.
         drops: to be recorded with the next plan.
+        others: members of the samples' groups that were dropped, and with which they are compared.
         next: which of the parts comes next.
         committed: how many steps on it are.
     """
@@ -36,6 +37,7 @@ class BatchInHand:
     first_step: int
     parts: list[list[int]]
     drops: list[Drop] = field(default_factory=list)
+    others: list[Json] = field(default_factory=list)
     next: int = 0
     committed: int = 0
 

@@ -11,6 +11,7 @@ from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.batch import Batch, build_batch
 from rollbook.train.data.experience import Experience, age_weights, experience_of, trained_masks
+from rollbook.train.data.others import others_of
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import critic_inputs
 from rollbook.train.loop.scoring import References, score
@@ -74,7 +75,8 @@ class Experiences:
             packed=plan.packed,
         )
         aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
-        self._held = experience_of(ordered, algorithm, scores, masks, aged)
+        others = others_of(ordered, plan.others)
+        self._held = experience_of(ordered, algorithm, scores, masks, aged, others)
         self._places = {}
         for place, ref in enumerate(all_samples(plan)):
             self._places.setdefault(ref["turn_id"], []).append(place)

@@ -14,8 +14,11 @@ from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.data.batch import Batch, Partition, micro_batches_of
 
 
-def check_batch(batch: Batch) -> None:
+def check_batch(batch: Batch, *, exact: bool = True) -> None:
     """Check that there are trained tokens, and that their advantages and engine logprobs are finite.
+
+    Args:
+        exact: whether the algorithm uses these logprobs.
 
     Raises:
         AllRejectedError: there are none: a step would be one of weight decay alone.
@@ -38,6 +41,8 @@ def check_batch(batch: Batch) -> None:
             worst = own[~np.isfinite(own)][0]
             where = f"advantage {worst} of {_sample(batch, at)}, whose reward is {batch.rewards[at]}"
             raise _error("advantages", where)
+    if not exact:
+        return
     for at, sample in enumerate(batch.samples):  # NaN stands for the missing logprobs of a teacher
         bad = np.flatnonzero(np.isinf(sample.logprobs) & sample.loss_mask)
         if len(bad):

@@ -111,6 +111,11 @@ def _check_tail(config: TrainConfig, as_of: str) -> None:
         raise ConfigError(
             "recipe.where, recipe.labels, recipe.models and recipe.source_runs go with --source cut"
         )
+    if config.recipe.min_group is not None and "groups" not in config.algorithm.needs:
+        raise ConfigError(
+            f"recipe.min_group goes with --source cut: {config.algorithm.algorithm_name} takes samples from "
+            "the tail one by one"
+        )
 
 
 _HeldOut = tuple[HeldOutSamples | None, Cut]

@@ -130,7 +130,7 @@ def _run_policy(
     loss_of = PolicyLoss(algorithm, plan.policy_version, totals)
     given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
     if finite:
-        check_batch(batch)
+        check_batch(batch, exact="logprobs" in algorithm.needs)
     told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
     values, losses = [one.values for one in told], [one.losses for one in told]
     if finite:

@@ -27,6 +27,7 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.data.batch import Partition, packed_partition, partition
 from rollbook.train.data.mini_batches import mini_batches
+from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
@@ -193,7 +194,10 @@ class Trainer:
         """Take a rollout batch in hand."""
         demand = self._config.algorithm.demand
         parts = mini_batches(len(selection.samples), demand, step_seed(self._config.seed, self.step))
-        self._batch = BatchInHand(selection.samples, selection.cut, self.step, parts, list(selection.drops))
+        compares = self._config.recipe.group_statistics == "all"
+        others = dropped_members(selection.samples, selection.drops) if compares else []
+        drops = list(selection.drops)
+        self._batch = BatchInHand(selection.samples, selection.cut, self.step, parts, drops, others)
 
     def take_step(self) -> StepOutcome | None:
         """Plan, run and commit the next step on the rollout batch in hand.
@@ -313,6 +317,7 @@ class Trainer:
             rollout_batch=in_hand.described(self._divide),
             critic=self._critic_plan(),
             packed=config.packed,
+            others=None if in_hand.committed else in_hand.others or None,
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:

@@ -86,7 +86,7 @@ class RewardClassifier:
         """Why it cannot be given a path; None if it can."""
         if len(tokens) > self.context:
             return "too_long"
-        return "not_in_vocab" if int(tokens.max()) >= self.vocabulary else None
+        return "outside_vocabulary" if int(tokens.max()) >= self.vocabulary else None
 
     def scores(self, paths: Sequence[TokenIds]) -> list[Score]:
         """The scores of paths, each of its last token. Paths of about one length share a forward pass."""

@@ -28,7 +28,7 @@ from rollbook.store.events import (
 from rollbook.store.interchange.progress import Progress
 from rollbook.store.log.tail import Filter
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.references import References, find_references
 from rollbook.train.data.samples import Sample, samples_of

@@ -37,6 +37,7 @@ from rollbook.store.sql.balance import TERMS
 
 TRAINED, DROPPED, WAITING, IN_FLIGHT, KEPT_OUT = TERMS
 TEXT_ONLY, ALTERED, ERASED = "text only", "altered", "erased"
+OTHER_PATH = "other_path"
 UNDELIVERED, LATE, NO_VERSION = "undelivered", "late", "no version"
 
 Where = tuple[str, str | None]
@@ -91,6 +92,8 @@ class _Use:
 
     rule: str | None
     cut: Cut
+    whole: bool = False
+    """Whether its sample has all turns of its path, also those that an earlier leaf would own."""
 
 
 @dataclass(slots=True)
@@ -148,13 +151,20 @@ def fold_ledger(events: Iterable[Event]) -> Ledger:
     final = {key: (plans[key], parse_cut(plans[key].cut)) for key in counts}
     for plan, cut in final.values():
         for ref in plan.samples:
-            trajectories[ref["trajectory_id"]].uses[ref["turn_id"]].append(_Use(None, cut))
+            use = _Use(None, cut, _one_path(plan))
+            trajectories[ref["trajectory_id"]].uses[ref["turn_id"]].append(use)
     for event, drop in drops:
         planner = next((p for seq, p in planners[event.lane, event.run] if seq > event.seq), None)
-        for (run, policy, step, attempt), (_, cut) in final.items():
+        for (run, policy, step, attempt), (plan, cut) in final.items():
             if (run, step, attempt) == (event.run, drop.step, drop.attempt) and planner in (None, policy):
-                trajectories[drop.trajectory_id].uses[drop.turn_id].append(_Use(drop.rule, cut))
+                use = _Use(drop.rule, cut, _one_path(plan) and drop.rule != OTHER_PATH)
+                trajectories[drop.trajectory_id].uses[drop.turn_id].append(use)
     return _sum(trajectories.values())
+
+
+def _one_path(plan: StepPlanned) -> bool:
+    """Whether its recipe takes one path of each trajectory, with all of its turns."""
+    return bool(plan.recipe.get("paths", "all") != "all")
 
 
 def _take(trajectories: dict[str, _Trajectory], event: Event) -> None:
@@ -208,37 +218,48 @@ def _sum(trajectories: Iterable[_Trajectory]) -> Ledger:
 
 def _decide(trajectory: _Trajectory) -> Iterator[tuple[_Turn, Where]]:
     """The term of each completed turn."""
-    owners = _owners(trajectory)
+    owners, above = _owners(trajectory)
     spoiled = {
         leaf for leaf in set(owners.values()) if any(turn.erased for _, turn in _path(trajectory, leaf))
     }
     for turn_id, turn in trajectory.turns.items():
         if turn.length is not None:
-            yield turn, _where(trajectory, turn, owners.get(turn_id, ""), spoiled)
+            owner = owners.get(turn_id, "")
+            uses = [
+                use
+                for leaf in above.get(turn_id, [""])
+                for use in trajectory.uses.get(leaf, [])
+                if use.whole or leaf == owner
+            ]
+            yield turn, _where(trajectory, turn, uses, spoiled=owner in spoiled)
 
 
-def _where(trajectory: _Trajectory, turn: _Turn, owner: str, spoiled: set[str]) -> Where:
+def _where(trajectory: _Trajectory, turn: _Turn, uses: list[_Use], *, spoiled: bool) -> Where:
     if not turn.length:
         return KEPT_OUT, TEXT_ONLY
     if trajectory.opened is None or turn.asked is None:
         return IN_FLIGHT, None
     if turn.altered:
         return KEPT_OUT, ALTERED
-    uses = trajectory.uses.get(owner, [])
     rules = [use.rule for use in uses if _saw(use.cut, trajectory, turn)]
     if None in rules:
         return TRAINED, None
     if rules:
-        return DROPPED, min(rule for rule in rules if rule is not None)
+        return DROPPED, min((rule for rule in rules if rule is not None), key=_before)
     if trajectory.split != "train":
         return KEPT_OUT, trajectory.split
-    if owner in spoiled:
+    if spoiled:
         return KEPT_OUT, ERASED
     if trajectory.finished is None:
         return IN_FLIGHT, None
     if not turn.delivered:
         return KEPT_OUT, UNDELIVERED
     return (KEPT_OUT, LATE) if uses else (WAITING, None)
+
+
+def _before(rule: str) -> tuple[bool, str]:
+    """What orders the rules that dropped a turn: that it is not on the path that was taken says least."""
+    return rule == OTHER_PATH, rule
 
 
 def _saw(cut: Cut, trajectory: _Trajectory, turn: _Turn) -> bool:
@@ -251,15 +272,17 @@ def _saw(cut: Cut, trajectory: _Trajectory, turn: _Turn) -> bool:
     return any(holds(cut, *place) for place in turn.delivered)
 
 
-def _owners(trajectory: _Trajectory) -> dict[str, str]:
-    """Completed turn -> the first leaf, in turn order, on whose path it lies."""
+def _owners(trajectory: _Trajectory) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Completed turn -> the first leaf, in turn order, on whose path it lies; and all such leaves."""
     done = {i: t for i, t in trajectory.turns.items() if t.length is not None and t.asked is not None}
     inner = {turn.parent for turn in done.values()}
     owners: dict[str, str] = {}
+    above: dict[str, list[str]] = defaultdict(list)
     for leaf in _in_turn_order(trajectory, [turn_id for turn_id in done if turn_id not in inner]):
         for turn_id, _ in _path(trajectory, leaf):
             owners.setdefault(turn_id, leaf)
-    return owners
+            above[turn_id].append(leaf)
+    return owners, above
 
 
 def _in_turn_order(trajectory: _Trajectory, turn_ids: list[str]) -> list[str]:

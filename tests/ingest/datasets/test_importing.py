@@ -25,7 +25,7 @@ from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
 from rollbook.testing.dialogues import write_model
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.applied import apply_recipe
 from rollbook.train.data.samples import Sample, all_samples
 

@@ -21,7 +21,7 @@ from rollbook.ingest.trajectories.identity import (
 )
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, LabelAdded
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import is_candidate
 from rollbook.train.data.samples import all_samples
 

@@ -22,7 +22,7 @@ from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
 from rollbook.store.interchange.records import records_of
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.recipe import is_candidate
 from rollbook.train.data.samples import samples_of
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rollbook.store.fold.history import History, fold_history
-from rollbook.train.config.config import RecipeConfig, TrainConfig, parse_config
+from rollbook.train.config.config import TrainConfig, parse_config
 from rollbook.train.config.phase import family_in, family_names
+from rollbook.train.config.recipe import RecipeConfig
 
 PLAIN = {"model": "m", "steps": 1, "algorithm": {"name": "sft"}}
 FORM_1 = {

@@ -23,10 +23,10 @@ from rollbook.store.log import turn_tokens
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.sealer import Sealer
-from rollbook.train.config.config import RecipeConfig
+from rollbook.train.config.recipe import Paths, RecipeConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.references import NOWHERE, References, find_references
-from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.data.samples import Sample, samples_of
 
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
 SPLITS = ("train", "teacher")
@@ -52,14 +52,15 @@ def recorded_forests(request: Any, fabric: Any, tmp_path: Path) -> Store:
     return log
 
 
-def _folded(log: Store) -> dict[str, Sample]:
+def _folded(log: Store, paths: Paths = "all") -> dict[str, Sample]:
     finished = [t for t in fold(log.events()).values() if t.finished is not None and t.run == "demo"]
-    return {s.leaf_turn_id: s for s in all_samples(finished) if s.split in SPLITS}
+    samples = [s for trajectory in finished for s in samples_of(trajectory, paths=paths)]
+    return {s.leaf_turn_id: s for s in samples if s.split in SPLITS}
 
 
-def _found(log: Store) -> tuple[References, list[Sample]]:
+def _found(log: Store, paths: Paths = "all") -> tuple[References, list[Sample]]:
     head = log.head()
-    references = find_references(log, head, "demo", RecipeConfig(splits=SPLITS))
+    references = find_references(log, head, "demo", RecipeConfig(splits=SPLITS, paths=paths))
     made = Materializer(log, head, references, "demo")
     order = np.random.default_rng(1).permutation(len(references))
     samples = {int(i): s for i, s in zip(order, made.samples(order), strict=True)}
@@ -74,10 +75,11 @@ def _same(one: Sample, other: Sample) -> None:
     assert {n: getattr(one, n) for n in rest} == {n: getattr(other, n) for n in rest}
 
 
-def test_samples_from_columns_are_those_of_the_fold(recorded_forests: Store) -> None:
+@pytest.mark.parametrize("paths", ["all", "last", "longest"])
+def test_samples_from_columns_are_those_of_the_fold(recorded_forests: Store, paths: Paths) -> None:
     """Every array of every sample bit for bit, each once, trajectories by name and leaves in turn order."""
-    folded = _folded(recorded_forests)
-    references, samples = _found(recorded_forests)
+    folded = _folded(recorded_forests, paths)
+    references, samples = _found(recorded_forests, paths)
     assert len(references) > 120
     assert sorted(s.leaf_turn_id for s in samples) == sorted(folded)
     for sample in samples:

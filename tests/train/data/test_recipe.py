@@ -8,17 +8,23 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.store.events import RewardAssigned
 from rollbook.store.fold.trajectory import fold
+from rollbook.train.algorithms.combinations import PolicyGradient
 from rollbook.train.algorithms.grpo import Grpo
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import RecipeConfig
-from rollbook.train.data.recipe import ModelLimits, is_candidate, select
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.deciding import odd_rewards
+from rollbook.train.data.path_columns import PathColumns
+from rollbook.train.data.recipe import ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.samples import Sample, all_samples
+from rollbook.train.data.sorting import select
 
 GRPO = Grpo(name="grpo", group_size=2)
 SFT = Sft(name="sft")
@@ -194,6 +200,49 @@ def test_a_reward_that_is_no_number(fabric: Any, reward: float) -> None:
     assert len(select(_samples(fabric, *members), RecipeConfig(), SFT, 0)[0]) == 3, "it learns from none"
 
 
+TURNS = PolicyGradient.model_validate({"name": "policy_gradient", "group_size": 2, "turn_rewards": True})
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_turns_reward_that_is_no_number(fabric: Any, reward: float) -> None:
+    """Where rewards of turns count, its sample is dropped; not for a turn that is not trained."""
+    members = [*fabric.records("a", reward=0.0, group="g"), RewardAssigned("a", "a.0", reward)]
+    unseen = fabric.records("b", [fabric.T(), fabric.T([5], [6], 0, delivered=False)], reward=1.0, group="g")
+    unseen.append(RewardAssigned("b", "b.1", reward))
+    samples = _samples(fabric, members, unseen)
+    recipe = RecipeConfig(drop_zero_variance=False)
+    kept, drops = select(samples, recipe, TURNS, 0)
+    told = [(d.sample.name, d.rule, d.detail) for d in drops]
+    assert told == [("a", "reward_not_finite", {"turn_reward": str(reward)})]
+    assert [s.name for s in kept] == ["b"]
+    assert len(select(samples, recipe, GRPO, 0)[0]) == 2
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+def test_a_logprob_that_is_infinite(fabric: Any, value: float) -> None:
+    """No ratio can be taken to it; an algorithm that takes none has its sample."""
+    samples = _samples(
+        fabric,
+        fabric.records("a", [fabric.T(completion=(3, 4), logprobs=(-1.0, value))], reward=0.0, group="g"),
+        fabric.records("b", reward=1.0, group="g"),
+    )
+    kept, drops = select(samples, RecipeConfig(drop_zero_variance=False), GRPO, 0)
+    assert [s.name for s in kept] == ["b"]
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [("a", "logprob_not_finite", {})]
+    assert len(select(samples, RecipeConfig(), SFT, 0)[0]) == 2
+
+
+def test_a_turns_reward_in_columns() -> None:
+    """The first that is no number on each path, of turns that have loss there."""
+    turns = pa.table({"turn_id": ["a", "b", "c", "d"]})
+    path, none = np.array([0, 1, 2, 3]), np.ones(3, np.bool_)
+    paths = PathColumns(np.array([0, 2, 3, 4]), path, np.ones(4, np.bool_), none)
+    rewards = {"a": 1.0, "b": math.inf, "c": -math.inf, "d": 2.0}
+    assert odd_rewards(rewards, turns, paths, np.array([1, 1, 1, 1])).tolist() == [math.inf, -math.inf, 0.0]
+    assert odd_rewards(rewards, turns, paths, np.array([1, 1, 0, 1])).tolist() == [math.inf, 0.0, 0.0]
+    assert odd_rewards({"a": 1.0}, turns, paths, np.ones(4, np.int64)).tolist() == [0.0] * 3
+
+
 MEMBER = st.tuples(st.sampled_from(["g", "h", None]), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0]))
 
 
@@ -231,6 +280,59 @@ def test_flat_groups_are_those_of_a_loop(members: list[Any]) -> None:
     assert {drop.rule for drop in drops} <= {"zero_variance"}
 
 
+@given(st.lists(MEMBER, max_size=14), st.integers(1, 5))
+def test_small_groups_are_those_of_a_loop(members: list[Any], least: int) -> None:
+    """Trajectories count once; one in no group is a group of one."""
+    samples = [
+        _candidate(f"{group}{number}", group, reward, i) for i, (group, number, reward) in enumerate(members)
+    ]
+    kept, drops = select(samples, RecipeConfig(min_group=least), Sft(name="sft"), 0)
+    there: dict[str, set[str]] = {}
+    for sample in samples:
+        there.setdefault(sample.group or sample.trajectory_id, set()).add(sample.trajectory_id)
+    counts = {name: len(of) for name, of in there.items()}
+    assert kept == [s for s in samples if counts[s.group or s.trajectory_id] >= least]
+    assert [(d.rule, d.detail) for d in drops] == [
+        ("group_incomplete", {"members": counts[s.group or s.trajectory_id], "min_group": least})
+        for s in samples
+        if counts[s.group or s.trajectory_id] < least
+    ]
+
+
+def test_members_that_a_rule_drops_make_a_group_incomplete(fabric: Any) -> None:
+    """And it is that rule which is recorded of them; a group that is whole stays."""
+    samples = _samples(
+        fabric,
+        *(
+            fabric.records(f"{group}{i}", group=group, reward=reward)
+            for group, rewards in {"g": (0.0, 1.0, None), "h": (0.0, 1.0, 2.0)}.items()
+            for i, reward in enumerate(rewards)
+        ),
+    )
+    kept, drops = select(samples, RecipeConfig(min_group=3), GRPO, 0)
+    assert [s.name for s in kept] == ["h0", "h1", "h2"]
+    incomplete = ("group_incomplete", {"members": 2, "min_group": 3})
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
+        ("g2", "no_reward", {"source": "agent"}),
+        ("g0", *incomplete),
+        ("g1", *incomplete),
+    ]
+
+
+@pytest.mark.parametrize("statuses", [None, ("completed",), ("truncated", "failed")])
+def test_statuses(fabric: Any, statuses: Any) -> None:
+    """By default every final status is trained on; one that is not named is dropped, with what was named."""
+    names = ("completed", "truncated", "aborted", "failed", "odd")
+    samples = _samples(fabric, *(fabric.records(name, status=name) for name in names))
+    kept, drops = select(samples, RecipeConfig(statuses=statuses), SFT, 0)
+    assert [s.name for s in kept] == [name for name in names if statuses is None or name in statuses]
+    assert [(d.sample.name, d.rule, d.detail) for d in drops] == [
+        (s.name, "status", {"status": None if s.name == "odd" else s.name, "statuses": list(statuses)})
+        for s in samples
+        if statuses is not None and s.name not in statuses
+    ]
+
+
 def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> SampleRef:
     """A reference that no other rule drops."""
     return SampleRef(
@@ -248,6 +350,10 @@ def _candidate(trajectory: str, group: str | None, reward: float, leaf: int) -> 
         newest_version=0,
         deciding=0,
         success=None,
+        status="completed",
+        preferred=True,
+        infinite=False,
+        turn_reward=0.0,
         truncated=False,
         chosen=True,
         erased=False,

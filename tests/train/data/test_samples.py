@@ -114,6 +114,46 @@ def test_the_first_leaf_owns_a_shared_prefix(fabric: Any) -> None:
     assert second.loss_mask.tolist() == [False, False, False, False, True]
 
 
+@given(st.lists(TURN, min_size=1, max_size=7), st.sampled_from(["last", "longest"]))
+@settings(max_examples=150)
+def test_one_path_of_each_trajectory(fabric: Any, drawn: Any, rule: Any) -> None:
+    """It trains all that can be trained on it, the others the rest, and nothing is trained twice."""
+    turns, trajectory = _forest(fabric, drawn)
+    every, samples = list(samples_of(trajectory)), list(samples_of(trajectory, paths=rule))
+    assert [s.leaf_turn_id for s in samples] == [s.leaf_turn_id for s in every]
+    assert sum(s.preferred for s in samples) == (len(samples) > 0)
+    trainable = {
+        f"t.{i}": len(t.completion) if t.delivered and not t.failed else 0 for i, t in enumerate(turns)
+    }
+    totals = [sum(trainable[turn_id] for turn_id in s.turn_ids) for s in samples]
+    for place, sample in enumerate(samples):
+        if sample.preferred:
+            assert sample.trained == totals[place]
+            later = [(s.turn_ids[-1], totals[i]) for i, s in enumerate(samples) if i > place]
+            if rule == "longest":
+                assert totals[place] == max(totals)
+                assert all(total < totals[place] for _, total in later)
+            else:
+                had = [turns[int(s.leaf_turn_id.split(".")[1])].delivered for s in samples]
+                assert place == (max(i for i, h in enumerate(had) if h) if any(had) else len(had) - 1)
+    assert sum(s.trained for s in samples) == sum(s.trained for s in every)
+
+
+def test_the_last_leaf_owns_its_path(fabric: Any) -> None:
+    """By hand: the root's token goes to the last leaf, the longest path is the first."""
+    turns = [fabric.T([1, 2], [3], None), fabric.T([4], [5, 6], 0), fabric.T([7], [8], 0)]
+    trajectory = _fold(fabric, fabric.records("t", turns))
+    found = {
+        rule: [(s.preferred, s.tokens[s.loss_mask].tolist()) for s in samples_of(trajectory, paths=rule)]
+        for rule in ("all", "last", "longest")
+    }
+    assert found == {
+        "all": [(True, [3, 5, 6]), (True, [8])],
+        "last": [(False, [5, 6]), (True, [3, 8])],
+        "longest": [(True, [3, 5, 6]), (False, [8])],
+    }
+
+
 @pytest.mark.parametrize("kind", ["undelivered", "failed"])
 def test_what_the_client_did_not_get_is_not_trained(fabric: Any, kind: str) -> None:
     """An undelivered turn is context without loss; a failed one leaves no token at all."""

@@ -332,3 +332,13 @@ def test_the_command(fabric: Any, log: Store, tmp_path: Path, cli: Callable[...,
     code, out, _ = cli("preflight", path, "--json")
     assert code == 0
     assert [c["name"] for c in orjson.loads(out)] == SOUND[:8]
+
+
+def test_what_the_model_cannot_be_given_is_counted(fabric: Any, recorded: Any) -> None:
+    """Ids beyond its vocabulary and paths beyond its context, each by its rule."""
+    log = recorded()
+    long, odd = fabric.T([1] * 70, [20]), fabric.T([1], [fabric.VOCAB])
+    for name, turn in (("long", long), ("odd", odd)):
+        fabric.append(log, fabric.records(name, [turn], group=name, reward=1.0), lane=name)
+    data = _checks(fabric, log)["data"]
+    assert {"too_long 1", "outside_vocabulary 1"} <= set(data.said.partition("dropped: ")[2].split(", "))

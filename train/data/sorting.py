@@ -1,0 +1,118 @@
+"""Sorts candidates out by a recipe: which are trained on, and which rule drops each of the others. Pure.
+
+Rules that look at one sample at a time come first, then those that compare what is left of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from rollbook.store.events import Json
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.recipe import (
+    RULES,
+    UNLIMITED,
+    Bools,
+    Candidate,
+    Candidates,
+    Drop,
+    Held,
+    Ints,
+    ModelLimits,
+    columns_of,
+)
+from rollbook.train.data.within_groups import Members, below_top, best_and_worst, flat, members_left
+
+C = TypeVar("C", bound=Candidate)
+
+
+def sort_out(
+    of: Candidates,
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
+    *,
+    whole_groups: bool = True,
+) -> tuple[Ints, list[tuple[int, str, Json]]]:
+    """Indexes of the candidates to train on, in order, and (index, rule, detail) of the others.
+
+    Args:
+        version: the trainer's input policy version.
+        limits: of the model; None where they are not known, and so not held against anything.
+        whole_groups: whether the candidates of groups are all there, so that they can be compared.
+    """
+    held = Held(recipe, algorithm, version, limits or UNLIMITED)
+    left = np.ones(len(of.erased), np.bool_)
+    drops: list[tuple[int, str, Json]] = []
+    for name, rule in RULES.items():
+        dropped = rule.drops(of, held) & left
+        drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
+        left &= ~dropped
+    drops.sort(key=lambda drop: drop[0])
+    return _of_groups(of, left, drops, held) if whole_groups else (np.flatnonzero(left), drops)
+
+
+def _of_groups(
+    of: Candidates, left: Bools, drops: list[tuple[int, str, Json]], held: Held
+) -> tuple[Ints, list[tuple[int, str, Json]]]:
+    """What is kept of those that are left, and all drops, by rules that compare the samples of a group."""
+
+    def drop(rule: str, dropped: Bools, detail: Callable[[int], Json] | None = None) -> None:
+        nonlocal left
+        say = detail or (lambda at: {"reward": float(of.rewards[at])})
+        drops.extend((int(at), rule, say(int(at))) for at in np.flatnonzero(dropped))
+        left = left & ~dropped
+
+    members = Members(of.groups, of.trajectories, of.rewards)
+    if held.recipe.top_fraction is not None:
+        drop("top_fraction", below_top(members, left, held.recipe.top_fraction))
+    if (least := held.recipe.min_group) is not None:
+        there = members_left(members, left)
+        said = {"min_group": least}
+        drop("group_incomplete", left & (there < least), lambda at: {"members": int(there[at])} | said)
+    if "groups" not in held.algorithm.needs:
+        return np.flatnonzero(left), drops
+    pairs = "pairs" in held.algorithm.needs
+    if held.recipe.drop_zero_variance or pairs:
+        drop("zero_variance", flat(members, left, _compared(of, left, held)))
+    if not pairs:
+        return np.flatnonzero(left), drops
+    kept = best_and_worst(members, left).ravel()
+    unpaired = left.copy()
+    unpaired[kept] = False
+    drop("unpaired", unpaired)
+    return kept, drops
+
+
+def _compared(of: Candidates, left: Bools, held: Held) -> Bools:
+    """The samples whose rewards count where a group's are compared."""
+    if held.recipe.group_statistics == "kept":
+        return left
+    return left | (of.rewarded & np.isfinite(of.rewards))
+
+
+def select(
+    candidates: Sequence[C],
+    recipe: RecipeConfig,
+    algorithm: Algorithm,
+    version: int,
+    limits: ModelLimits | None = None,
+    *,
+    whole_groups: bool = True,
+) -> tuple[list[C], list[Drop]]:
+    """Candidates to train on, in order, and the dropped ones. Arguments as of `sort_out`."""
+    kept, drops = sort_out(
+        columns_of(candidates, recipe.deciding_share),
+        recipe,
+        algorithm,
+        version,
+        limits,
+        whole_groups=whole_groups,
+    )
+    named = [Drop(candidates[at], rule, detail) for at, rule, detail in drops]
+    return [candidates[at] for at in kept], named
