@@ -16,7 +16,7 @@ from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.parts import OwnPart, part
 from rollbook.train.algorithms.regularizers import KL_ESTIMATORS
-from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened
+from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened, whole_returns
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
 from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
 from rollbook.train.algorithms.surrogates import SURROGATES, Clips, clipped
@@ -210,15 +210,17 @@ class GroupPolicyGradient(Algorithm):
     def advantages(self, of: Rollouts) -> Advantages:
         """Reward less baseline, divided by the group's deviation; by tokens where a key speaks of tokens."""
         scores = self.scores(self._shaped(of), of)
-        by_token = self.turn_rewards or self.discount < 1 or self.reward_kl > 0 or self.whitening != "none"
-        if not by_token and "values" not in self.needs:
+        if self.turn_rewards or self.discount < 1 or self.reward_kl > 0 or "values" in self.needs:
+            return self.of_tokens(self._token_rewards(scores, of), of)
+        if self.whitening == "none":
             return Advantages(scores)
-        return self.of_tokens(self._token_rewards(scores, of), of)
+        returns = whole_returns(scores, of.lengths)
+        return Advantages(self.whitened(returns, out=returns), per_token=True)
 
     def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
         """Advantages of tokens from their rewards [P]: the discounted sum of what follows."""
         returns = discounted_returns(rewards, of.lengths, self.discount)
-        return Advantages(self.whitened(returns), per_token=True)
+        return Advantages(self.whitened(returns, out=returns), per_token=True)
 
     def _shaped(self, of: Rollouts) -> Floats:
         """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
@@ -264,13 +266,15 @@ class GroupPolicyGradient(Algorithm):
     def scores(self, rewards: Floats, of: Rollouts) -> Floats:
         """What becomes of each sample's reward, [N]."""
         members = grouped(np.asarray(rewards, np.float64), of.groups, of.trajectories)
-        return self._compared(members)[members.of_sample]
+        return members.for_samples(self._compared(members))
 
     def _compared(self, members: Grouped) -> Floats:
         scores = part(BASELINES, self.baseline)(members)
         if self.deviation == "none":
             return scores
-        return scores / (deviations(members, int(self.deviation == "unbiased")) + self.std_epsilon)
+        scale = deviations(members, int(self.deviation == "unbiased"))
+        scale += self.std_epsilon
+        return np.divide(scores, scale, out=scale)
 
     def _token_rewards(self, scores: Floats, of: Rollouts) -> Floats:
         """The rewards of tokens, [P]: of the trajectory at its last one, of turns at theirs, and the KL
@@ -284,13 +288,14 @@ class GroupPolicyGradient(Algorithm):
             rewards -= self.reward_kl * (of.old_logprobs.astype(np.float64) - of.reference_logprobs)
         return rewards
 
-    def whitened(self, values: Floats) -> Floats:
-        """Advantages of all tokens [P], as the key `whitening` says."""
-        if self.whitening == "none":
+    def whitened(self, values: Floats, out: Floats | None = None) -> Floats:
+        """Advantages of all tokens [P], as the key `whitening` says; in `out`, which may be these, or a new
+        array."""
+        if self.whitening == "none" or not len(values):
             return values
         if self.whitening == "mean":
-            return values - values.mean() if len(values) else values
-        return whitened(values, int(self.whitening == "unbiased"))
+            return np.subtract(values, values.mean(), out=out)
+        return whitened(values, int(self.whitening == "unbiased"), out=out)
 
     def weights(self, log_ratios: Floats, lengths: Ints) -> Floats | None:
         """The correction's, or None without one."""

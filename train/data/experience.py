@@ -18,6 +18,7 @@ from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts, Singles
+from rollbook.train.data.numbering import numbered
 from rollbook.train.data.samples import Sample
 
 Bools = npt.NDArray[np.bool_]
@@ -195,8 +196,8 @@ def experience_of(
         weights = token_weights if weights is None else weights * token_weights
     rollouts = Rollouts(
         rewards=rewards,
-        groups=[s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples],
-        trajectories=[s.trajectory_id for s in samples],
+        groups=numbered([s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples]),
+        trajectories=numbered([s.trajectory_id for s in samples]),
         lengths=lengths,
         truncated=np.array([s.truncated for s in samples], np.bool_),
         turn_rewards=_turn_rewards(samples, masks),

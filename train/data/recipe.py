@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import RecipeConfig
+from rollbook.train.data.drops import Dropped, Drops
+from rollbook.train.data.numbering import numbered
 from rollbook.train.data.within_groups import Members, below_top, best_and_worst, flat, in_several
 
 NOWHERE = -1
@@ -73,8 +76,8 @@ class Candidates:
     """The values of N samples that a recipe decides by; every array is [N].
 
     Attributes:
-        groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
-        trajectories: ids.
+        groups: numbers from 0, or `NO_GROUP`; trajectories: numbers from 0.
+        rewards: float64, of no meaning where `rewarded` is false.
         succeeded: as they finished; false where that is not known, and so is `failed`.
         chosen: whether the recipe's SQL conditions hold.
         unknown: number of trained tokens of unknown version.
@@ -85,8 +88,8 @@ class Candidates:
         lowest, highest: ids among the path's tokens.
     """
 
-    groups: npt.NDArray[np.object_]
-    trajectories: npt.NDArray[np.object_]
+    groups: Ints
+    trajectories: Ints
     succeeded: Bools
     failed: Bools
     chosen: Bools
@@ -145,7 +148,7 @@ def _too_old(of: Candidates, held: _Held) -> Bools:
     limit = held.recipe.max_staleness
     if limit is None:
         return np.zeros(len(of.oldest), np.bool_)
-    return (of.deciding != NOWHERE) & (held.version - of.deciding > limit)
+    return (of.deciding < held.version - limit) & (of.deciding != NOWHERE)
 
 
 def _age(of: Candidates, held: _Held, at: int) -> Json:
@@ -237,8 +240,8 @@ def sort_out(
     limits: ModelLimits | None = None,
     *,
     whole_groups: bool = True,
-) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """Indexes of the candidates to train on, in order, and (index, rule, detail) of the others.
+) -> tuple[Ints, Drops]:
+    """Indexes of the candidates to train on, in order, and what is dropped of the others, by index.
 
     Args:
         version: the trainer's input policy version.
@@ -247,23 +250,24 @@ def sort_out(
     """
     held = _Held(recipe, algorithm, version, limits or UNLIMITED)
     left = np.ones(len(of.erased), np.bool_)
-    drops: list[tuple[int, str, Json]] = []
+    alone: list[Dropped] = []
     for name, rule in RULES.items():
         dropped = rule.drops(of, held) & left
-        drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
-        left &= ~dropped
-    drops.sort(key=lambda drop: drop[0])
-    return _of_groups(of, left, drops, held) if whole_groups else (np.flatnonzero(left), drops)
+        if dropped.any():
+            alone.append(Dropped(name, np.flatnonzero(dropped), partial(rule.detail, of, held)))
+            left &= ~dropped
+    kept, compared = _of_groups(of, left, held) if whole_groups else (np.flatnonzero(left), [])
+    return kept, Drops(tuple(alone), tuple(compared))
 
 
-def _of_groups(
-    of: Candidates, left: Bools, drops: list[tuple[int, str, Json]], held: _Held
-) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """What is kept of those that are left, and all drops, by rules that compare the samples of a group."""
+def _of_groups(of: Candidates, left: Bools, held: _Held) -> tuple[Ints, list[Dropped]]:
+    """What is kept of those that are left, and what is dropped of them, by rules that compare the samples of
+    a group."""
+    drops: list[Dropped] = []
 
     def drop(rule: str, dropped: Bools) -> None:
         nonlocal left
-        drops.extend((int(at), rule, {"reward": float(of.rewards[at])}) for at in np.flatnonzero(dropped))
+        drops.append(Dropped(rule, np.flatnonzero(dropped), lambda at: {"reward": float(of.rewards[at])}))
         left = left & ~dropped
 
     members = Members(of.groups, of.trajectories, of.rewards)
@@ -306,16 +310,14 @@ def select(
 
 
 def _columns(candidates: Sequence[Candidate], share: float) -> Candidates:
-    groups = np.empty(len(candidates), np.object_)
-    groups[:] = [one.group for one in candidates]
     oldest, deciding = (
         [one.oldest_version for one in candidates],
         [one.deciding_version(share) for one in candidates],
     )
     return Candidates(
-        groups=groups,
+        groups=numbered([one.group for one in candidates]),
         rewards=np.array([np.nan if c.reward is None else c.reward for c in candidates], np.float64),
-        trajectories=np.array([one.trajectory_id for one in candidates], np.object_),
+        trajectories=numbered([one.trajectory_id for one in candidates]),
         succeeded=np.array([one.success is True for one in candidates], np.bool_),
         failed=np.array([one.success is False for one in candidates], np.bool_),
         chosen=np.array([one.chosen for one in candidates], np.bool_),
