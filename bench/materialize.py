@@ -1,11 +1,15 @@
 """`materialize.*`: advantages and recipes over a million samples, and a recorded store under another recipe.
 
 - `materialize.rloo_s` and its like: `Algorithm.advantages` of a million samples in 125,000 groups of 8 whose
-  members lie far apart, names as lists of text, as rollout batches have them; against a loop over the groups
-  in numpy, of the same formula (`materialize_loops`), which begins with the names too.
+  members lie far apart, from numbered groups, as the log's columns give them; against a loop over the groups
+  in numpy, of the same formula (`materialize_loops`), which begins with the numbers too.
   `reinforce_plus_plus_baseline` is by tokens, of which each sample has four; the others are by samples.
 - `materialize.sort_out_s`: the recipe's rules over the columns of as many samples: a tenth is too old, and in
-  each 16th group all rewards are equal; against a loop over the groups with these two rules.
+  each 16th group all rewards are equal; against a loop over the groups with these two rules. Both find which
+  samples each rule drops; `materialize.drops_s` is what it takes then to read the drops one by one, with the
+  numbers that the rules compared, as events and JSON have them.
+- `materialize.number_s`: groups and trajectories of as many samples numbered from lists of names, which comes
+  first for who has names only.
 - `materialize.samples_s`: `rollbook samples --recipe FILE --as-of CUT --json`, as a process, of a store of
   10,000 trajectories (`scale_store`), about half of which `max_staleness` drops; against `rollbook --help`.
 
@@ -26,7 +30,14 @@ import orjson
 from rollbook import store
 from rollbook.bench import scale_commands as commands
 from rollbook.bench.figure import Figure, Outcome, spread
-from rollbook.bench.materialize_loops import LOOPS, Batch, advantages_of, sort_out_by_groups, sorted_out
+from rollbook.bench.materialize_loops import (
+    LOOPS,
+    Batch,
+    advantages_of,
+    numbers_of,
+    sort_out_by_groups,
+    sorted_out,
+)
 from rollbook.bench.rounds import Laps, Limit, Side, always, interleave, order, times_faster, walls
 from rollbook.bench.scale_commands import Use
 from rollbook.bench.scale_store import Made, store_in
@@ -34,7 +45,13 @@ from rollbook.bench.scale_turns import GROUP, TURNS
 from rollbook.store import format_cut
 
 SORT_OUT, LOOP = "sort_out", "loop"
+NUMBER, DROPS = "number", "drops"
 SAMPLES, HELP = "samples", "help"
+_ALONE = {
+    NUMBER: "nothing: for who has names instead of the log's columns",
+    DROPS: "nothing: reading what sort_out drops, with details",
+}
+"""Ours without a loop, and what is said of it."""
 KEEPS_STORES = True
 """With `--folder`, what is made stays in it."""
 
@@ -66,7 +83,8 @@ class Measured:
     """What was measured.
 
     Attributes:
-        laps: of ours by name, and of the loops with the same name after `LOOP`.
+        laps: of ours by name, and of the loops with the same name after `LOOP`; `NUMBER` and `DROPS` have
+            no loop.
         samples: in the batch; uses: of the two commands; kept, dropped: what the first one printed.
     """
 
@@ -102,6 +120,9 @@ def _sides(batch: Batch) -> dict[str, Side]:
         sides[LOOP + name] = always(lambda loop=loop: loop(batch))  # type: ignore[misc]
     sides[SORT_OUT] = always(lambda: sorted_out(batch))
     sides[LOOP + SORT_OUT] = always(lambda: sort_out_by_groups(batch))
+    sides[NUMBER] = always(lambda: numbers_of(batch))
+    drops = sorted_out(batch)[1]
+    sides[DROPS] = always(lambda: list(drops))
     return sides
 
 
@@ -111,7 +132,8 @@ def _check(batch: Batch) -> None:
         assert np.allclose(advantages_of(name, batch), loop(batch), rtol=1e-6, atol=1e-9), name
     (kept, drops), (kept_by_loop, drops_by_loop) = sorted_out(batch), sort_out_by_groups(batch)
     assert np.array_equal(kept, kept_by_loop)
-    assert sorted(drop[:2] for drop in drops) == sorted(drop[:2] for drop in drops_by_loop)
+    by_rule = {dropped.rule: dropped.at.tolist() for dropped in (*drops.alone, *drops.compared)}
+    assert by_rule == {rule: at.tolist() for rule, at in drops_by_loop.items()}
 
 
 def _ask(
@@ -145,6 +167,9 @@ def outcome(measured: Measured) -> Outcome:
         {name: walls(measured.laps[LOOP + name]) for name in names},
     )
     figures = [_against_loop(name, measured, theirs[name]) for name in names]
+    for name, said in _ALONE.items():
+        alone = walls(measured.laps[name])
+        figures.append(Figure(f"materialize.{name}_s", median(alone), "s", said, None, len(alone)))
     ratio = median(a / b for a, b in zip(ours[SAMPLES], ours[HELP], strict=True))
     said = f"rollbook --help: {median(ours[HELP]):.2f} s; {measured.kept} kept, {measured.dropped} dropped; "
     figures.append(
@@ -153,7 +178,7 @@ def outcome(measured: Measured) -> Outcome:
             *(ratio, len(ours[SAMPLES])),
         )
     )
-    spreads = [spread(name, "s", walls(measured.laps[name])) for name in names]
+    spreads = [spread(name, "s", walls(measured.laps[name])) for name in (*names, *_ALONE)]
     spreads += [spread(f"{name}, loop", "s", theirs[name]) for name in names]
     spreads += [spread(f"rollbook {name}", "s", values) for name, values in ours.items()]
     return Outcome(tuple(figures), tuple(spreads))

@@ -1,4 +1,8 @@
-"""What `bench materialize` holds the estimators and the recipe against: loops over groups in plain numpy."""
+"""What `bench materialize` holds the estimators and the recipe against: loops over groups in plain numpy.
+
+Both sides begin with numbered groups, and give the same: advantages, or the indexes of what is kept and of
+what each rule drops.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollbook.store.events import Json
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Floats, Ints, Rollouts
 from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.drops import Drops
+from rollbook.train.data.numbering import numbered
 from rollbook.train.data.recipe import Candidates
 from rollbook.train.data.sorting import sort_out
 
@@ -20,7 +25,8 @@ EPSILON = 1e-6
 NEWEST, OLDEST_USED = 10, 1
 """The trainer's version, and the oldest of which samples are used; a tenth of them is of version 0."""
 RECIPE = RecipeConfig(max_staleness=NEWEST - OLDEST_USED)
-Sorted = tuple[Ints, list[tuple[int, str, Json]]]
+Sorted = tuple[Ints, dict[str, Ints]]
+"""Indexes of what is kept, and of what each rule drops."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,12 +34,14 @@ class Batch:
     """Samples of one trajectory each, the members of groups far apart.
 
     Attributes:
-        groups, trajectories: names of each sample's; rewards, versions: of each sample.
+        group_names, trajectory_names: of each sample; groups: int64 [N], the same numbered.
+        rewards, versions: of each sample.
         rollouts, candidates: the same, as an estimator and as a recipe take them.
     """
 
-    groups: list[str]
-    trajectories: list[str]
+    group_names: list[str]
+    trajectory_names: list[str]
+    groups: Ints
     rewards: Floats
     versions: Ints
     rollouts: Rollouts
@@ -49,17 +57,18 @@ class Batch:
         versions = rng.integers(0, NEWEST, count)
         names = [f"group-{number}" for number in group.tolist()]
         ids = [f"{number:032x}" for number in rng.permutation(count).tolist()]
-        lengths = np.full(count, TOKENS, np.int64)
-        rollouts = Rollouts(rewards, names, ids, lengths)
-        return cls(names, ids, rewards, versions, rollouts, _candidates(names, ids, rewards, versions))
+        numbers, lengths = (numbered(names), numbered(ids)), np.full(count, TOKENS, np.int64)
+        rollouts = Rollouts(rewards, *numbers, lengths)
+        candidates = _candidates(*numbers, rewards, versions)
+        return cls(names, ids, numbers[0], rewards, versions, rollouts, candidates)
 
 
-def _candidates(groups: list[str], ids: list[str], rewards: Floats, versions: Ints) -> Candidates:
+def _candidates(groups: Ints, trajectories: Ints, rewards: Floats, versions: Ints) -> Candidates:
     true, tokens = np.ones(len(rewards), np.bool_), np.full(len(rewards), TOKENS, np.int64)
     none = np.zeros(len(rewards), np.int64)
     return Candidates(
-        groups=np.array(groups, np.object_),
-        trajectories=np.array(ids, np.object_),
+        groups=groups,
+        trajectories=trajectories,
         succeeded=true,
         failed=~true,
         status=none,
@@ -86,7 +95,12 @@ def advantages_of(name: str, batch: Batch) -> Floats:
     return ALGORITHMS[name].model_validate({"name": name}).advantages(batch.rollouts).values
 
 
-def sorted_out(batch: Batch) -> Sorted:
+def numbers_of(batch: Batch) -> tuple[Ints, Ints]:
+    """The numbers of the batch's groups and trajectories, from their names."""
+    return numbered(batch.group_names), numbered(batch.trajectory_names)
+
+
+def sorted_out(batch: Batch) -> tuple[Ints, Drops]:
     """What the recipe keeps and drops for GRPO."""
     return sort_out(batch.candidates, RECIPE, ALGORITHMS["grpo"].model_validate({"name": "grpo"}), NEWEST)
 
@@ -95,8 +109,8 @@ def sorted_out(batch: Batch) -> Sorted:
 
 
 def _members(batch: Batch) -> list[list[int]]:
-    members: dict[str, list[int]] = {}
-    for at, group in enumerate(batch.groups):
+    members: dict[int, list[int]] = {}
+    for at, group in enumerate(batch.groups.tolist()):
         members.setdefault(group, []).append(at)
     return list(members.values())
 
@@ -140,17 +154,15 @@ LOOPS: Mapping[str, Callable[[Batch], Floats]] = {
 
 
 def sort_out_by_groups(batch: Batch) -> Sorted:
-    """What is neither too old nor in a group of equal rewards, and the others with rule and detail."""
-    kept, drops = list[int](), list[tuple[int, str, Json]]()
+    """What is neither too old nor in a group of equal rewards, and the others by rule."""
+    kept, stale, flat = list[Ints](), list[Ints](), list[Ints]()
     for at in _members(batch):
-        indexes, ages = np.array(at), NEWEST - batch.versions[at]
-        limit = NEWEST - OLDEST_USED
-        for old, age in zip(indexes[ages > limit].tolist(), ages[ages > limit].tolist(), strict=True):
-            drops.append((old, "staleness", {"staleness": age, "max_staleness": limit}))
-        left = indexes[ages <= limit]
+        indexes = np.array(at)
+        old = batch.versions[at] < OLDEST_USED
+        left = indexes[~old]
         rewards = batch.rewards[left]
-        if len(left) and rewards.min() == rewards.max():
-            drops += [(one, "zero_variance", {"reward": float(rewards[0])}) for one in left.tolist()]
-        else:
-            kept += left.tolist()
-    return np.sort(np.array(kept, np.int64)), drops
+        stale.append(indexes[old])
+        (flat if len(left) and rewards.min() == rewards.max() else kept).append(left)
+    none = np.zeros(0, np.int64)
+    found = (np.sort(np.concatenate([none, *one])) for one in (kept, stale, flat))
+    return next(found), dict(zip(("staleness", "zero_variance"), found, strict=True))

@@ -86,8 +86,8 @@ def estimated(case: Case, **keys: Any) -> Advantages:
     return algorithm(**keys).advantages(
         Rollouts(
             rewards=case.rewards.double().numpy(),
-            groups=[f"g{group}" for group in case.groups.tolist()],
-            trajectories=[f"t{i}" for i in range(len(case.mask))],
+            groups=case.groups.numpy(),
+            trajectories=np.arange(len(case.mask)),
             lengths=lengths,
             truncated=case.truncated.numpy(),
             old_logprobs=case.old[case.mask].numpy(),

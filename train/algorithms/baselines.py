@@ -5,11 +5,10 @@ A trajectory counts once in its group, however many samples it was split into; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
 from rollbook.train.algorithms.rollouts import Floats, Ints, Others
 
@@ -30,22 +29,38 @@ class Grouped:
     sizes: Floats
     sums: Floats
 
+    def for_samples(self, values: Floats) -> Floats:
+        """Values of trajectories [M] for the samples of each, [N]."""
+        return values if len(values) == len(self.of_sample) else values[self.of_sample]
 
-def grouped(rewards: Floats, groups: Sequence[str], trajectories: Sequence[str]) -> Grouped:
-    """Number the groups and trajectories of N samples, in the order of their first samples.
+    def for_members(self, values: Floats) -> Floats:
+        """Values of groups [G] for the members of each, [M]; or [1], where all groups have the same."""
+        return values[:1] if (values == values[:1]).all() else values[self.groups]
+
+
+def grouped(rewards: Floats, groups: Ints, trajectories: Ints) -> Grouped:
+    """The trajectories of N samples, in the order of their first samples; groups keep their order.
 
     Args:
         rewards: float64 [N]; samples of one trajectory have the same.
+        groups, trajectories: int64 [N], numbers from 0; a trajectory of two groups counts in both.
     """
-    group, trajectory = _codes(groups), _codes(trajectories)
-    if trajectory.max(initial=-1) == len(trajectory) - 1:  # each has one sample
-        return _members(rewards, group, np.arange(len(group)))
-    key = group * (trajectory.max(initial=0) + 1) + trajectory
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    return _members(rewards[first[order]], group[first[order]], number[inverse])
+    if (trajectories[1:] > trajectories[:-1]).all():  # each has one sample
+        return _members(rewards, groups, np.arange(len(groups)))
+    first = _first(trajectories)
+    if (groups[first] != groups).any():
+        key = groups * (trajectories.max() + 1) + trajectories
+        first = _first(np.unique(key, return_inverse=True)[1])
+    is_first = first == np.arange(len(first))
+    number = np.cumsum(is_first) - 1
+    return _members(rewards[is_first], groups[is_first], number[first])
+
+
+def _first(codes: Ints) -> Ints:
+    """Where each number comes first, [N]."""
+    at = np.empty(codes.max() + 1, np.int64)
+    at[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of equal ones the last to be written stays
+    return at[codes]
 
 
 def with_others(of: Grouped, others: Others | None) -> Grouped:
@@ -59,21 +74,18 @@ def with_others(of: Grouped, others: Others | None) -> Grouped:
 
 
 def _members(rewards: Floats, groups: Ints, of_sample: Ints) -> Grouped:
-    count = int(groups.max(initial=-1)) + 1
-    sizes = np.bincount(groups, minlength=count).astype(np.float64)
-    sums = np.bincount(groups, rewards, count).astype(np.float64)
-    return Grouped(rewards, groups, of_sample, sizes, sums)
-
-
-def _codes(names: Sequence[str]) -> Ints:
-    """A number from 0 for each distinct name, in the order of first occurrence."""
-    encoded = pa.array(names, pa.string()).dictionary_encode()
-    return np.asarray(encoded.indices.to_numpy(), np.int64)
+    sizes = np.bincount(groups)
+    if not sizes.all():  # of some group there is nobody
+        groups = (np.cumsum(sizes > 0) - 1)[groups]
+        sizes = sizes[sizes > 0]
+    sums = np.bincount(groups, rewards).astype(np.float64, copy=False)
+    return Grouped(rewards, groups, of_sample, sizes.astype(np.float64), sums)
 
 
 def group_mean(of: Grouped) -> Floats:
     """r - mean of its group, [M]; 0 in a group of one. Source: GRPO, Shao et al. 2024 (arXiv:2402.03300)."""
-    return of.rewards - (of.sums / of.sizes)[of.groups]
+    means = (of.sums / of.sizes)[of.groups]
+    return np.subtract(of.rewards, means, out=means)
 
 
 def leave_one_out(of: Grouped) -> Floats:
@@ -82,9 +94,13 @@ def leave_one_out(of: Grouped) -> Floats:
     Source: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), equation 8. It is n / (n - 1) times `group_mean`.
     A singleton has advantage 0, as in verl's `rloo_vectorized`; verl's `rloo` gives it its reward.
     """
-    sizes = of.sizes[of.groups]
-    others = (of.sums[of.groups] - of.rewards) / np.maximum(sizes - 1, 1)
-    return np.where(sizes > 1, of.rewards - others, 0.0)
+    others = of.sums[of.groups]
+    others -= of.rewards
+    others /= of.for_members(np.maximum(of.sizes - 1, 1))
+    found = np.subtract(of.rewards, others, out=others)
+    if (of.sizes == 1).any():
+        found[of.sizes[of.groups] == 1] = 0.0
+    return found
 
 
 def no_baseline(of: Grouped) -> Floats:
@@ -105,7 +121,8 @@ def deviations(of: Grouped, ddof: int) -> Floats:
     Args:
         ddof: 1 for the unbiased variance (verl, OpenRLHF, TRL), 0 for the biased one.
     """
-    squares = (of.rewards - (of.sums / of.sizes)[of.groups]) ** 2
+    squares = group_mean(of)
+    squares *= squares
     total = np.bincount(of.groups, squares, len(of.sizes))
     deviation = np.where(of.sizes > ddof, np.sqrt(total / np.maximum(of.sizes - ddof, 1)), 1.0)
     return deviation[of.groups]

@@ -33,7 +33,7 @@ from rollbook.train.algorithms.keys import (
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.parts import PART_KEYS, check_declared, declared_needs, part
 from rollbook.train.algorithms.regularizers import LARGEST_ESTIMATE, KlBound, estimate
-from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened
+from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened, whole_returns
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
 from rollbook.train.algorithms.shapes import called
 from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
@@ -235,10 +235,12 @@ class GroupPolicyGradient(Algorithm):
             rewards = rewards - of_trajectories(self.reward_kl * self._divergences(of), of)
         scores = self.scores(rewards, of)
         at_tokens = self.reward_kl > 0 and not self._kl_first
-        by_token = self.turn_rewards or self.discount < 1 or at_tokens or self.whitening != "none"
-        if not by_token and "values" not in self.needs:
+        if self.turn_rewards or self.discount < 1 or at_tokens or "values" in self.needs:
+            return self.of_tokens(self._token_rewards(scores, of), of)
+        if self.whitening == "none":
             return Advantages(scores)
-        return self.of_tokens(self._token_rewards(scores, of), of)
+        returns = whole_returns(scores, of.lengths)
+        return Advantages(self.whitened(returns, out=returns), per_token=True)
 
     def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
         """Advantages of tokens from their rewards [P]: the discounted sum of what follows."""
@@ -246,7 +248,7 @@ class GroupPolicyGradient(Algorithm):
             returns = turn_returns(rewards, of, self.discount)
         else:
             returns = discounted_returns(rewards, of.lengths, self.discount)
-        return Advantages(self.whitened(returns), per_token=True)
+        return Advantages(self.whitened(returns, out=returns), per_token=True)
 
     def _shaped(self, of: Rollouts, seen: Moments | None) -> Floats:
         """The reward of each sample's trajectory, cut-off and overlong ones less, clipped at last, [N]."""
@@ -304,7 +306,7 @@ class GroupPolicyGradient(Algorithm):
     def scores(self, rewards: Floats, of: Rollouts) -> Floats:
         """What becomes of each sample's reward, [N]."""
         members = grouped(np.asarray(rewards, np.float64), of.groups, of.trajectories)
-        return self._compared(with_others(members, of.others))[members.of_sample]
+        return members.for_samples(self._compared(with_others(members, of.others)))
 
     def _compared(self, members: Grouped) -> Floats:
         baseline, asked = part(BASELINES, self.baseline), members.rewards.shape
@@ -314,10 +316,11 @@ class GroupPolicyGradient(Algorithm):
             scores = np.where(alone, members.rewards, scores)
         if self.deviation == "none":
             return scores
-        spread = deviations(members, int(self.deviation == "unbiased"))
+        scale = deviations(members, int(self.deviation == "unbiased"))
         if alone is not None:
-            spread = np.where(alone, 1.0, spread)
-        return scores / (spread + self.std_epsilon)
+            scale = np.where(alone, 1.0, scale)
+        scale += self.std_epsilon
+        return np.divide(scores, scale, out=scale)
 
     def _token_rewards(self, scores: Floats, of: Rollouts) -> Floats:
         """The rewards of tokens, [P]: of the trajectory at its last one, of turns at theirs, and the KL
@@ -341,13 +344,14 @@ class GroupPolicyGradient(Algorithm):
         found = of.old_logprobs.astype(np.float64) - of.reference_logprobs
         return found.clip(-LARGEST_ESTIMATE, LARGEST_ESTIMATE) if self.kl_bound == "all" else found
 
-    def whitened(self, values: Floats) -> Floats:
-        """Advantages of all tokens [P], as the key `whitening` says."""
-        if self.whitening == "none":
+    def whitened(self, values: Floats, out: Floats | None = None) -> Floats:
+        """Advantages of all tokens [P], as the key `whitening` says; in `out`, which may be these, or a new
+        array."""
+        if self.whitening == "none" or not len(values):
             return values
         if self.whitening == "mean":
-            return values - values.mean() if len(values) else values
-        return whitened(values, int(self.whitening == "unbiased"))
+            return np.subtract(values, values.mean(), out=out)
+        return whitened(values, int(self.whitening == "unbiased"), out=out)
 
     def weights(self, log_ratios: Floats, lengths: Ints) -> Floats | None:
         """The correction's, or None without one."""

@@ -15,6 +15,8 @@ from rollbook.train.algorithms.rollouts import Floats, Ints
 
 Bools = npt.NDArray[np.bool_]
 _T = TypeVar("_T", bound=np.generic)
+_AT_ONCE = 1 << 15
+"""Tokens that are computed together: they stay in a core's cache."""
 
 
 def discounted_returns(rewards: Floats, lengths: Ints, discount: float) -> Floats:
@@ -29,6 +31,16 @@ def discounted_returns(rewards: Floats, lengths: Ints, discount: float) -> Float
     for column in range(padded.shape[1] - 2, -1, -1):
         padded[:, column] += discount * padded[:, column + 1]
     return padded[places]
+
+
+def whole_returns(values: Floats, lengths: Ints) -> Floats:
+    """Without a discount, what follows each token where a sample's value [N] stands at its last one, [P]: the
+    value itself. It has the bits of `discounted_returns` of `at_last_tokens`.
+    """
+    least = np.iinfo(np.int64).min
+    if values.view(np.int64).min(initial=0) == least:  # -0.0, which is 0.0 once another token's 0 is added
+        return discounted_returns(at_last_tokens(values, lengths), lengths, 1.0)
+    return of_tokens(values, lengths)
 
 
 def generalized_advantages(
@@ -48,17 +60,37 @@ def generalized_advantages(
     return delta[places]
 
 
-def whitened(values: Floats, ddof: int, *, epsilon: float = 1e-8) -> Floats:
+def whitened(values: Floats, ddof: int, *, epsilon: float = 1e-8, out: Floats | None = None) -> Floats:
     """(values - mean) / sqrt(variance + epsilon), [P].
 
     A single value has variance 0. Its sources differ in the variance: verl's `masked_whiten` has the unbiased
     one (`ddof` 1), OpenRLHF the biased one (0); both have this epsilon.
+
+    Args:
+        out: float64 [P], where they are written, which may be the values themselves; None: a new array.
     """
+    scaled = np.empty_like(values) if out is None else out
     if not len(values):
-        return values.copy()
+        return scaled
     mean = values.mean()
-    square = ((values - mean) ** 2).sum() / max(len(values) - ddof, 1)
-    return np.asarray((values - mean) / np.sqrt(square + epsilon))
+    scale = np.sqrt(_squares(values, mean) / max(len(values) - ddof, 1) + epsilon)
+    for at in range(0, len(values), _AT_ONCE):
+        piece = np.subtract(values[at : at + _AT_ONCE], mean, out=scaled[at : at + _AT_ONCE])
+        piece /= scale
+    return scaled
+
+
+def _squares(values: Floats, mean: np.float64) -> np.float64:
+    """The sum of the squared distances from the mean, with the bits of `((values - mean) ** 2).sum()`: numpy
+    adds halves by themselves, the first a multiple of eight long, down to pieces shorter than these.
+    """
+    if len(values) > _AT_ONCE:
+        half = len(values) // 2
+        half -= half % 8
+        return _squares(values[:half], mean) + _squares(values[half:], mean)
+    distances = values - mean
+    distances *= distances
+    return np.float64(distances.sum())
 
 
 def of_tokens(values: npt.NDArray[_T], lengths: Ints) -> npt.NDArray[_T]:

@@ -3,7 +3,6 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +35,7 @@ class Rollouts:
 
     Attributes:
         rewards: float64 [N]; NaN where a sample has none. Samples of one trajectory have the same.
-        groups, trajectories: of each sample, by name.
+        groups, trajectories: int64 [N], of each sample, numbered from 0 in the order of first samples.
         lengths: int64 [N], trained tokens of each sample.
         truncated: bool [N], whether a sample was cut off at its greatest length; None: none was.
         turn_rewards: float64 [P], the reward of a turn at its last token, 0 elsewhere; None: all are 0.
@@ -48,8 +47,8 @@ class Rollouts:
     """
 
     rewards: Floats
-    groups: Sequence[str]
-    trajectories: Sequence[str]
+    groups: Ints
+    trajectories: Ints
     lengths: Ints
     truncated: npt.NDArray[np.bool_] | None = None
     turn_rewards: Floats | None = None

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 LENGTHS = (3, 1, 4, 2, 2, 3)
 """Trained tokens of the samples: two groups of two trajectories, of which the first two have two samples."""
-GROUPS, TRAJECTORIES = ("g", "g", "h", "h", "g", "h"), ("a", "b", "c", "d", "a", "c")
+GROUPS, TRAJECTORIES = np.array([0, 0, 1, 1, 0, 1]), np.array([0, 1, 2, 3, 0, 2])
+REWARDS = np.array([1.0, 0.0, 0.5, 2.0])
+"""Of the trajectories."""
 
 
 def try_out(algorithm: Algorithm) -> None:
@@ -46,10 +48,9 @@ def try_out(algorithm: Algorithm) -> None:
 def _estimated(algorithm: Algorithm) -> Advantages:
     """Its advantages and its correction, of six samples."""
     lengths, count = np.array(LENGTHS), sum(LENGTHS)
-    rewards = {"a": 1.0, "b": 0.0, "c": 0.5, "d": 2.0}
     tokens = np.linspace(-1.0, 1.0, count)
     of = Rollouts(
-        rewards=np.array([rewards[name] for name in TRAJECTORIES]),
+        rewards=REWARDS[TRAJECTORIES],
         groups=GROUPS,
         trajectories=TRAJECTORIES,
         lengths=lengths,

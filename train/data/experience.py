@@ -19,6 +19,7 @@ from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Others, Rollouts, Singles
 from rollbook.train.algorithms.shapes import held_advantages, shaped
+from rollbook.train.data.numbering import numbered
 from rollbook.train.data.samples import Sample
 
 Bools = npt.NDArray[np.bool_]
@@ -234,8 +235,8 @@ def _rollouts(
     """
     return Rollouts(
         rewards=rewards,
-        groups=[s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples],
-        trajectories=[s.trajectory_id for s in samples],
+        groups=numbered([s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples]),
+        trajectories=numbered([s.trajectory_id for s in samples]),
         lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
         truncated=np.array([s.truncated for s in samples], np.bool_),
         turn_rewards=_turn_rewards(samples, masks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class HeldOutSamples:
                 f"{format_cut(cut) or 'the beginning of the log'}: record some, name their run by "
                 "evaluation.source_runs, or leave the table out"
             )
-        self._units = kept
+        self._units = replace(kept, drops=())  # nobody asks for them
         chosen = np.random.default_rng([config.seed, len(kept)]).permutation(len(kept))
         self._chosen = np.sort(chosen[: config.evaluation.max_samples])
         self._samples = Materializer(log, cut, found, config.run)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
+from rollbook.train.data.numbering import numbered
 from rollbook.train.data.within_groups import in_several
 
 NOWHERE = -1
@@ -84,8 +85,8 @@ class Candidates:
     """The values of N samples that a recipe decides by; every array is [N].
 
     Attributes:
-        groups: names, or None; rewards: float64, of no meaning where `rewarded` is false.
-        trajectories: ids.
+        groups: numbers from 0, or `NO_GROUP`; trajectories: numbers from 0.
+        rewards: float64, of no meaning where `rewarded` is false.
         succeeded: as they finished; false where that is not known, and so is `failed`.
         status: as they finished, as places in `STATUSES`, or `NO_STATUS`.
         preferred: whether they are of a path that the recipe takes.
@@ -100,8 +101,8 @@ class Candidates:
         lowest, highest: ids among the path's tokens.
     """
 
-    groups: npt.NDArray[np.object_]
-    trajectories: npt.NDArray[np.object_]
+    groups: Ints
+    trajectories: Ints
     succeeded: Bools
     failed: Bools
     status: Ints
@@ -164,7 +165,7 @@ def _too_old(of: Candidates, held: Held) -> Bools:
     limit = held.recipe.max_staleness
     if limit is None:
         return np.zeros(len(of.oldest), np.bool_)
-    return (of.deciding != NOWHERE) & (held.version - of.deciding > limit)
+    return (of.deciding < held.version - limit) & (of.deciding != NOWHERE)
 
 
 def _age(of: Candidates, held: Held, at: int) -> Json:
@@ -276,16 +277,14 @@ def is_candidate(sample: Candidate, recipe: RecipeConfig) -> bool:
 
 def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
     """The values of candidates, one by one; `share` is the recipe's deciding one."""
-    groups = np.empty(len(candidates), np.object_)
-    groups[:] = [one.group for one in candidates]
     oldest, deciding = (
         [one.oldest_version for one in candidates],
         [one.deciding_version(share) for one in candidates],
     )
     return Candidates(
-        groups=groups,
+        groups=numbered([one.group for one in candidates]),
         rewards=np.array([np.nan if c.reward is None else c.reward for c in candidates], np.float64),
-        trajectories=np.array([one.trajectory_id for one in candidates], np.object_),
+        trajectories=numbered([one.trajectory_id for one in candidates]),
         succeeded=np.array([one.success is True for one in candidates], np.bool_),
         failed=np.array([one.success is False for one in candidates], np.bool_),
         status=np.array(

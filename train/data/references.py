@@ -24,6 +24,7 @@ from rollbook.store.sql.query import connect_at
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
+from rollbook.train.data.numbering import numbered
 from rollbook.train.data.path_columns import PathColumns, path_columns
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
@@ -166,12 +167,11 @@ class References:
         """The samples that a recipe speaks of, by number, and what it decides by."""
         at = np.flatnonzero((self.trained_tokens > 0) | self.erased)
         rewards = self.trajectories["reward"].cast(pa.float64()).to_numpy()
-        groups = self.trajectories["group_key"].to_numpy()
-        ids = self.trajectories["trajectory_id"].to_numpy()
+        groups = numbered(self.trajectories["group_key"].combine_chunks())
         success = self.trajectories["success"]
         return at, Candidates(
             groups=groups[self.trajectory[at]],
-            trajectories=ids[self.trajectory[at]],
+            trajectories=self.trajectory[at],
             succeeded=success.fill_null(False).to_numpy()[self.trajectory[at]],
             failed=pc.invert(success.fill_null(True)).to_numpy()[self.trajectory[at]],
             status=_codes(self.trajectories["status"])[self.trajectory[at]],

@@ -6,6 +6,7 @@ Rules that look at one sample at a time come first, then those that compare what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.drops import Dropped, Drops
 from rollbook.train.data.recipe import (
     RULES,
     UNLIMITED,
@@ -38,8 +40,8 @@ def sort_out(
     limits: ModelLimits | None = None,
     *,
     whole_groups: bool = True,
-) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """Indexes of the candidates to train on, in order, and (index, rule, detail) of the others.
+) -> tuple[Ints, Drops]:
+    """Indexes of the candidates to train on, in order, and what is dropped of the others, by index.
 
     Args:
         version: the trainer's input policy version.
@@ -48,24 +50,25 @@ def sort_out(
     """
     held = Held(recipe, algorithm, version, limits or UNLIMITED)
     left = np.ones(len(of.erased), np.bool_)
-    drops: list[tuple[int, str, Json]] = []
+    alone: list[Dropped] = []
     for name, rule in RULES.items():
         dropped = rule.drops(of, held) & left
-        drops += [(int(at), name, rule.detail(of, held, int(at))) for at in np.flatnonzero(dropped)]
-        left &= ~dropped
-    drops.sort(key=lambda drop: drop[0])
-    return _of_groups(of, left, drops, held) if whole_groups else (np.flatnonzero(left), drops)
+        if dropped.any():
+            alone.append(Dropped(name, np.flatnonzero(dropped), partial(rule.detail, of, held)))
+            left &= ~dropped
+    kept, compared = _of_groups(of, left, held) if whole_groups else (np.flatnonzero(left), [])
+    return kept, Drops(tuple(alone), tuple(compared))
 
 
-def _of_groups(
-    of: Candidates, left: Bools, drops: list[tuple[int, str, Json]], held: Held
-) -> tuple[Ints, list[tuple[int, str, Json]]]:
-    """What is kept of those that are left, and all drops, by rules that compare the samples of a group."""
+def _of_groups(of: Candidates, left: Bools, held: Held) -> tuple[Ints, list[Dropped]]:
+    """What is kept of those that are left, and what is dropped of them, by rules that compare the samples of
+    a group."""
+    drops: list[Dropped] = []
 
     def drop(rule: str, dropped: Bools, detail: Callable[[int], Json] | None = None) -> None:
         nonlocal left
         say = detail or (lambda at: {"reward": float(of.rewards[at])})
-        drops.extend((int(at), rule, say(int(at))) for at in np.flatnonzero(dropped))
+        drops.append(Dropped(rule, np.flatnonzero(dropped), say))
         left = left & ~dropped
 
     members = Members(of.groups, of.trajectories, of.rewards)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +55,9 @@ class EpochSource:
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
         self._found = find_references(log, cut, config.run, recipe)
         applied = sort_units(self._found, log, cut, config.run, recipe, config.algorithm, version, limits)
-        self._units = applied
-        # Drops are recorded once, with the first step.
+        # Drops are recorded once, with the first step; their columns are of no use after that.
         self._drops = [] if done else applied.named(self._found)
+        self._units = replace(applied, drops=())
         self._samples = Materializer(log, cut, self._found, config.run)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done

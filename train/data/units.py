@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,7 +35,7 @@ class Units:
     """
 
     units: Ints
-    drops: list[tuple[int, str, Json]]
+    drops: Iterable[tuple[int, str, Json]]
     margins: npt.NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
@@ -56,8 +56,9 @@ class Units:
 
     def named(self, found: References) -> list[Drop]:
         """The drops, by name."""
-        refs = found.refs([number for number, _, _ in self.drops])
-        return [Drop(ref, rule, detail) for ref, (_, rule, detail) in zip(refs, self.drops, strict=True)]
+        drops = list(self.drops)
+        refs = found.refs([number for number, _, _ in drops])
+        return [Drop(ref, rule, detail) for ref, (_, rule, detail) in zip(refs, drops, strict=True)]
 
 
 def sort_units(
@@ -81,15 +82,15 @@ def sort_units(
     """
     numbers, candidates = found.candidates()
     kept, drops = sort_out(candidates, recipe, algorithm, version, limits)
-    numbered = [(int(numbers[at]), rule, detail) for at, rule, detail in drops]
+    drops = drops.called(numbers)
     if "pairs" not in algorithm.needs:
-        return Units(numbers[kept][:, None], numbered)
+        return Units(numbers[kept][:, None], drops)
     if "groups" in algorithm.needs:
-        return Units(numbers[kept].reshape(-1, 2), numbered)
+        return Units(numbers[kept].reshape(-1, 2), drops)
     ids = found.trajectories["trajectory_id"].to_pylist()
     of_each = {ids[found.trajectory[number]]: int(number) for number in numbers[kept]}
     made = paired(_preferences(log, cut, recipe.runs(run), recipe), of_each)
-    concerned = [drop for drop in numbered if ids[found.trajectory[drop[0]]] in made.named]
+    concerned = [drop for drop in drops if ids[found.trajectory[drop[0]]] in made.named]
     broken: list[tuple[int, str, Json]] = [(int(number), "pair_broken", {}) for number in made.alone]
     return Units(made.pairs, concerned + broken, made.margins if "margins" in algorithm.needs else None)
 

@@ -1,7 +1,7 @@
 """Which samples of a prompt group are used: the best, all that differ, or the best and the worst. Pure.
 
-Everything runs on columns. Groups and trajectories are compared by name; a sample without a group is, where
-samples are ranked, a group of its trajectory alone.
+Everything runs on columns. A sample without a group is, where samples are ranked, a group of its trajectory
+alone.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
+
+from rollbook.train.data.numbering import NO_GROUP
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Names = npt.NDArray[np.object_]
+_AT_ONCE = 1 << 15
+"""Samples that are compared together: their columns stay in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """Of N samples the group, or None, the trajectory, and its reward; every array is [N]."""
+    """Of N samples the group's number, or `NO_GROUP`, the trajectory's, and the reward; arrays are [N]."""
 
-    groups: Names
-    trajectories: Names
+    groups: Ints
+    trajectories: Ints
     rewards: npt.NDArray[np.float64]
 
 
@@ -30,8 +32,7 @@ def below_top(of: Members, left: Bools, fraction: float) -> Bools:
     """Which of those that are left are not of their group's best trajectories; of equal rewards the first
     count."""
     at = np.flatnonzero(left)
-    groups = _of_each(of, at)
-    trajectories = codes_of(of.trajectories[at])
+    groups, trajectories = _of_each(of, at), of.trajectories[at]
     first = np.unique(trajectories, return_index=True)[1]
     order = first[np.lexsort((first, -of.rewards[at][first], groups[first]))]
     begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
@@ -47,34 +48,32 @@ def members_left(of: Members, left: Bools) -> Ints:
     """How many trajectories of its group are left, of each sample that is; [N]."""
     at = np.flatnonzero(left)
     groups = _of_each(of, at)
-    first = np.unique(codes_of(of.trajectories[at]), return_index=True)[1]
+    first = np.unique(of.trajectories[at], return_index=True)[1]
     counts = np.zeros(len(left), np.int64)
     counts[at] = np.bincount(groups[first], minlength=int(groups.max(initial=0)) + 1)[groups]
     return counts
 
 
 def flat(of: Members, left: Bools, compared: Bools) -> Bools:
-    """Which of those that are left are in groups whose rewards are all equal.
+    """Which of those that are left are in groups whose rewards are all equal; those without a group are one.
+
+    All rewards of a group are equal if each is equal to one of them, whichever that is.
 
     Args:
         compared: those whose rewards count; all that are left are among them.
     """
-    at = np.flatnonzero(compared)
-    groups, rewards = codes_of(of.groups[at]), of.rewards[at]
-    order = np.argsort(groups, kind="stable")
-    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    if not len(begins):
-        return np.zeros_like(left)
-    least, greatest = (extreme.reduceat(rewards[order], begins) for extreme in (np.minimum, np.maximum))
-    equal = left.copy()
-    equal[at] = (least == greatest)[groups]
-    return equal & left
-
-
-def codes_of(values: npt.NDArray[np.object_]) -> Ints:
-    """A number from 0 for each distinct text, in the order of first occurrence; None is a text too."""
-    encoded = pa.array(values, pa.string()).dictionary_encode(null_encoding="encode")
-    return np.asarray(encoded.indices.to_numpy(), np.int64)
+    count = int(of.groups.max(initial=NO_GROUP)) + 2  # the last is NO_GROUP's, which is -1
+    one, differ, equal = np.empty(count), np.zeros(count, np.bool_), np.empty_like(left)
+    pieces = [slice(at, at + _AT_ONCE) for at in range(0, len(left), _AT_ONCE)]
+    for piece in pieces:
+        at = np.flatnonzero(compared[piece])
+        one[of.groups[piece][at]] = of.rewards[piece][at]
+    for piece in pieces:
+        unequal = (of.rewards[piece] != one[of.groups[piece]]) & compared[piece]
+        differ[of.groups[piece][np.flatnonzero(unequal)]] = True
+    for piece in pieces:
+        equal[piece] = left[piece] & ~differ[of.groups[piece]]
+    return equal
 
 
 def best_and_worst(of: Members, left: Bools) -> Ints:
@@ -98,13 +97,13 @@ def best_and_worst(of: Members, left: Bools) -> Ints:
     return pairs[np.argsort(first)]
 
 
-def in_several(trajectories: Names) -> Bools:
+def in_several(trajectories: Ints) -> Bools:
     """Whether a sample's trajectory has several samples, [N]."""
-    codes = codes_of(trajectories)
-    return (np.bincount(codes) > 1)[codes] if len(codes) else np.zeros(0, np.bool_)
+    return np.asarray(np.bincount(trajectories)[trajectories] > 1, np.bool_)
 
 
 def _of_each(of: Members, at: Ints) -> Ints:
     """A number for the group of each sample, or for its trajectory where it has none."""
-    alone = np.array([group is None for group in of.groups[at]], np.bool_)
-    return codes_of(np.where(alone, of.trajectories[at], of.groups[at])) * 2 + alone
+    groups = of.groups[at]
+    alone = groups.max(initial=NO_GROUP) + 1 + of.trajectories[at]
+    return np.asarray(np.where(groups == NO_GROUP, alone, groups), np.int64)

@@ -63,7 +63,7 @@ def test_keys_after_a_step() -> None:
 def test_normalized_rewards() -> None:
     """By the batch, or by all rewards so far with these among them; penalties and clips come after."""
     rewards = np.array([0.0, 2.0, 4.0, 6.0])
-    rollouts = Rollouts(rewards, ["g"] * 4, list("abcd"), np.ones(4, np.int64))
+    rollouts = Rollouts(rewards, np.zeros(4, np.int64), np.arange(4), np.ones(4, np.int64))
     keys: dict[str, Any] = {"baseline": "none", "deviation": "none"}
     by_batch = _algorithm(**keys, reward_normalization="batch").advantages(rollouts).values
     assert by_batch.tolist() == pytest.approx(((rewards - 3) / np.sqrt(5)).tolist())
@@ -78,7 +78,7 @@ def test_normalized_rewards() -> None:
         _algorithm(**keys, reward_normalization="batch", reward_clip=[-1, 1]).advantages(rollouts).values
     )
     assert clipped.tolist() == pytest.approx([-1, -1 / np.sqrt(5), 1 / np.sqrt(5), 1])
-    equal = Rollouts(np.ones(4), ["g"] * 4, list("abcd"), np.ones(4, np.int64))
+    equal = Rollouts(np.ones(4), np.zeros(4, np.int64), np.arange(4), np.ones(4, np.int64))
     assert _algorithm(**keys, reward_normalization="batch").advantages(equal).values.tolist() == [0.0] * 4
 
 

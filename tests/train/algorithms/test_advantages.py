@@ -38,7 +38,7 @@ def test_nothing_to_compare_is_zero(rewards: list[float]) -> None:
 def test_groups_are_apart() -> None:
     """Interleaved groups are compared within themselves only."""
     found = trajectory_advantages(
-        np.array([0.0, 10.0, 1.0, 30.0]), ["a", "b", "a", "b"], ["a0", "b0", "a1", "b1"], 1e-12
+        np.array([0.0, 10.0, 1.0, 30.0]), np.array([0, 1, 0, 1]), np.arange(4), 1e-12
     )
     half = math.sqrt(0.5)
     assert found == pytest.approx([-half, -half, half, half], rel=1e-9)
@@ -47,7 +47,7 @@ def test_groups_are_apart() -> None:
 def test_fragments_of_a_trajectory_count_once() -> None:
     """A trajectory of three samples weighs as one in its group; all three get its advantage."""
     rewards = np.array([1.0, 1.0, 1.0, 0.0])
-    found = trajectory_advantages(rewards, ["g"] * 4, ["t", "t", "t", "u"], 1e-12)
+    found = trajectory_advantages(rewards, np.zeros(4, np.int64), np.array([0, 0, 0, 1]), 1e-12)
     half = math.sqrt(0.5)
     assert found == pytest.approx([half, half, half, -half], rel=1e-9)
 
@@ -55,9 +55,8 @@ def test_fragments_of_a_trajectory_count_once() -> None:
 @given(REWARDS, st.data())
 def test_advantages_of_a_group_sum_to_zero(rewards: list[float], data: st.DataObject) -> None:
     """Over a group's trajectories the mean is zero; scaling the rewards' offset changes nothing."""
-    groups = [data.draw(st.sampled_from("ab")) for _ in rewards]
-    names = [str(i) for i in range(len(rewards))]
-    found = trajectory_advantages(np.array(rewards), groups, names, 1e-6)
+    groups = [data.draw(st.sampled_from([0, 1])) for _ in rewards]
+    found = trajectory_advantages(np.array(rewards), np.array(groups), np.arange(len(rewards)), 1e-6)
     for group in set(groups):
         of_group = [a for a, g in zip(found, groups, strict=True) if g == group]
         assert abs(sum(of_group)) < 1e-6 * max(1.0, max(map(abs, of_group)))
@@ -90,10 +89,10 @@ def _group_by_group(rewards: Doubles, groups: list[int], names: list[int]) -> Do
     st.lists(st.one_of(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=12),
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([1e-300, 1.0, 1e12, 1e200]),
-    st.booleans(),
+    st.sampled_from(["as they come", "rounded", "zeros of both signs"]),
 )
 def test_the_bits_are_those_of_a_loop_over_groups(
-    seed: int, sizes: list[int], split: float, scale: float, rounded: bool
+    seed: int, sizes: list[int], split: float, scale: float, kind: str
 ) -> None:
     """Groups of all sizes, interleaved, some trajectories of several samples: each bit is the one that the
     group alone gives, so that recorded steps replay."""
@@ -102,11 +101,13 @@ def test_the_bits_are_those_of_a_loop_over_groups(
     names = np.arange(len(groups))
     again = rng.random(len(groups)) < split
     groups, names = np.append(groups, groups[again]), np.append(names, names[again])
-    values = np.round(rng.random(len(names)), 1) if rounded else rng.standard_normal(len(names))
+    values = rng.standard_normal(len(names))
+    if kind != "as they come":
+        values = np.round(values, 1) if kind == "rounded" else 0.0 * values
     rewards = (values * scale)[names]
     with np.errstate(all="ignore"):
         expected = _group_by_group(rewards, groups.tolist(), names.tolist())
-        found = trajectory_advantages(rewards, [f"g{g}" for g in groups], [f"t{n}" for n in names], 1e-6)
+        found = trajectory_advantages(rewards, groups, names, 1e-6)
     assert found.tobytes() == expected.tobytes()
 
 
@@ -115,8 +116,24 @@ def test_many_groups_have_the_bits_of_each() -> None:
     rng = np.random.default_rng(0)
     for size in (2, 3, 4, 5, 7, 8, 9, 16, 64, 129):
         rewards = rng.standard_normal((100_000 // size, size))
-        found = group_advantages(rewards, 1e-6)
+        found = group_advantages(rewards.T, 1e-6).T
         assert found.tobytes() == np.stack([_of_one_group(row, 1e-6) for row in rewards]).tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 70_000, 200_000])
+def test_many_groups_in_any_order(count: int) -> None:
+    """More groups than 16 bits number, their members far apart, in runs or without an order: each has the
+    advantages that it has beside the others in rows."""
+    rng = np.random.default_rng(count)
+    rows = rng.standard_normal((count, 3))
+    expected = group_advantages(rows.T, 1e-6).T
+    for members in (
+        np.arange(3 * count),
+        np.arange(3 * count).reshape(count, 3).T.ravel(),
+        rng.permutation(3 * count),
+    ):
+        found = trajectory_advantages(rows.ravel()[members], members // 3, np.arange(len(members)), 1e-6)
+        assert found == pytest.approx(expected.ravel()[members], rel=1e-9, abs=1e-12)
 
 
 @given(REWARDS)

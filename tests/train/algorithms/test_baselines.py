@@ -26,9 +26,9 @@ def _algorithm(baseline: str, deviation: str, epsilon: float = 1e-6) -> PolicyGr
 
 def _advantages(algorithm: GroupPolicyGradient, *groups: list[float]) -> list[list[float]]:
     """Advantages of groups of trajectories of one sample each."""
-    names = [f"g{i}" for i, group in enumerate(groups) for _ in group]
+    numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     rewards = np.array([r for group in groups for r in group])
-    of = Rollouts(rewards, names, [f"t{i}" for i in range(len(names))], np.ones(len(names), np.int64))
+    of = Rollouts(rewards, numbers, np.arange(len(numbers)), np.ones(len(numbers), np.int64))
     found = algorithm.advantages(of).values.tolist()
     return [[found.pop(0) for _ in group] for group in groups]
 
@@ -83,8 +83,8 @@ def test_a_loop_over_groups_says_the_same(
     reward = {(g, t): rewards[7 * g + t] for g, t in samples}
     of = Rollouts(
         np.array([reward[one] for one in samples]),
-        [f"g{g}" for g, _ in samples],
-        [f"t{g}.{t}" for g, t in samples],
+        np.array([g for g, _ in samples]),
+        np.array([7 * g + t for g, t in samples]),
         np.ones(len(samples), np.int64),
     )
     found = _algorithm(baseline, deviation).advantages(of).values
@@ -112,24 +112,26 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards: list[float], shift: flo
 def test_all_defaults_are_grpos_advantages(rewards: list[float]) -> None:
     """Up to rounding: `grpo` keeps its own arithmetic."""
     [found] = _advantages(_algorithm("group_mean", "unbiased"), rewards)
-    names = [f"t{i}" for i in range(len(rewards))]
-    expected = trajectory_advantages(np.array(rewards), ["g"] * len(rewards), names, 1e-6)
+    one, each = np.zeros(len(rewards), np.int64), np.arange(len(rewards))
+    expected = trajectory_advantages(np.array(rewards), one, each, 1e-6)
     assert found == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
 
 
-@given(SAMPLES, st.booleans())
-def test_groups_and_trajectories_are_numbered_as_they_come(
-    samples: list[tuple[int, int]], distinct: bool
+@given(SAMPLES, st.booleans(), st.booleans(), st.booleans())
+def test_trajectories_are_in_the_order_of_their_first_samples(
+    samples: list[tuple[int, int]], distinct: bool, shared: bool, in_order: bool
 ) -> None:
-    """In the order of their first samples, and sums are added in that order, whether or not each trajectory
-    has one sample; a name counts within its group."""
+    """Sums are added in that order, whether or not each trajectory has one sample; a number counts within its
+    group. Numbers may have gaps, and groups keep their order."""
     if distinct:
         samples = list(dict.fromkeys(samples))
-    names = [f"t{g}.{t}" if distinct else f"t{t}" for g, t in samples]
+    names = [t if shared else 7 * g + t for g, t in samples]
+    if in_order:
+        names = [list(dict.fromkeys(names)).index(name) for name in names]
     rewards = np.array([1 / (7 * g + t + 1) for g, t in samples])
-    found = grouped(rewards, [f"g{g}" for g, _ in samples], names)
+    found = grouped(rewards, np.array([g for g, _ in samples]), np.array(names))
     trajectories = list(dict.fromkeys(samples))
-    groups = list(dict.fromkeys(g for g, _ in samples))
+    groups = sorted({g for g, _ in samples})
     assert found.of_sample.tolist() == [trajectories.index(one) for one in samples]
     assert found.groups.tolist() == [groups.index(g) for g, _ in trajectories]
     assert found.rewards.tolist() == [1 / (7 * g + t + 1) for g, t in trajectories]
@@ -138,3 +140,15 @@ def test_groups_and_trajectories_are_numbered_as_they_come(
         sums[at] += reward
         sizes[at] += 1
     assert (found.sums.tolist(), found.sizes.tolist()) == (sums, sizes)
+    values = rewards[: len(trajectories)]
+    assert found.for_samples(values).tolist() == [values[trajectories.index(one)] for one in samples]
+    expected = [sizes[group] for group in found.groups.tolist()]
+    assert np.broadcast_to(found.for_members(found.sizes), len(trajectories)).tolist() == expected
+
+
+def test_of_no_sample_there_is_no_trajectory() -> None:
+    """Nothing comes of nothing."""
+    none = np.zeros(0, np.int64)
+    found = grouped(np.zeros(0), none, none)
+    assert (len(found.rewards), len(found.groups), len(found.sizes), len(found.sums)) == (0, 0, 0, 0)
+    assert trajectory_advantages(np.zeros(0), none, none, 1e-6).tolist() == []

@@ -136,7 +136,7 @@ def test_what_it_says_of_itself() -> None:
     assert made.needs == {"pairs", "groups", "rewards", "reference"}
     assert (recorded.cycles, made.cycles) == (True, False)
     assert (recorded.demand.groups, recorded.demand.group_size, made.demand.group_size) == (8, 2, 4)
-    rollouts = Rollouts(np.full(4, np.nan), ["a"] * 4, list("abcd"), np.ones(4, np.int64))
+    rollouts = Rollouts(np.full(4, np.nan), np.zeros(4, np.int64), np.arange(4), np.ones(4, np.int64))
     assert recorded.advantages(rollouts).values.tolist() == [1, -1, 1, -1]
 
 

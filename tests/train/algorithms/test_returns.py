@@ -17,6 +17,7 @@ from rollbook.train.algorithms.returns import (
     generalized_advantages,
     of_tokens,
     whitened,
+    whole_returns,
 )
 from rollbook.train.algorithms.rollouts import Rollouts
 
@@ -100,6 +101,33 @@ def test_whitened_values(values: list[float]) -> None:
 def test_nothing_to_whiten_is_no_nan(values: list[float]) -> None:
     """No value, one, and equal ones come out as zeros."""
     assert whitened(np.array(values), 1).tolist() == [0.0] * len(values)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 1000, 40_000, 70_001, 300_003])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_whitened_values_have_the_bits_of_sums_over_all_at_once(count: int, ddof: int) -> None:
+    """However many there are: recorded steps were computed so; also where they take the values' place."""
+    values = np.random.default_rng(count).standard_normal(count)
+    for centred in (True, False):
+        expected = values.copy()
+        if count:
+            mean = values.mean()
+            square = ((values - mean) ** 2).sum() / max(count - ddof, 1)
+            expected = (values - mean) / np.sqrt(square + 1e-8)
+            expected = expected if centred else expected + mean
+        assert whitened(values, ddof, centred=centred).tobytes() == expected.tobytes()
+        place = values.copy()
+        assert whitened(place, ddof, centred=centred, out=place) is place
+        assert place.tobytes() == expected.tobytes()
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, -0.0, 1.5, -2.0, np.nan]), st.integers(0, 4)), max_size=8))
+def test_whole_returns_are_those_without_a_discount(samples: list[tuple[float, int]]) -> None:
+    """Bit for bit, the sign of a zero too."""
+    values = np.array([value for value, _ in samples], np.float64)
+    lengths = np.array([length for _, length in samples], np.int64)
+    expected = discounted_returns(at_last_tokens(values, lengths), lengths, 1.0)
+    assert whole_returns(values, lengths).tobytes() == expected.tobytes()
 
 
 def test_values_of_samples_at_their_tokens() -> None:

@@ -29,8 +29,8 @@ def test_a_trajectory_is_as_long_as_all_of_its_samples() -> None:
     """Two samples of 5 tokens are one trajectory of 10, cut off if one of them was; clipping comes last."""
     of = Rollouts(
         rewards=np.array([1.0, 1.0, 1.0]),
-        groups=["g"] * 3,
-        trajectories=["a", "a", "b"],
+        groups=np.zeros(3, np.int64),
+        trajectories=np.array([0, 0, 1]),
         lengths=np.array([5, 5, 2]),
         truncated=np.array([False, True, False]),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.data.within_groups import Members, best_and_worst, in_several
+from rollbook.train.data import within_groups
+from rollbook.train.data.numbering import numbered
+from rollbook.train.data.within_groups import Members, best_and_worst, flat, in_several
 
 _MEMBERS = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(0, 3), st.booleans()), max_size=30
@@ -16,11 +19,9 @@ _MEMBERS = st.lists(
 
 
 def _members(rows: list[Any]) -> tuple[Members, np.ndarray[Any, Any]]:
-    groups = np.empty(len(rows), np.object_)
-    groups[:] = [group for group, _, _ in rows]
-    names = np.array([f"t{i}" for i in range(len(rows))], np.object_)
+    groups = numbered([group for group, _, _ in rows])
     rewards = np.array([float(reward) for _, reward, _ in rows])
-    return Members(groups, names, rewards), np.array([left for *_, left in rows], np.bool_)
+    return Members(groups, np.arange(len(rows)), rewards), np.array([left for *_, left in rows], np.bool_)
 
 
 @given(_MEMBERS)
@@ -37,7 +38,24 @@ def test_the_best_and_the_worst_of_each_group(rows: list[Any]) -> None:
     assert best_and_worst(members, left).tolist() == expected
 
 
+@given(_MEMBERS, st.sampled_from([1, 3, 1 << 15]), st.sampled_from([0.0, float("nan"), float("inf")]))
+def test_groups_whose_rewards_are_all_equal(rows: list[Any], pieces: int, last: float) -> None:
+    """Of those that are left, also where a group lies in several pieces; those in no group are one. NaN
+    equals nothing."""
+    rows = [(group, last if reward == 3 else reward, is_left) for group, reward, is_left in rows]
+    members, left = _members(rows)
+    rewards: dict[Any, list[float]] = {}
+    for group, reward, is_left in rows:
+        rewards.setdefault(group, []).extend([reward] if is_left else [])
+    expected = [
+        is_left and all(one == rewards[group][0] for one in rewards[group]) for group, _, is_left in rows
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(within_groups, "_AT_ONCE", pieces)
+        assert flat(members, left).tolist() == expected
+
+
 @given(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=8))
 def test_trajectories_with_several_samples(names: list[str]) -> None:
     """A sample is not alone where its trajectory's name comes twice."""
-    assert in_several(np.array(names, np.object_)).tolist() == [names.count(name) > 1 for name in names]
+    assert in_several(numbered(names)).tolist() == [names.count(name) > 1 for name in names]
