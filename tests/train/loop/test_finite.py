@@ -156,7 +156,7 @@ def test_a_step_that_an_earlier_rollbook_committed_replays(
     log = recorded()
     with monkeypatch.context() as patch:
         for check in ("check_batch", "check_tokens", "check_tensors"):
-            patch.setattr(steps, check, lambda *_: None)
+            patch.setattr(steps, check, lambda *_, **__: None)
         fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e30, "weight_decay": 0.01}))
     assert len(_of(log, StepCommitted)) == 2
     code, said, _ = cli("replay", "step", 1, "--store", log.path)
