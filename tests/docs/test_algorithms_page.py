@@ -115,7 +115,7 @@ def test_the_examples_work(page: str, tmp_path: Path, monkeypatch: Any) -> None:
     estimator = {"name": "my_estimators:Halving", "baseline": "none", "deviation": "none", "discount": 0.5}
     algorithm = parse_config(keys | {"algorithm": estimator}, "test").algorithm
     try_out(algorithm)
-    of = Rollouts(np.array([4.0, 8.0]), ["g", "h"], ["a", "b"], np.array([2, 3]))
+    of = Rollouts(np.array([4.0, 8.0]), np.arange(2), np.arange(2), np.array([2, 3]))
     assert algorithm.advantages(of).values.tolist() == [2, 4, 2, 4, 8]
 
 

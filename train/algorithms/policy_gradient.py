@@ -1,5 +1,7 @@
 """Policy gradients without a critic: what their keys mean, and how the parts that they name make one loss."""
 
+# size: the keys of all combinations are one table
+
 from __future__ import annotations
 
 from dataclasses import astuple, replace

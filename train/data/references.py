@@ -303,13 +303,10 @@ def _references(
     trained = sampled & ~_flags(turns, "altered")[path]
     length = completions[path]
     of_sample = _Sums(starts)
-    with_loss = of_sample.sum(np.where(trained, length, 0))
-    spoiled = (of_sample.sum(erased[path].astype(np.int64)) > 0) & (with_loss > 0)
+    spoiled = (of_sample.sum(erased[path]) > 0) & (of_sample.sum(np.where(trained, length, 0)) > 0)
     trained &= ~np.repeat(spoiled, np.diff(starts))
     tokens = np.where(trained, length, 0)
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
-    cut_off = np.asarray(pc.equal(turns["finish_reason"], CUT_OFF).fill_null(False).to_numpy(), np.bool_)
-    ended = pc.equal(trajectories["status"], TRUNCATED).fill_null(False).to_numpy()
     leaf, root = path[starts[1:] - 1], starts[:-1]
     # The first token is predicted from nothing.
     first = ((_numbers(turns, "prompt_length")[path[root]] == 0) & (tokens[root] > 0)).astype(np.int64)
@@ -330,7 +327,7 @@ def _references(
         oldest=np.where(own, oldest, NOWHERE),
         newest=np.where(own, newest, NOWHERE),
         deciding=np.where(own, deciding, NOWHERE),
-        truncated=cut_off[leaf] | np.asarray(ended, np.bool_)[turns["place"].to_numpy()[leaf]],
+        truncated=_truncated(trajectories, turns, leaf),
         learnable=of_sample.sum(tokens) - first,
         lowest=of_sample.least(_numbers(turns, "lowest_token")[path]),
         highest=-of_sample.least(-_numbers(turns, "highest_token")[path]),
@@ -341,6 +338,13 @@ def _references(
         turn_reward=odd_rewards(rewards, turns, paths, tokens),
         turn_rewards=rewards,
     )
+
+
+def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
+    """Of each leaf whether it, or its trajectory, was cut off at its greatest length."""
+    cut_off = np.asarray(pc.equal(turns["finish_reason"], CUT_OFF).fill_null(False).to_numpy(), np.bool_)
+    ended = np.asarray(pc.equal(trajectories["status"], TRUNCATED).fill_null(False).to_numpy(), np.bool_)
+    return cut_off[leaf] | ended[turns["place"].to_numpy()[leaf]]
 
 
 def _versions(

@@ -51,8 +51,7 @@ def train(
     Args:
         path: folder of the store.
         source: `cut`, the log as it is, or `tail`, as it grows.
-        as_of: the cut, as `Store.cut` reads it.
-        lane: the lane to write.
+        as_of: the cut, as `Store.cut` reads it; lane: the one to write.
         watcher: shows how it goes.
         abandon_after: first give up the steps after this version, and go on from its checkpoint.
         ranks: that it is spread over; None: this process alone.

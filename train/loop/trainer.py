@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import AllRejectedError, NotFiniteError, ReplayError, TrainError
@@ -86,16 +84,14 @@ class Trainer:
         base, self._like = whole.record, whole.path
         between = history.between(base, history.next_step)
         self._device = device = choose_device(config.device)
-        self.policy = ranks.policy(
-            "actor",
-            whole.shape,
-            config.optimizer,
-            steps=config.steps,
-            device=device,
-            seed=config.seed,
-            threads=config.threads,
-        )
-        self.critic = self._restored_critic(whole, device)
+        made: dict[str, Any] = {
+            "steps": config.steps,
+            "device": device,
+            "seed": config.seed,
+            "threads": config.threads,
+        }
+        self.policy = ranks.policy("actor", whole.shape, config.optimizer, **made)
+        self.critic = self._restored_critic(whole, made)
         self._experiences = Experiences(self.policy, References(log, history), self.critic)
         self._restore(whole, between)
         self.version = history.version
@@ -118,7 +114,7 @@ class Trainer:
         if base.policy_version == self.version:
             self._publisher.restored(self.version)
 
-    def _restored_critic(self, whole: WholeCheckpoint, device: torch.device) -> Policy | None:
+    def _restored_critic(self, whole: WholeCheckpoint, made: dict[str, Any]) -> Policy | None:
         config = self._config
         if "values" not in config.algorithm.needs:
             return None
@@ -128,10 +124,7 @@ class Trainer:
             config.critic or CriticConfig(),
             whole.held,
             goes_on=self._goes_on(whole),
-            steps=config.steps,
-            device=device,
-            seed=config.seed,
-            threads=config.threads,
+            **made,
         )
 
     def _goes_on(self, whole: WholeCheckpoint) -> bool:

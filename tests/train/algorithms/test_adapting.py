@@ -87,7 +87,7 @@ def test_a_trajectory_counts_once_however_many_samples_it_has(of: str, mean: flo
     """Three samples of one trajectory with reward 1, and one of another with 5: the mean is 3, and the
     deviation 2; of samples, as earlier releases counted, it is 2."""
     rewards = np.array([1.0, 1.0, 5.0, 1.0])
-    rollouts = Rollouts(rewards, ["g"] * 4, ["a", "a", "b", "a"], np.ones(4, np.int64))
+    rollouts = Rollouts(rewards, np.zeros(4, np.int64), np.array([0, 0, 1, 0]), np.ones(4, np.int64))
     keys: dict[str, Any] = {"baseline": "none", "deviation": "none", "reward_moments_of": of}
     by_batch = _algorithm(**keys, reward_normalization="batch").advantages(rollouts).values
     spread = 2.0 if of == "trajectories" else np.sqrt(3.0)

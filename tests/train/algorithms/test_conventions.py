@@ -77,8 +77,8 @@ def _rollouts(**given: Any) -> Rollouts:
     """A group of two trajectories, of which the second has two samples, and a trajectory alone."""
     return Rollouts(
         np.array([1.0, 3.0, 3.0, 5.0]),
-        ["g", "g", "g", "h"],
-        ["a", "b", "b", "c"],
+        np.array([0, 0, 0, 1]),
+        np.array([0, 1, 1, 2]),
         np.array([1, 1, 1, 2]),
         **given,
     )

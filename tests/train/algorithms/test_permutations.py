@@ -53,8 +53,8 @@ def _rollouts(seed: int) -> Rollouts:
     total = int(lengths.sum())
     return Rollouts(
         rewards=rewards[names],
-        groups=[f"g{name % 3}" for name in names],
-        trajectories=[f"t{name}" for name in names],
+        groups=names % 3,
+        trajectories=names,
         lengths=lengths,
         truncated=random.random(count) < 0.3,
         turn_rewards=random.normal(size=total),
@@ -77,8 +77,8 @@ def _permuted(of: Rollouts, order: Any) -> Rollouts:
     tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "values", "turns")
     return replace(
         of,
-        groups=[of.groups[i] for i in order],
-        trajectories=[of.trajectories[i] for i in order],
+        groups=of.groups[order],
+        trajectories=of.trajectories[order],
         **{name: getattr(of, name)[order] for name in ("rewards", "lengths", "truncated")},
         **{name: getattr(of, name)[at] for name in tokens},
     )

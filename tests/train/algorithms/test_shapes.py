@@ -179,7 +179,7 @@ def test_all_of_ours_pass(name: str) -> None:
 
 def test_in_a_step_too(fabric: Any, recorded: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that is odd on a real batch only is held against it as well."""
-    of = Rollouts(np.zeros(2), ["g"] * 2, ["a", "b"], np.array([3, 2]))
+    of = Rollouts(np.zeros(2), np.zeros(2, np.int64), np.array([0, 1]), np.array([3, 2]))
     with pytest.raises(TrainError, match=re.escape("mine: advantages gave shape [1] where shape [2]")):
         held_advantages("mine", Advantages(np.zeros(1)), of)
     log = recorded()

@@ -26,8 +26,8 @@ PLAIN = {"name": "policy_gradient", "baseline": "none", "deviation": "none", "tu
 # The trajectories' own rewards are 16 and 32.
 TWO_AND_THREE = Rollouts(
     rewards=np.array([16.0, 32.0]),
-    groups=["g", "h"],
-    trajectories=["a", "b"],
+    groups=np.array([0, 1]),
+    trajectories=np.array([0, 1]),
     lengths=np.array([3, 4]),
     turn_rewards=np.array([0.0, 1.0, 2.0, 0.0, 0.0, 4.0, 8.0]),
     turns=np.array([0, 0, 1, 0, 1, 1, 2]),
@@ -61,8 +61,8 @@ def test_turn_rewards_alone() -> None:
     """Of a trajectory whose own reward is 0, and without them nothing is left."""
     of = Rollouts(
         np.zeros(2),
-        ["g", "h"],
-        ["a", "b"],
+        np.array([0, 1]),
+        np.array([0, 1]),
         TWO_AND_THREE.lengths,
         turn_rewards=TWO_AND_THREE.turn_rewards,
         turns=TWO_AND_THREE.turns,
@@ -75,8 +75,8 @@ def test_the_baseline_is_of_the_trajectory() -> None:
     """Of one group with rewards 16 and 32 the mean goes; the turns' rewards stay as they are."""
     of = Rollouts(
         TWO_AND_THREE.rewards,
-        ["g", "g"],
-        ["a", "b"],
+        np.array([0, 0]),
+        np.array([0, 1]),
         TWO_AND_THREE.lengths,
         turn_rewards=TWO_AND_THREE.turn_rewards,
         turns=TWO_AND_THREE.turns,
@@ -87,7 +87,7 @@ def test_the_baseline_is_of_the_trajectory() -> None:
 
 def test_gae_of_turns_by_hand() -> None:
     """Turns of 2 and 1 tokens; rewards 0, 1, 2, values 4, 2, 6, discount 1/2, decay 1/2."""
-    of = Rollouts(np.zeros(1), ["g"], ["a"], np.array([3]), turns=np.array([3, 3, 5]))
+    of = Rollouts(np.zeros(1), np.array([0]), np.array([0]), np.array([3]), turns=np.array([3, 3, 5]))
     found = turn_advantages(np.array([0.0, 1.0, 2.0]), np.array([4.0, 2.0, 6.0]), of, 0.5, 0.5)
     last = 2 - 6
     middle = (1 + 0.5 * 6 - 2) + 0.5 * 0.5 * last
@@ -98,8 +98,8 @@ def test_ppo_takes_it_too() -> None:
     """Its critic learns the return that is discounted by turns."""
     of = Rollouts(
         TWO_AND_THREE.rewards,
-        ["g", "h"],
-        ["a", "b"],
+        np.array([0, 1]),
+        np.array([0, 1]),
         TWO_AND_THREE.lengths,
         turn_rewards=TWO_AND_THREE.turn_rewards,
         turns=TWO_AND_THREE.turns,
@@ -113,7 +113,7 @@ def test_ppo_takes_it_too() -> None:
 
 def _random(lengths: list[int], seed: int, turns: Any) -> tuple[Rollouts, Any, Any]:
     random, count = np.random.default_rng(seed), sum(lengths)
-    names = [str(i) for i in range(len(lengths))]
+    names = np.arange(len(lengths))
     of = Rollouts(np.zeros(len(lengths)), names, names, np.array(lengths), turns=turns(count))
     return of, random.normal(size=count), random.normal(size=count)
 
@@ -136,7 +136,7 @@ def test_turns_of_one_token_are_tokens(lengths: list[int], seed: int, discount: 
 
 def test_sums_of_trajectories() -> None:
     """Over all samples of each; a name counts within its group, and a sample may have no token."""
-    of = Rollouts(np.zeros(4), ["g", "g", "h", "g"], ["a", "b", "a", "a"], np.array([2, 0, 1, 1]))
+    of = Rollouts(np.zeros(4), np.array([0, 0, 1, 0]), np.array([0, 1, 0, 0]), np.array([2, 0, 1, 1]))
     assert of_trajectories(np.array([1.0, 2.0, 4.0, 8.0]), of).tolist() == [11, 0, 4, 11]
 
 

@@ -55,8 +55,8 @@ def test_advantages_are_those_of_the_whole_group(members: list[Any], keys: dict[
 def _rollouts(members: list[Any]) -> Rollouts:
     return Rollouts(
         np.array([member[1] for member in members], np.float64),
-        [f"g{member[0]}" for member in members],
-        [f"t{i}" for i in range(len(members))],
+        np.array([member[0] for member in members], np.int64),
+        np.arange(len(members)),
         np.array([member[3] for member in members], np.int64),
         truncated=np.array([member[4] for member in members], np.bool_),
     )

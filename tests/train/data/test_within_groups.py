@@ -52,7 +52,7 @@ def test_groups_whose_rewards_are_all_equal(rows: list[Any], pieces: int, last: 
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(within_groups, "_AT_ONCE", pieces)
-        assert flat(members, left).tolist() == expected
+        assert flat(members, left, left).tolist() == expected
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=8))
