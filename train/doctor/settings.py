@@ -131,9 +131,9 @@ def _reference(config: TrainConfig, seen: Recorded | None, version: int) -> list
         return []
     if seen.checkpoints.get(version):
         return []
-    there = ", ".join(f"version {v}" for v, held in sorted(seen.checkpoints.items()) if held) or "no version"
+    there = ", ".join(str(v) for v, held in sorted(seen.checkpoints.items()) if held) or "none"
     lost = "whose checkpoint is gone" if version in seen.checkpoints else "of which there is no checkpoint"
-    text = f"{lost}: the store has one of {there} of policy {config.policy!r}"
+    text = f"{lost} (of policy {config.policy!r} there are: {there})"
     return [Fault("red", text, "algorithm.reference_version")]
 
 
