@@ -59,6 +59,7 @@ TASKS = {"one_call": 1, "two_calls": 2}
 """Calls of the calculator that a task's problems take."""
 GROUPED = {"groups": 16, "group_size": 8}
 SINGLE = {"groups": 128, "group_size": 1}
+PAIRED = {"batch_size": 64}
 SCORES = "reward-model"
 """Source of the rewards that a reward model gives."""
 PAIRS: Any = "teacher"
@@ -77,7 +78,7 @@ COURSES = {
         Course("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", keys=GROUPED),
         Course("decoupled_ppo", "decoupled_ppo", keys=GROUPED | {"mini_batches": 2}),
         Course("ppo", "ppo", keys=SINGLE | {"mini_batches": 2}, critic={"lr": 1e-3, "alone_steps": 4}),
-        Course("dpo", "dpo", 1e-4, {"batch_size": 64, "beta": 0.1}, learns_from="preferences"),
+        Course("dpo", "dpo", 1e-4, PAIRED | {"beta": 1.0}, learns_from="preferences"),
         Course("grpo_scored", "grpo", keys=GROUPED, recipe={"reward_source": SCORES}, learns_from="scores"),
         Course(
             "ppo_scored",
@@ -89,7 +90,7 @@ COURSES = {
         ),
     )
 }
-REWARD_MODEL = Course("reward_model", "reward_model", 5e-4, {"batch_size": 64}, policy="reward")
+REWARD_MODEL = Course("reward_model", "reward_model", keys=PAIRED, policy="reward")
 """What gives the scores."""
 
 

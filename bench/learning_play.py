@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def from_rewards(demo: Demo, server: Server, course: Course, plan: Plan) -> None
 
 def from_preferences(demo: Demo, server: Server, course: Course, plan: Plan) -> None:
     """The first policy plays, right answers are preferred to wrong ones, and the trainer learns from these
-    preferences alone."""
+    preferences alone, with the first policy as the reference."""
+    course = replace(course, keys={**course.keys, "reference_version": plan.offline_steps})
     with Agent(demo.folder, server.url) as agent:
         _play_held_out(demo, agent, plan, 0)
         _record_preferences(demo, server, agent, plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +135,22 @@ def test_preferences_are_right_over_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     learning_play._record_preferences(demo, SimpleNamespace(url=""), Player(), Plan(batches=1))  # type: ignore[arg-type]
     pairs = [(body["chosen"][-3:], body["rejected"][-3:]) for path, body in said if path == "/v1/preferences"]
     assert pairs == [("0-0", "0-1"), ("0-3", "0-2"), ("1-0", "1-3")]
+
+
+def test_the_reference_is_the_policy_whose_rollouts_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first policy, not the model from before it learnt to imitate; in every stretch of the training."""
+    trained: list[Any] = []
+    monkeypatch.setattr(learning_play, "Agent", lambda folder, url: nullcontext())
+    for name in ("_play_held_out", "_record_preferences"):
+        monkeypatch.setattr(learning_play, name, lambda *_: None)
+    monkeypatch.setattr(learning_play, "_train", lambda demo, text: trained.append(tomllib.loads(text)))
+    demo = learning._demo(tmp_path, "one_call", 0)
+    plan = Plan(batches=15, offline_steps=7)
+    learning_play.from_preferences(demo, SimpleNamespace(url=""), COURSES["dpo"], plan)  # type: ignore[arg-type]
+    assert [config["algorithm"]["reference_version"] for config in trained] == [7, 7]
+    assert [config["steps"] for config in trained] == [COURSES["dpo"].steps(batch) for batch in (10, 15)]
 
 
 def test_figures() -> None:
