@@ -65,8 +65,11 @@ METRICS = View(
     SELECT run, step, status, policy, policy_version, algorithm, learning_rate, {_FIELDS},
            epoch(committed - planned) AS seconds,
            CAST(json_extract_string(metrics, '$.trained_tokens') AS DOUBLE)
-             / nullif(epoch(committed - planned), 0) AS tokens_s
-    FROM steps WHERE status IN ('committed', 'abandoned')
+             / nullif(epoch(committed - planned), 0) AS tokens_s, held_out_reward
+    FROM steps LEFT JOIN (
+        SELECT run, policy, policy_version AS output_version, max_by(reward, time) AS held_out_reward
+        FROM evaluations GROUP BY run, policy, policy_version) USING (run, policy, output_version)
+    WHERE status IN ('committed', 'abandoned')
     """,
     (
         *_NAMED,
@@ -74,5 +77,6 @@ METRICS = View(
         *RECORDED,
         ViewColumn("seconds", "DOUBLE", "from its plan to its commit"),
         ViewColumn("tokens_s", "DOUBLE", "trained tokens in a second of that time"),
+        ViewColumn("held_out_reward", "DOUBLE", "mean held-out reward of the version it made, if evaluated"),
     ),
 )

@@ -157,6 +157,9 @@ def test_rewards_of_held_out_trajectories(
     last = _of(log, EvalFinished)[-1]
     assert (last.policy_version, last.metrics, last.trajectories) == (1, {"reward": 0.375, "success": 0.5}, 2)
     assert (last.oldest_version, last.newest_version) == (1, 1)
+    with rb.connect(log.path) as connection:
+        steps = connection.execute("SELECT step, held_out_reward FROM metrics ORDER BY step").fetchall()
+    assert steps == [(0, 0.375), (1, None)], "of the version that a step made"
 
 
 def test_a_restart_evaluates_what_is_missing(fabric: Any, tmp_path: Path) -> None:

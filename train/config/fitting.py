@@ -22,6 +22,11 @@ def check_recipe(recipe: RecipeConfig, algorithm: Algorithm) -> None:
             "recipe.max_staleness counts versions of the policy in training, and no token is sampled by "
             "a reward model: leave it out"
         )
+    if recipe.order == "recorded" and not algorithm.cycles:
+        raise ValueError(
+            f'recipe.order = "recorded" is about samples that are gone over again and again, and {name} uses '
+            "each once: leave it out, and see admission.order"
+        )
     if recipe.min_group is not None and not algorithm.cycles:
         _check_min_group(recipe.min_group, algorithm)
     if recipe.group_statistics == "all" and ("groups" not in needs or "pairs" in needs):

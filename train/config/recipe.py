@@ -50,6 +50,10 @@ class RecipeConfig(Table):
     """Whose rewards make a group's baseline and deviation, and say whether its rewards are all equal: those
     of the members that are trained on, or also those of the members that the recipe drops, as far as they
     have one."""
+    order: Literal["shuffled", "recorded"] = "shuffled"
+    """With --source cut, of algorithms that go over their samples again and again: each time in another
+    order, decided by the seed; or always as their trajectories were recorded. Groups come as
+    `admission.order` says."""
     refill: bool = False
     """Fill a step with other groups in the place of those that drop_zero_variance drops; otherwise it is
     smaller."""

@@ -58,6 +58,7 @@ class EpochSource:
         # Drops are recorded once, with the first step; their columns are of no use after that.
         self._drops = [] if done else applied.named(self._found)
         self._units = replace(applied, drops=())
+        self._recorded = self._by_time() if recipe.order == "recorded" and len(self._units) else None
         self._samples = Materializer(log, cut, self._found, config.run)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
@@ -89,9 +90,19 @@ class EpochSource:
         """What the recipe drops if it leaves no sample; otherwise epochs never end."""
         return self._drops
 
+    def _by_time(self) -> npt.NDArray[np.int64]:
+        """The units in the order in which the trajectories of their first samples began, int64 [U]; those of
+        one trajectory in the order of their turns."""
+        first = self._units.units[:, 0]
+        ids = self._found.trajectories["trajectory_id"].to_numpy()[self._found.trajectory[first]]
+        return np.lexsort((self._found.leaf[first], ids.astype(str)))
+
     def _slice(self, step: int) -> npt.NDArray[np.int64]:
         """Which units a step takes, by its own number in this source."""
-        return epoch_slice(step, self._size, len(self._units), self._seed)
+        if self._recorded is None:
+            return epoch_slice(step, self._size, len(self._units), self._seed)
+        places = np.arange(step * self._size, (step + 1) * self._size)
+        return self._recorded[places % len(self._recorded)]
 
     def _read(self, step: int) -> list[Sample]:
         return self._units.samples(self._slice(step), self._samples)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.errors import TrainError
+from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RewardAssigned, TrajectoryAdopted, TurnDelivered
 from rollbook.store.fold.history import History, fold_history
 from rollbook.store.fold.trajectory import fold
@@ -83,6 +83,22 @@ def test_a_source_gives_the_slices_of_its_seed(fabric: Any, store: Store) -> Non
     changes: Any = {"seed": 5, "recipe": {}, "algorithm": {"name": "sft", "batch_size": 3}}
     assert _take(_source(fabric, store, **changes), 5) == _epochs(7, 3, 5, range(5))
     assert _take(_source(fabric, store, done=2, **changes), 3) == _epochs(7, 3, 5, range(2, 5))
+
+
+def test_recorded_order(fabric: Any, store: Store) -> None:
+    """Trajectories by their ids, which tell the time, and the paths of each by their turns; epoch after epoch,
+    whatever the seed, and going on too."""
+    fabric.append(store, [r for i in (4, 0, 2) for r in fabric.records(f"t{i}")])
+    branches = [fabric.T(), fabric.T([5], [6], 0), fabric.T([7], [8], 0)]
+    fabric.append(store, fabric.records("t1", branches), lane="other")
+    changes: Any = {"seed": 5, "recipe": {"order": "recorded"}, "algorithm": {"name": "sft", "batch_size": 3}}
+    row = ["t0", "t1", "t1", "t2", "t4"]
+    assert _take(_source(fabric, store, **changes), 4) == [row[i % 5] for i in range(12)]
+    assert _take(_source(fabric, store, done=2, **changes), 1) == [row[i % 5] for i in range(6, 9)]
+    taken = _next(_source(fabric, store, **changes), 0)
+    assert [s.leaf_turn_id for s in taken.samples] == ["t0.0", "t1.1", "t1.2"]
+    with pytest.raises(ConfigError, match=r'recipe.order = "recorded".*see admission.order'):
+        fabric.config(fabric.GRPO, recipe={"order": "recorded"})
 
 
 def test_the_seed_decides_the_order() -> None:
