@@ -86,8 +86,8 @@ def test_a_source_gives_the_slices_of_its_seed(fabric: Any, store: Store) -> Non
 
 
 def test_recorded_order(fabric: Any, store: Store) -> None:
-    """Trajectories by their ids, which tell the time, and the paths of each by their turns; epoch after epoch,
-    whatever the seed, and going on too."""
+    """Trajectories by their ids, which tell the time, and paths by their turns; epoch after epoch, whatever
+    the seed, and going on too."""
     fabric.append(store, [r for i in (4, 0, 2) for r in fabric.records(f"t{i}")])
     branches = [fabric.T(), fabric.T([5], [6], 0), fabric.T([7], [8], 0)]
     fabric.append(store, fabric.records("t1", branches), lane="other")
