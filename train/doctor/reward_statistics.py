@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ class RewardStatistics:
     Attributes:
         count: how many there are; not_finite: of these, those that are NaN or infinite.
         mean, deviation, least, greatest: of the finite ones; 0 where there are none.
-        commonest: the most frequent of them; equal: the share of them that it is.
+        commonest: the most frequent of them, the least of several; equal: the share of them that it is.
         groups: those with two rewards or more; flat: of these, those whose rewards are all equal.
     """
 
@@ -63,7 +62,7 @@ def statistics_of(rewards: Sequence[float] | Floats, groups: Sequence[str | None
     several = [of for of in members.values() if len(of) > 1]
     if not len(good):
         return RewardStatistics(len(values), len(values))
-    commonest, times = Counter(good.tolist()).most_common(1)[0]
+    different, times = np.unique(good, return_counts=True)
     return RewardStatistics(
         count=len(values),
         not_finite=len(values) - len(good),
@@ -71,8 +70,8 @@ def statistics_of(rewards: Sequence[float] | Floats, groups: Sequence[str | None
         deviation=float(good.std()),
         least=float(good.min()),
         greatest=float(good.max()),
-        commonest=commonest,
-        equal=times / len(good),
+        commonest=float(different[times.argmax()]),
+        equal=float(times.max() / len(good)),
         groups=len(several),
         flat=sum(min(of) == max(of) for of in several),
     )

@@ -56,7 +56,7 @@ def test_a_sound_configuration(fabric: Any, log: Store) -> None:
     )
     assert found["kl"].said == "no KL term over 3 steps; most trainings do without one"
     assert found["rewards"].said == (
-        "from source 'agent': 24 rewards, mean 0.75, deviation 0.559, most often 0.5 (25%)"
+        "from source 'agent': 24 rewards, mean 0.75, deviation 0.559, most often 0 (25%)"
     )
     assert found["difficulty"].said == "0 of 6 groups have one reward throughout"
 
