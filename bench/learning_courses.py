@@ -60,6 +60,7 @@ TASKS = {"one_call": 1, "two_calls": 2}
 GROUPED = {"groups": 16, "group_size": 8}
 SINGLE = {"groups": 128, "group_size": 1}
 PAIRED = {"batch_size": 64}
+WITH_CRITIC: Any = {"keys": SINGLE | {"mini_batches": 2}, "critic": {"lr": 1e-3, "alone_steps": 4}}
 SCORES = "reward-model"
 """Source of the rewards that a reward model gives."""
 PAIRS: Any = "teacher"
@@ -77,17 +78,10 @@ COURSES = {
         Course("reinforce_plus_plus", "reinforce_plus_plus", keys=SINGLE),
         Course("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", keys=GROUPED),
         Course("decoupled_ppo", "decoupled_ppo", keys=GROUPED | {"mini_batches": 2}),
-        Course("ppo", "ppo", keys=SINGLE | {"mini_batches": 2}, critic={"lr": 1e-3, "alone_steps": 4}),
+        Course("ppo", "ppo", **WITH_CRITIC),
         Course("dpo", "dpo", 1e-4, PAIRED | {"beta": 1.0}, learns_from="preferences"),
         Course("grpo_scored", "grpo", keys=GROUPED, recipe={"reward_source": SCORES}, learns_from="scores"),
-        Course(
-            "ppo_scored",
-            "ppo",
-            keys=SINGLE | {"mini_batches": 2},
-            critic={"lr": 1e-3, "alone_steps": 4},
-            recipe={"reward_source": SCORES},
-            learns_from="scores",
-        ),
+        Course("ppo_scored", "ppo", **WITH_CRITIC, recipe={"reward_source": SCORES}, learns_from="scores"),
     )
 }
 REWARD_MODEL = Course("reward_model", "reward_model", keys=PAIRED, policy="reward")

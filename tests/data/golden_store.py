@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.store import Store
-from rollbook.store.events import Event
+from rollbook.store.events import Event, StepCommitted, StepPlanned
 from rollbook.store.events.event_json import as_json
 from rollbook.store.open import open_store
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
@@ -40,6 +40,18 @@ def write_golden(
             list(seal_closed(log.path, lane, SealSettings(), all_of_it=True))
             remove_sealed_wal(log.path, lane, current_units(log.path, lane), 0)
     end_golden(log)
+
+
+def golden_step(number: int, **more: Any) -> list[Any]:
+    """A step of two samples that was planned, of which `more` is said too, and committed."""
+    refs = [{"trajectory_id": "t1", "turn_id": "u0"}, {"trajectory_id": "t2", "turn_id": "u1"}]
+    plan = StepPlanned(
+        *(number, 1, "actor", number, "main", "serve=9", {"mask": "all"}, "rd", refs, [[[0], [1]]]),
+        *({"name": "sft"}, {"lr": 0.1}, 0.1, 7, {"input_weights": f"w{number}"}, {"torch": "2.13"}),
+        **more,
+    )
+    made = {"weights": f"w{number + 1}"}
+    return [plan, StepCommitted(number, 1, "actor", number + 1, made, {"loss": 0.5})]
 
 
 def begin_golden(folder: Path, store_id: str) -> Store:

@@ -27,6 +27,7 @@ _GROUP = written_case(advantages=[[0.0], [0.0], [0.0]], rewards=[1.0, 2.0, 4.0])
 _CRITIC = written_case(advantages=[[0.0] * 3], old_values=[[0.5, 0.6, 0.7]], rewards=[1.0])
 _GAE = {"gamma": 0.9, "lam": 0.8}
 _SD = math.sqrt(7 / 3)
+_ALL_SD = math.sqrt(61 / 5 - 2.2**2)
 _RETURNS = (0.81, 0.9, 1.0)
 _MEAN = sum(_RETURNS) / 3
 _SQUARES = sum((one - _MEAN) ** 2 for one in _RETURNS)
@@ -147,6 +148,15 @@ FIXTURES = (
             },
         ),
         within=1e-6,
+    ),
+    # Two rewards before had the mean 2 and the variance 16; all five have the mean (4 + 7) / 5 and the
+    # variance (2 * (16 + 4) + 1 + 4 + 16) / 5 - 2.2^2.
+    Fixture(
+        "reward_normalization [running]",
+        _GROUP,
+        [[-1.2 / _ALL_SD], [-0.2 / _ALL_SD], [1.8 / _ALL_SD]],
+        {"ours": partial(ours.shaped, reward_normalization="running", reward_moments=[2, 2.0, 16.0])},
+        within=1e-8,
     ),
     # 1 - 3, 2 - 2.5, 4 - 1.5
     Fixture(

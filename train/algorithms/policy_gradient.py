@@ -1,54 +1,40 @@
 """Policy gradients without a critic: what their keys mean, and how the parts that they name make one loss."""
 
-# size: the keys of all combinations are one table
-
 from __future__ import annotations
 
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.adapting import Moments, adapted, moments_of
-from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
+from rollbook.train.algorithms.algorithm import Demand, LossInputs, Need
 from rollbook.train.algorithms.baselines import BASELINES, Grouped, deviations, grouped, with_others
 from rollbook.train.algorithms.corrections import CORRECTIONS, Bounds
-from rollbook.train.algorithms.keys import (
-    Baseline,
-    Bound,
-    ClipHigh,
-    ClipLow,
-    Correction,
-    CorrectionHigh,
-    Deviation,
-    Groups,
-    GroupSize,
-    KlEstimator,
-    Normalization,
-    Old,
-    Surrogate,
-    Whitening,
-)
+from rollbook.train.algorithms.keys import PolicyGradientKeys
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.parts import PART_KEYS, check_declared, declared_needs, part
-from rollbook.train.algorithms.regularizers import LARGEST_ESTIMATE, KlBound, estimate
-from rollbook.train.algorithms.returns import at_last_tokens, discounted_returns, whitened, whole_returns
+from rollbook.train.algorithms.regularizers import LARGEST_ESTIMATE, estimate
+from rollbook.train.algorithms.returns import (
+    at_last_tokens,
+    discounted_returns,
+    from_last_tokens,
+    whitened,
+    whole_returns,
+)
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Ints, Rollouts
 from rollbook.train.algorithms.shapes import called
 from rollbook.train.algorithms.shaping import overlong_penalty, stopped_properly
 from rollbook.train.algorithms.surrogates import (
-    LARGEST_LOG_RATIO,
-    LARGEST_SEQUENCE_LOG_RATIO,
     SURROGATES,
     Clips,
     clipped,
     dual_clipped,
 )
 from rollbook.train.algorithms.turns import of_trajectories, turn_returns
-from rollbook.train.table import Positive
 
 if TYPE_CHECKING:
     import torch
@@ -57,122 +43,11 @@ if TYPE_CHECKING:
 Bools = npt.NDArray[np.bool_]
 
 
-class GroupPolicyGradient(Algorithm):
-    """The keys that all combinations have, and what they mean."""
-
-    group_size: GroupSize = 8
-    groups: Groups = 16
-    epochs: Positive = 1
-    """How often each rollout batch is gone over."""
-    mini_batches: Positive = 1
-    """Optimizer steps in each epoch: parts of the rollout batch, drawn anew each time."""
-    baseline: Baseline = "group_mean"
-    deviation: Deviation = "unbiased"
-    std_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to the standard deviation. verl has 1e-6, OpenRLHF 1e-9, TRL 1e-4."""
-    group_of_one: Literal["zero", "reward"] = "zero"
-    """What is left of the reward of a trajectory whose group has no other, as where the others were dropped:
-    nothing, as in verl's `rloo_vectorized`, or all of it, undivided, as in verl's `grpo` and `rloo`."""
-    turn_rewards: bool = False
-    """Whether the rewards of turns count too, each at its turn's last token; otherwise a trajectory's
-    alone."""
-    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Weight of the reward one trained token, or one turn, later."""
-    discount_unit: Literal["token", "turn"] = "token"
-    """Whether every trained token takes a step of discount, or every turn: the tokens of a turn then have the
-    same weight. `gae_decay` is always of tokens."""
-    reward_clip: Annotated[tuple[float, float], Field(strict=False)] | None = None
-    """Rewards of trajectories are clipped to these bounds."""
-    truncated_reward: float | None = None
-    """What the reward of a trajectory that was cut off is multiplied by; below 0: what it becomes."""
-    overlong_length: Positive | None = None
-    """Trained tokens from which on a trajectory has the whole overlong penalty of DAPO; absent: there is
-    none."""
-    overlong_buffer: Positive = 512
-    """Tokens before overlong_length over which the penalty grows from 0."""
-    overlong_factor: Annotated[float, Field(ge=0)] = 1.0
-    """The whole overlong penalty, subtracted from the reward."""
-    reward_kl: Annotated[float, Field(ge=0)] = 0.0
-    """Subtracted from each token's reward: so many times its old logprob less the reference's (k1)."""
-    reward_kl_order: Literal["after_baseline", "before_baseline"] = "after_baseline"
-    """Whether the baseline is of rewards alone, and tokens have their KL penalties beside it, as in OpenRLHF;
-    or of rewards less the sum of their trajectory's penalties, as in verl."""
-    whitening: Whitening = "none"
-    surrogate: Surrogate = "ppo_clip"
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """The loss of a token of negative advantage is at most this many times minus the advantage; absent: it is
-    not bounded. verl's default is 3."""
-    dro_beta: Annotated[float, Field(ge=0)] = 0.05
-    """With the surrogate `dro`: weight of its quadratic term."""
-    log_ratio_bound: Bound = LARGEST_LOG_RATIO
-    """Logarithms of tokens' ratios are kept within so much of 0 before exp: 20 in verl and OpenRLHF; `"none"`
-    as in AReaL and TRL."""
-    sequence_log_ratio_bound: Bound = LARGEST_SEQUENCE_LOG_RATIO
-    """With the surrogate `gspo`: the mean of a sample's is at most so much: 10 in verl; `"none"` as in
-    OpenRLHF, AReaL and TRL."""
-    reward_normalization: Literal["none", "batch", "running"] = "none"
-    """Rewards of trajectories less their mean, divided by their standard deviation (plus 1e-8), before all
-    penalties: of the rollout batch, or of all rewards so far."""
-    reward_moments_of: Literal["trajectories", "samples"] = "trajectories"
-    """Whether that mean and deviation count each trajectory once, or once for each of its samples, as steps
-    did that were recorded before this key was."""
-    reward_moments: Annotated[tuple[float, float, float], Field(strict=False)] | None = None
-    """Count, mean and variance of the rewards before this step: the trainer writes it into each manifest."""
-    old: Old = "engine"
-    correction: Correction = "none"
-    correction_low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower bound of the correction's ratio."""
-    correction_high: CorrectionHigh = 2.0
-    count_rejected: bool = True
-    """Whether tokens that the correction rejects count in the normalizer's denominator and in the KL term, as
-    in AReaL and OpenRLHF; in verl they do not."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from the reference policy in the loss of a token."""
-    kl_target: Annotated[float, Field(gt=0)] | None = None
-    """The KL divergence from the reference policy (the metric `kl`) that `kl` and `reward_kl` adapt to, from
-    step to step; absent: they stay as they are."""
-    kl_horizon: Positive = 10_000
-    """With `kl_target`: samples in which a coefficient changes by as much as the divergence is off, up to a
-    fifth."""
-    kl_estimator: KlEstimator = "k3"
-    kl_bound: KlBound = "k3"
-    """Which estimates of that divergence, and of `reward_kl`, are kept within +-10: `k3` alone, as in verl;
-    all, as in OpenRLHF and AReaL; or none, as in TRL."""
-    reference_version: Annotated[int, Field(ge=0)] = 0
-    """The policy version that is the reference, of which there must be a checkpoint: 0 is the model that the
-    run starts from."""
-    entropy: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy of a token's distribution, which is subtracted from its loss."""
-    normalizer: Normalization = "token_mean"
-    constant_length: Positive = 1024
-    """With the normalizer `constant`: tokens by which the sum of each sample is divided."""
+class GroupPolicyGradient(PolicyGradientKeys):
+    """What the keys mean that all combinations have."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> GroupPolicyGradient:
-        if self.correction != "none" and self.old != "trainer":
-            raise ValueError(
-                f"correction \"{self.correction}\" weighs the trainer's logprobs against the engine's: set "
-                'old = "trainer"'
-            )
-        if self.correction_low > self.correction_high:
-            raise ValueError(
-                f"correction_low {self.correction_low:g} is more than "
-                f"correction_high {self.correction_high:g}"
-            )
-        if self.reward_clip is not None and self.reward_clip[0] > self.reward_clip[1]:
-            raise ValueError(f"reward_clip {list(self.reward_clip)}: write the lower bound first")
-        if self.kl_target is not None and not (self.kl or self.reward_kl):
-            raise ValueError("kl_target is what kl or reward_kl adapts to: set one of them above 0")
-        if self.group_size == 1 and (self.baseline != "none" or self.deviation != "none"):
-            raise ValueError(
-                'group_size 1 leaves nothing to compare: set baseline = "none" and deviation = "none"'
-            )
-        if self.reward_kl_order == "before_baseline" and self.baseline == self.deviation == "none":
-            raise ValueError(
-                'reward_kl_order "before_baseline" asks for a baseline or a deviation, and there is neither'
-            )
+    def _met(self) -> GroupPolicyGradient:
         self._can_meet()
         return self
 
@@ -236,17 +111,21 @@ class GroupPolicyGradient(Algorithm):
         if self._kl_first:
             rewards = rewards - of_trajectories(self.reward_kl * self._divergences(of), of)
         scores = self.scores(rewards, of)
-        at_tokens = self.reward_kl > 0 and not self._kl_first
-        if self.turn_rewards or self.discount < 1 or at_tokens or "values" in self.needs:
-            return self.of_tokens(self._token_rewards(scores, of), of)
-        if self.whitening == "none":
+        if self._at_ends and self.whitening == "none" and "values" not in self.needs:
             return Advantages(scores)
-        returns = whole_returns(scores, of.lengths)
-        return Advantages(self.whitened(returns, out=returns), per_token=True)
+        return self.of_tokens(self._token_rewards(scores, of), of)
+
+    @property
+    def _at_ends(self) -> bool:
+        """Whether all that a sample's tokens have is the trajectory's reward, at the last one, in full."""
+        of_tokens = self.turn_rewards or (self.reward_kl > 0 and not self._kl_first)
+        return not of_tokens and self.discount == 1
 
     def of_tokens(self, rewards: Floats, of: Rollouts) -> Advantages:
         """Advantages of tokens from their rewards [P]: the discounted sum of what follows."""
-        if self.discount_unit == "turn":
+        if self._at_ends:
+            returns = whole_returns(from_last_tokens(rewards, of.lengths), of.lengths)
+        elif self.discount_unit == "turn":
             returns = turn_returns(rewards, of, self.discount)
         else:
             returns = discounted_returns(rewards, of.lengths, self.discount)

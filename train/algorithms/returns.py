@@ -106,6 +106,14 @@ def at_last_tokens(values: Floats, lengths: Ints) -> Floats:
     return placed
 
 
+def from_last_tokens(values: Floats, lengths: Ints) -> Floats:
+    """The value at each sample's last token [N], of values of tokens [P]; 0 of a sample without a token."""
+    found = np.zeros(len(lengths))
+    has = lengths > 0
+    found[has] = values[(np.cumsum(lengths) - 1)[has]]
+    return found
+
+
 def _places(lengths: Ints) -> Bools:
     """Where the tokens are in an array [N, longest], row by row; rows end at the last column."""
     longest = max(int(lengths.max(initial=0)), 1)

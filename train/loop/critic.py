@@ -13,7 +13,6 @@ import torch
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.registry import sent_algorithm
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
 from rollbook.train.data.batch import Batch, MicroBatch
@@ -127,14 +126,6 @@ class ValueLoss:
         )
         loss = torch.where(mask, self.algorithm.value_loss(token_scores(scores, micro), old, returns), 0.0)
         return loss.sum() / self.tokens, loss.detach()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.algorithm.model_dump(mode="json"), self.tokens)
-
-
-def _received(algorithm: Json, tokens: int) -> ValueLoss:
-    """A loss on the rank that it was sent to."""
-    return ValueLoss(sent_algorithm(algorithm), tokens)
 
 
 def _placed(array: npt.NDArray[Any] | None, device: torch.device) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from rollbook.store.events import EvalFinished, Json
 from rollbook.store.fold.history import History
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.registry import sent_algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.batch import MicroBatch, build_batch
@@ -158,14 +156,6 @@ class _LossOfHeldOut:
             loss, found = _losses(outputs, micro, self.algorithm)
         total = self.algorithm.add(loss, mask)
         return _HeldOutLoss(total.cpu(), {name: values.cpu() for name, values in found.items()})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.algorithm.model_dump(mode="json"),)
-
-
-def _received(algorithm: Json) -> _LossOfHeldOut:
-    """A loss on the rank that it was sent to."""
-    return _LossOfHeldOut(sent_algorithm(algorithm))
 
 
 def _losses(

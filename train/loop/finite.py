@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from rollbook.ingest.engines.weights.digests import line_of
-from rollbook.store.digest import combine
+from rollbook.ingest.engines.weights.digests import digest_stream
 from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.data.batch import Batch, Partition, micro_batches_of
 
@@ -95,7 +94,7 @@ def digest_stage(stage: str, tensors: Iterable[tuple[str, torch.Tensor]], *, fin
     Raises:
         NotFiniteError: it names the stage and the first tensor.
     """
-    return combine(line_of(name, t) for name, t in (_checked(stage, tensors) if finite else tensors))
+    return digest_stream(_checked(stage, tensors) if finite else tensors)
 
 
 def _checked(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

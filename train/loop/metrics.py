@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def all_of(parts: Sequence[TokenValues]) -> TokenValues:
     """The values of several micro-batches, in their order."""
     found = TokenValues()
     for part in parts:
-        for name in ("engine_gaps", "log_ratios", "reference_gaps", "entropies", "low", "high", "ages"):
+        for name in (of.name for of in fields(TokenValues) if of.name != "measured"):
             getattr(found, name).extend(getattr(part, name))
         for name, tensors in part.measured.items():
             found.measured.setdefault(name, []).extend(tensors)

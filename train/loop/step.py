@@ -18,7 +18,7 @@ from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.registry import recorded_algorithm, sent_algorithm
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.shapes import shaped
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
@@ -199,14 +199,6 @@ class PolicyLoss:
             losses, values = _micro_loss(outputs, micro, algorithm, self.version, seen, self.totals)
         total = algorithm.add(losses, torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device))
         return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), seen)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.algorithm.model_dump(mode="json"), self.version, self.totals)
-
-
-def _received(algorithm: Json, version: int, totals: Totals) -> PolicyLoss:
-    """A loss on the rank that it was sent to."""
-    return PolicyLoss(sent_algorithm(algorithm), version, totals)
 
 
 def _micro_loss(

@@ -110,7 +110,8 @@ class Trainer:
         self._taken = 0
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
-        self._environment = self._fingerprint()
+        self.environment = self._fingerprint()
+        """The fingerprint of what its steps run in."""
         if base.policy_version == self.version:
             self._publisher.restored(self.version)
 
@@ -161,11 +162,6 @@ class Trainer:
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
         self._publisher.write(*records)
-
-    @property
-    def environment(self) -> Json:
-        """The fingerprint of what its steps run in."""
-        return self._environment
 
     def tells(self, listener: Callable[..., None]) -> None:
         """Let somebody hear of all records that are written from now on."""
@@ -306,7 +302,7 @@ class Trainer:
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
             input_digests=self._experiences.input_digests(config.algorithm, seed),
-            environment=self._environment,
+            environment=self.environment,
             rollout_batch=in_hand.described(self._divide),
             critic=self._critic_plan(),
             packed=config.packed,

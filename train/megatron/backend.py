@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors, line_of
-from rollbook.store.digest import combine
+from rollbook.ingest.engines.weights.digests import Tensors, digest_stream, digest_tensors
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.model import MegatronParts, build
@@ -132,7 +131,7 @@ class TrainablePolicy:
 
     def weights_digest(self) -> str:
         """Digest of the weights, as in checkpoints and engines."""
-        return combine(line_of(name, tensor) for name, tensor in self.stream_weights())
+        return digest_stream(self.stream_weights())
 
     def optimizer_digest(self) -> str:
         """Digest of the optimizer state."""

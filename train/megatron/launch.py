@@ -48,14 +48,13 @@ class Launched:
         return Path(self._folder.name) / f"rank-{rank}.txt"
 
     def ended(self) -> str | None:
-        """How the first rank that ended did, and its last words; None where none did.
-
-        A rank that another one's end made end is not the first: it ended by itself, which a signal's is not.
-        """
+        """How a rank ended, and its last words; None where none did. Of several, one that a signal ended: the
+        others may have ended since it was gone."""
         codes = {rank: code for rank, p in self._processes.items() if (code := p.poll()) is not None}
-        for rank, code in sorted(codes.items(), key=lambda one: one[1]):
-            return f"rank {rank} {_ending(code)}; its last words:\n{self._words(rank)}"
-        return None
+        if not codes:
+            return None
+        rank = min(codes, key=lambda rank: codes[rank])
+        return f"rank {rank} {_ending(codes[rank])}; its last words:\n{self._words(rank)}"
 
     def last_words(self, wait_s: float = DEATH_S) -> str | None:
         """What became of a rank that ended or hangs, and its last words; None where all are well."""

@@ -14,7 +14,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.muon import MuonBesideAdam
 from rollbook.train.megatron.packed import OutputPlaces
-from rollbook.train.megatron.reshard import RankLayout, check_layout
+from rollbook.train.megatron.reshard import RankLayout, check_layout, equal_stages
 from rollbook.train.megatron.score_head import ScoreHead
 from rollbook.train.megatron.shape import ModelShape
 
@@ -79,11 +79,8 @@ def layout_here(shape: ModelShape) -> RankLayout:
     """
     from megatron.core import parallel_state as ranks
 
-    count = ranks.get_pipeline_model_parallel_world_size()
-    if shape.layers % count:
-        raise ModelError(f"{shape.layers} layers cannot be {count} stages of one depth: choose a divisor")
     layout = RankLayout(
-        stages=(shape.layers // count,) * count,
+        stages=equal_stages(shape.layers, ranks.get_pipeline_model_parallel_world_size()),
         stage=ranks.get_pipeline_model_parallel_rank(),
         tensor=ranks.get_tensor_model_parallel_world_size(),
         tensor_rank=ranks.get_tensor_model_parallel_rank(),

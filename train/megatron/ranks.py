@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import io
 import os
 import pickle
 import signal
@@ -23,13 +24,15 @@ import torch
 
 from rollbook.store.errors import ConfigError, RankError
 from rollbook.store.events import Json
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.registry import sent_algorithm
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.launch import Launched
 from rollbook.train.megatron.policy import Policy
-from rollbook.train.megatron.reshard import RankLayout, check_layout
+from rollbook.train.megatron.reshard import RankLayout, check_layout, equal_stages
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.spread import Part, SpreadPolicy
 
@@ -75,6 +78,22 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
             "say where they meet: set both to an address of rank 0's host and a free port there"
         )
     return Place(int(rank), int(count), int(local or 0), host, int(port))
+
+
+class _Words(pickle.Pickler):
+    """What rank 0 says to others. Algorithms go by their keys: whoever is sent one imports its own parts."""
+
+    def reducer_override(self, obj: object) -> Any:
+        """How an object is made again."""
+        if isinstance(obj, Algorithm):
+            return sent_algorithm, (obj.model_dump(mode="json"),)
+        return NotImplemented
+
+
+def _in_words(what: tuple[Any, ...]) -> bytes:
+    buffer = io.BytesIO()
+    _Words(buffer).dump(what)
+    return buffer.getvalue()
 
 
 def meet(host: str, port: int, *, leads: bool) -> Any:
@@ -181,9 +200,9 @@ class Ranks:
 
     def _layout(self, shape: ModelShape) -> RankLayout:
         """Rank 0's layout."""
-        sizes, stages = self.parallel, self.parallel.pipeline
+        sizes = self.parallel
         return RankLayout(
-            stages=(-(-shape.layers // stages),) * stages,
+            stages=equal_stages(shape.layers, sizes.pipeline),
             tensor=sizes.tensor,
             expert_tensor=sizes.expert_tensor or sizes.tensor,
             spread=sizes.expert,
@@ -223,7 +242,7 @@ class Ranks:
 
     def _say(self, what: tuple[Any, ...]) -> None:
         with self._heard():
-            self._store.set(f"said/{self._said}", pickle.dumps(what))
+            self._store.set(f"said/{self._said}", _in_words(what))
         self._said += 1
 
     @contextlib.contextmanager
@@ -248,7 +267,7 @@ class Ranks:
         if self.count == 1 or self._store is None:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"said/{self._said}", pickle.dumps(("end",)))
+            self._store.set(f"said/{self._said}", _in_words(("end",)))
         if self._launched is not None:
             self._launched.close()
         self._leave()

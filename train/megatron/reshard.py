@@ -65,6 +65,11 @@ class RankLayout:
         return self.last and self.tensor_rank == 0
 
 
+def equal_stages(layers: int, count: int) -> tuple[int, ...]:
+    """Layers of `count` pipeline stages of one depth; more layers than there are, where that cannot be."""
+    return (-(-layers // count),) * count
+
+
 def check_layout(shape: ModelShape, layout: RankLayout) -> None:
     """Check that every split is even.
 

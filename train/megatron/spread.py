@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rollbook.ingest.engines.weights.digests import Tensors, line_of
-from rollbook.store.digest import combine
+from rollbook.ingest.engines.weights.digests import Tensors, digest_stream
 from rollbook.store.events import Json
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.balance import evenly
@@ -305,11 +304,11 @@ class SpreadPolicy:
 
     def weights_digest(self) -> str:
         """Digest of the weights, as in checkpoints and engines."""
-        return combine(line_of(name, tensor) for name, tensor in self.stream_weights())
+        return digest_stream(self.stream_weights())
 
     def optimizer_digest(self) -> str:
         """Digest of the optimizer state."""
-        return combine(line_of(name, tensor) for name, tensor in self._stream_state())
+        return digest_stream(self._stream_state())
 
     def seed_step(self, seed: int) -> None:
         """Set every random generator of all ranks for a step."""

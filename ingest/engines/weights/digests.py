@@ -6,7 +6,7 @@ Engines verify what they loaded with this, and the trainer what it wrote: one di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,12 @@ def line_of(name: str, tensor: torch.Tensor) -> str:
 
 def digest_tensors(tensors: Tensors) -> str:
     """The digest of `store.digest` over torch tensors of any dtype and device."""
-    return combine(line_of(name, tensor) for name, tensor in tensors.items())
+    return digest_stream(tensors.items())
+
+
+def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The same of tensors that come one at a time."""
+    return combine(line_of(name, tensor) for name, tensor in tensors)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from rollbook.replay.step import replay_step
@@ -12,6 +13,7 @@ from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepPlanned
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.registry import ALGORITHMS
+from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 
 NAMES = [name for name, kind in ALGORITHMS.items() if issubclass(kind, GroupPolicyGradient)]
 
@@ -64,3 +66,26 @@ def test_the_normalizer_scales_the_loss(fabric: Any, recorded: Callable[..., Sto
     )[0].metrics
     scale = mean["trained_tokens"] / mean["samples"]
     assert total["gradient_norm"] == pytest.approx(scale * mean["gradient_norm"], rel=1e-4)
+
+
+class Reversed(GroupPolicyGradient):
+    """An estimator of one's own."""
+
+    name: Literal["mine:Reversed"]
+    """The algorithm that the other keys of the table belong to."""
+
+    def of_tokens(self, rewards: Any, of: Rollouts) -> Advantages:
+        """The rewards of tokens, from the last to the first."""
+        return Advantages(rewards[::-1], per_token=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked"),
+    [({}, False), ({"whitening": "mean"}, True), ({"discount": 0.5}, True), ({"turn_rewards": True}, True)],
+)
+def test_an_estimator_of_ones_own_is_asked_where_a_key_speaks_of_tokens(keys: Any, asked: bool) -> None:
+    """Whitening is of tokens too, though all tokens of a sample have one advantage before it."""
+    plain = {"name": "mine:Reversed", "baseline": "none", "deviation": "none"}
+    of = Rollouts(np.array([4.0, 8.0]), np.arange(2), np.arange(2), np.array([2, 1]))
+    found = Reversed.model_validate(plain | keys).advantages(of)
+    assert (found.per_token, found.values.tolist()) == (asked, [8.0, 4.0, 0.0] if asked else [4.0, 8.0])
