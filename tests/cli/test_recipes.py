@@ -105,3 +105,28 @@ def test_what_is_wrong_is_named(log: Store, tmp_path: Path, text: str, said: str
     with pytest.raises(ConfigError) as refused:
         print_recipe(log.path, tmp_path / "r.toml", "head", None, as_json=False)
     assert said in str(refused.value)
+
+
+def test_a_config_is_held_against_its_model(log: Store, tmp_path: Path) -> None:
+    """Ids beyond the vocabulary and paths beyond the context are dropped by their rules; a model that cannot
+    be read is named, and nothing is held against it."""
+    fabric.append(log, fabric.records("odd", [fabric.T([5], [10**6], version=0)], group="odd", reward=1.0))
+    fabric.append(log, fabric.records("long", [fabric.T([5], [6] * 600)], group="long", reward=0.0))
+    model, gone = tmp_path / "model", tmp_path / "gone"
+    fabric.tiny_config(max_position_embeddings=512).save_pretrained(model)
+    text = f'run = "{fabric.RUN}"\nsteps = 1\nrecipe = {{drop_zero_variance = false}}\n'
+    for folder in (model, gone):
+        config = _file(
+            tmp_path, f"{folder.name}.toml", f'{text}model = "{folder}"\n[algorithm]\nname = "sft"\n'
+        )
+        code, out = _run("samples", "--recipe", config, "--store", log.path, "--json")
+        assert code == 0
+        said = json.loads(out)
+        rules = {one["turn_id"]: one["rule"] for one in said["dropped"]}
+        if folder == model:
+            assert rules == {"odd.0": "outside_vocabulary", "long.0": "too_long"}
+            assert said["model_limits"] == {"vocabulary": fabric.VOCAB, "context": 512}
+        else:
+            assert (rules, said["model_limits"]) == ({}, None)
+            code, out = _run("samples", "--recipe", config, "--store", log.path)
+            assert f"no model can be read at {gone}" in out.replace("\n", "")

@@ -36,14 +36,13 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
 class NamedRecipe:
     """A recipe, and the algorithm whose needs it is held against: a recipe by itself needs nothing, as `sft`.
 
-    `run` and `policy` are those of a CONFIG; None where the file is a recipe alone.
+    `config` is the CONFIG that has both; None where the file is a recipe alone.
     """
 
     name: str
     recipe: RecipeConfig
     algorithm: Algorithm
-    run: str | None = None
-    policy: str | None = None
+    config: TrainConfig | None = None
 
 
 def load_recipe(path: Path) -> NamedRecipe:
@@ -55,7 +54,7 @@ def load_recipe(path: Path) -> NamedRecipe:
     values = _read(path)
     if "algorithm" in values:
         config = parse_config(_with_recipe(values, path), str(path))
-        return NamedRecipe(str(path), config.recipe, config.algorithm, config.run, config.policy)
+        return NamedRecipe(str(path), config.recipe, config.algorithm, config)
     return NamedRecipe(str(path), _recipe(values, path), Sft(name="sft"))
 
 

@@ -17,6 +17,7 @@ from rollbook.store.log.store import Store
 from rollbook.train.config.files import NamedRecipe, load_recipe
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.references import SampleRef
+from rollbook.train.doctor.memory import limits_of
 
 SHOWN = 20
 """Samples listed on a terminal; `--json` has all."""
@@ -36,6 +37,9 @@ def print_recipe(path: Path, recipe: Path, as_of: str, run: str | None, as_json:
         return
     said = f"{visible(named.name)}, run {visible(where['run'])} at {where['cut'] or 'its beginning'}"
     say(f"{said}, version {applied.version}: {_counted(applied)}")
+    if named.config is not None and where["model_limits"] is None:
+        model = visible(str(named.config.model))
+        say(f"no model can be read at {model}: nothing is held against its vocabulary and context")
     _print_rules(applied)
     _print_samples(applied.kept)
 
@@ -80,12 +84,16 @@ def print_difference(path: Path, a: Path, b: Path, as_of: str, run: str | None, 
 
 def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tuple[Applied, dict[str, Any]]:
     """What a recipe makes of a run's samples, and where: run, cut, version."""
-    run = run or named.run or only_run(log)
+    config = named.config
+    run = run or (config.run if config else only_run(log))
     with of_run(log, run):
         cut = log.cut(as_of, run)
     check_run(log, run, cut)
-    applied = apply_recipe(log, cut, run, named.policy or "actor", named.recipe, named.algorithm)
-    return applied, {"run": run, "cut": format_cut(cut), "policy_version": applied.version}
+    policy, limits = (config.policy, limits_of(config)) if config else ("actor", None)
+    applied = apply_recipe(log, cut, run, policy, named.recipe, named.algorithm, limits=limits)
+    held = None if limits is None else {"vocabulary": limits.vocabulary, "context": limits.context}
+    where = {"run": run, "cut": format_cut(cut), "policy_version": applied.version, "model_limits": held}
+    return applied, where
 
 
 def _counted(applied: Applied) -> str:
