@@ -140,6 +140,12 @@ class History:
             if (batch := step.planned.rollout_batch) is not None and batch["first_step"] == last["first_step"]
         ]
 
+    def trained_trajectories(self) -> set[str]:
+        """Trajectories of which a committed step consumed a sample, or the rollout batch in hand has one."""
+        refs = [ref for step in self.steps.values() for ref in step.planned.samples]
+        refs += (ref for step in self.in_hand()[:1] for ref in all_samples(step.planned))
+        return {ref["trajectory_id"] for ref in refs}
+
     def used_trajectories(self) -> set[str]:
         """Trajectories of which a committed step consumed or dropped a sample."""
         refs = (ref for step in self.steps.values() for ref in step.planned.samples)

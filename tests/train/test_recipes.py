@@ -404,3 +404,42 @@ def test_numbers_that_are_none_are_dropped_before_a_step_is_planned(
     assert len(plans) == 1
     assert {ref["trajectory_id"] for ref in plans[0].samples} >= {"d1", "d2", "d3"}
     assert replay_step(log, 0).bit_for_bit
+
+
+def test_no_turn_is_trained_twice_when_one_path_is_asked_for(fabric: Any, tmp_path: Path) -> None:
+    """A first step trains the root in the first path of `a`; then one path of each trajectory is asked for,
+    which would be the other one with the root in it: it is dropped, and `b` is trained."""
+    log = rb.open(tmp_path / "branches", create=True)
+    for name in "ab":
+        turns = [fabric.T([5], [20, 21]), fabric.T([9], [40], 0), fabric.T([8], [50], 0)]
+        fabric.append(log, fabric.records(name, turns))
+    one = {"name": "sft", "batch_size": 1}
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=one, recipe={}), "tail")
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, algorithm=one, recipe={"paths": "last"}), "tail")
+    events = [event.record for event in log.events()]
+    used = [ref["turn_id"] for e in events if isinstance(e, StepPlanned) for ref in e.samples]
+    assert used == ["a.1", "b.2"]
+    trained = [e.metrics["trained_tokens"] for e in events if isinstance(e, StepCommitted)]
+    assert trained == [3, 3]
+    drops = {e.turn_id: e.rule for e in events if isinstance(e, SampleDropped)}
+    assert drops == {"a.2": "other_path", "b.1": "other_path"}
+    with rb.connect(log.path) as connection:
+        rows = connection.execute("select term, tokens from ledger order by term").fetchall()
+    assert rows == [("dropped", 2), ("trained", 6)]
+    assert fold_ledger(log.events()).unaccounted() == {}
+    assert replay_step(log, 1).bit_for_bit
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+def test_labels_and_models_choose_on_the_tail_as_at_a_cut(fabric: Any, log: Store, source: str) -> None:
+    """Group b alone is labelled so, and nobody asked for a model by name."""
+    grpo = {"name": "grpo", "groups": 1, "group_size": 4}
+    config = fabric.config(fabric.GRPO, steps=1, algorithm=grpo, recipe={"labels": ["level=hard"]})
+    fabric.train(log, config, source)
+    events = [event.record for event in log.events()]
+    [plan] = [e for e in events if isinstance(e, StepPlanned)]
+    assert sorted(ref["trajectory_id"] for ref in plan.samples) == _named("b")
+    drops = {e.trajectory_id: e.rule for e in events if isinstance(e, SampleDropped)}
+    assert drops == (dict.fromkeys(_named("ac"), "not_chosen") if source == "cut" else drops)
+    assert set(drops.values()) == {"not_chosen"}
+    assert replay_step(log, 0).bit_for_bit

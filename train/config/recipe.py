@@ -69,9 +69,9 @@ class RecipeConfig(Table):
     top_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Of each group only this share of trajectories, those with the highest rewards, and at least one."""
     labels: tuple[Annotated[str, Field(pattern=r"^[^=]+=.*$")], ...] = ()
-    """Only trajectories with all of these labels, each as name=value; with --source cut."""
+    """Only trajectories with all of these labels, each as name=value."""
     models: tuple[str, ...] = ()
-    """Only trajectories whose turns all asked for one of these models; with --source cut."""
+    """Only trajectories whose turns all asked for one of these models."""
     where: str | None = None
     """Only trajectories for which this SQL condition on the view `trajectories` holds; with --source cut."""
 

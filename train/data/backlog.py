@@ -66,6 +66,8 @@ class Backlog:
         used = history.used_trajectories() if grouped else set()
         recipe = config.recipe
         self._found = find_references(log, cut, config.run, recipe, used)
+        if recipe.paths != "all":
+            self._found = self._found.without_paths_of(history.trained_trajectories())
         with connect_at(log, format_cut(cut)) as connection:
             given = {"run": config.run, "splits": sorted(recipe.splits)}
             running = connection.execute(_OPEN, given).fetchall()

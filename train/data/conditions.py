@@ -1,11 +1,14 @@
-"""A recipe's conditions on trajectories that are SQL: labels, models, and its own."""
+"""A recipe's conditions on trajectories: labels, models, and its own; in SQL, and of one trajectory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from rollbook.store.events import Json
+from rollbook.store.fold.trajectory import Trajectory
 from rollbook.train.config.recipe import RecipeConfig
 
 
@@ -41,3 +44,18 @@ def conditions_of(recipe: RecipeConfig) -> Conditions | None:
     return Conditions(
         f"SELECT trajectory_id FROM trajectories WHERE {' AND '.join(held)}", parameters, recipe.where or ""
     )
+
+
+def chooses(recipe: RecipeConfig, trajectory: Trajectory) -> bool:
+    """Whether a recipe's labels and models choose a trajectory, as the SQL does; a `where` is SQL alone."""
+    labels = {name: _text(value) for name, value in trajectory.opened.labels.items()}
+    wanted = (label.partition("=") for label in recipe.labels)
+    if any(labels.get(name) != value for name, _, value in wanted):
+        return False
+    asked = (turn.requested.requested_model for turn in trajectory.turns.values())
+    return not recipe.models or all(model in recipe.models for model in asked)
+
+
+def _text(value: Any) -> str | None:
+    """As DuckDB's `json_extract_string`: a string as it is, null as none, anything else as its JSON."""
+    return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()

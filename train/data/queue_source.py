@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
@@ -14,6 +15,7 @@ from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
+from rollbook.train.data.conditions import chooses
 from rollbook.train.data.groups import Begun, CompleteGroup
 from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
@@ -62,6 +64,8 @@ class QueueSource:
         self._deciding: Callable[[Iterable[int]], int] = max if self._share == 1 else min
         """Of what is known so far of a running trajectory, the version by which it becomes too old."""
         self._used = history.consumed() | history.dropped
+        self._trained = history.trained_trajectories() if recipe.paths != "all" else set[str]()
+        """Of which no path is taken any more: it would train the turns that they share once more."""
         self._folding = TrajectoryFold()
         self._complete_groups: dict[str, CompleteGroup] = {}
         """Complete ones, in the order in which they completed."""
@@ -228,8 +232,8 @@ class QueueSource:
             samples = [
                 sample
                 for trajectory_id in group.trajectories
-                for sample in self._samples(trajectory_id)
-                if sample.leaf_turn_id not in self._used and group.leaf in (None, sample.leaf_turn_id)
+                for sample in self._fresh(trajectory_id)
+                if group.leaf in (None, sample.leaf_turn_id)
             ]
             fit = select(samples, self._config.recipe, self._config.algorithm, version, self._limits)
             held = self._fit[group.name] = (version, *fit)
@@ -238,9 +242,17 @@ class QueueSource:
     def _samples(self, trajectory_id: str) -> Sequence[Candidate]:
         if trajectory_id in self._ended:
             return self._ended[trajectory_id].samples
-        recipe = self._config.recipe
-        samples = samples_of(self._folding[trajectory_id], recipe.reward_source, recipe.paths)
-        return [sample for sample in samples if is_candidate(sample, recipe)]
+        recipe, trajectory = self._config.recipe, self._folding[trajectory_id]
+        chosen = chooses(recipe, trajectory)
+        samples = samples_of(trajectory, recipe.reward_source, recipe.paths, chosen=chosen)
+        candidates = [sample for sample in samples if is_candidate(sample, recipe)]
+        if trajectory_id in self._trained:
+            return [replace(sample, preferred=False) for sample in candidates]
+        return candidates
+
+    def _fresh(self, trajectory_id: str) -> list[Candidate]:
+        """Its samples that no step has used or dropped."""
+        return [one for one in self._samples(trajectory_id) if one.leaf_turn_id not in self._used]
 
     def _check_patience(self, since: float) -> None:
         limit = self._config.idle_timeout_s
@@ -331,7 +343,7 @@ class QueueSource:
     def _finish(self, trajectory_id: str) -> None:
         begun = self._running.pop(trajectory_id, None)
         samples = [] if begun is None else self._samples(trajectory_id)
-        fresh = [sample for sample in samples if sample.leaf_turn_id not in self._used]
+        fresh = self._fresh(trajectory_id) if samples else []
         if begun is None or (samples and not fresh) or (not samples and self._spent[begun.group]):
             self._forget(trajectory_id)  # of another run or split, or used already
             if begun is not None:
@@ -351,7 +363,7 @@ class QueueSource:
         if len(group) < self._size:
             return
         del self._groups[name]
-        if any(sample.leaf_turn_id not in self._used for i in group for sample in self._samples(i)):
+        if any(self._fresh(trajectory_id) for trajectory_id in group):
             self._complete(tuple(group), min(member.began for member in group.values()), None)
         else:
             for member in group:

@@ -7,7 +7,7 @@ Tokens are read when a sample is used: `train.data.materialize`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
@@ -162,6 +162,12 @@ class References:
 
     def __len__(self) -> int:
         return len(self.leaf)
+
+    def without_paths_of(self, trajectories: Collection[str]) -> References:
+        """With no path of these trajectories preferred."""
+        ids = self.trajectories["trajectory_id"]
+        these = pc.is_in(ids, pa.array(sorted(trajectories), pa.string())).to_numpy(zero_copy_only=False)
+        return replace(self, preferred=self.preferred & ~these[self.trajectory])
 
     def candidates(self) -> tuple[Ints, Candidates]:
         """The samples that a recipe speaks of, by number, and what it decides by."""

@@ -41,6 +41,7 @@ class Sample:
         truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
         preferred: whether it is of a path that the recipe's `paths` takes.
+        chosen: whether the recipe's conditions on trajectories hold.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
     """
 
@@ -65,6 +66,7 @@ class Sample:
     margin: float | None = None
     status: str | None = None
     preferred: bool = True
+    chosen: bool = True
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -134,11 +136,6 @@ class Sample:
         return int(known[deciding_places(share, np.array([known.size]))[0]]) if known.size else None
 
     @property
-    def chosen(self) -> bool:
-        """Whether a recipe's SQL conditions hold: a recipe has none where samples come one by one."""
-        return True
-
-    @property
     def reference(self) -> Json:
         """How a step's manifest names it."""
         named: Json = {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
@@ -179,20 +176,25 @@ def deciding_places(share: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[
     return np.minimum(np.floor(share * counts + 1e-9).astype(np.int64), counts - 1)
 
 
-def samples_of(trajectory: Trajectory, source: str = "agent", paths: Paths = "all") -> Iterator[Sample]:
+def samples_of(
+    trajectory: Trajectory, source: str = "agent", paths: Paths = "all", *, chosen: bool = True
+) -> Iterator[Sample]:
     """The samples of a trajectory, one per root-to-leaf path, leaves in turn order.
 
     Turns that were not delivered, or failed, are context without loss, and so are those whose logprobs are of
     altered logits (a constraint, a penalty); a path with erased tokens has no
     loss at all. Rewards are those of `source`. `paths` is the recipe's: a leaf that it prefers owns all of
-    its path, and the others are not preferred.
+    its path, and the others are not preferred. `chosen` says whether its conditions hold.
     """
     before = preferred_turn(paths, trajectory)
     for path in path_tokens(trajectory, before):
-        yield _sample(trajectory, path, source, preferred=before in (None, path.turns[-1].turn_id))
+        preferred = before in (None, path.turns[-1].turn_id)
+        yield _sample(trajectory, path, source, preferred=preferred, chosen=chosen)
 
 
-def _sample(trajectory: Trajectory, path: PathTokens, source: str, *, preferred: bool) -> Sample:
+def _sample(
+    trajectory: Trajectory, path: PathTokens, source: str, *, preferred: bool, chosen: bool
+) -> Sample:
     loss_mask, logprobs = path.loss_mask, path.logprobs
     temperatures = np.ones(len(path.tokens), np.float32)
     for turn, place in path.sampled:
@@ -230,6 +232,7 @@ def _sample(trajectory: Trajectory, path: PathTokens, source: str, *, preferred:
         erased=erased,
         status=None if finished is None else finished.status,
         preferred=preferred,
+        chosen=chosen,
     )
 
 

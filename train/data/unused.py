@@ -51,6 +51,8 @@ def explain(
     found = find_references(log, cut, config.run, recipe)
     used, dropped = (history.consumed(), history.dropped) if once else (set[str](), set[str]())
     gone = used | dropped
+    if once and recipe.paths != "all":
+        found = found.without_paths_of(history.trained_trajectories())
     for numbers, leaves in _each(found):
         reason = _spent(leaves, used, dropped)
         if reason is None:

@@ -106,9 +106,10 @@ def _check_tail(config: TrainConfig, as_of: str) -> None:
     """
     if as_of != "head":
         raise ConfigError("--as-of goes with --source cut: the tail has no cut to start at")
-    if config.recipe.asks_sql or config.recipe.source_runs:
+    if config.recipe.where is not None or config.recipe.source_runs:
         raise ConfigError(
-            "recipe.where, recipe.labels, recipe.models and recipe.source_runs go with --source cut"
+            "recipe.where and recipe.source_runs go with --source cut; on the tail recipe.labels and "
+            "recipe.models choose trajectories"
         )
     if config.recipe.min_group is not None and "groups" not in config.algorithm.needs:
         raise ConfigError(
