@@ -59,6 +59,14 @@ _frozen = {"modules": 0}
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_test_steps_back() -> Iterator[None]:
+    """`rollbook store seal` lowers the priority of its process, and a process of tests would keep it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "nice", lambda by: by)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
     """Clients share the context of TLS that each would make: certificates take longer than most requests."""
     with pytest.MonkeyPatch.context() as patch:

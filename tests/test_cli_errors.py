@@ -204,6 +204,14 @@ def _heard() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _await_loading(pid: int) -> None:
+    """Until a command's imports have begun: an interrupt before that would find Python alone."""
+    deadline = time.monotonic() + 30
+    while "libarrow" not in Path(f"/proc/{pid}/maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 READS = [["sql", "select count(*) from turns"], ["store", "verify"], ["store", "info"]]
 WRITES = [["store", "seal"], ["store", "retire", "--run", "demo", "--reason", "x", "--steps", "0"]]
 
@@ -265,7 +273,8 @@ def test_signals_end_it_cleanly(started: Any, sealed: Path) -> None:
     for pause, number in ((0.0, signal.SIGINT), (0.0, signal.SIGTERM), (2.5, signal.SIGINT)):
         time.sleep(pause)
         waiting.append((number, started("sql", endless, "--store", sealed, preexec_fn=_heard)))
-    time.sleep(0.25)
+    for _, process in waiting:
+        _await_loading(process.pid)
     for number, process in waiting:
         process.send_signal(number)
     sent = time.monotonic()

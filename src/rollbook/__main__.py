@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.abc import MetaPathFinder
 
 READING = ("doctor", "ledger", "recipe", "samples", "show", "sql", "store", "tail")
 """Commands that only read a store and run nobody else's code."""
@@ -32,11 +31,11 @@ def _leave_pandas_out() -> None:
         sys.meta_path.remove(finder)
 
 
-class _NoPandas(MetaPathFinder):
-    """A finder that refuses to import pandas."""
+class _NoPandas:
+    """A finder, as the import system asks for one, that refuses to import pandas."""
 
     def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
-        """As the import system asks.
+        """Nothing of other modules.
 
         Raises:
             ImportError: it is pandas.
