@@ -28,6 +28,7 @@ from rollbook.demo.run import RUN, Demo, record_teacher, train_offline
 
 KEEPS_STORES = True
 """A folder that is named keeps the stores and the figure, `learning.png`."""
+MARKERS = "osv^<>DPX*dh"
 DONE = "learnt"
 """File of a store in which all was learnt, with the steps that were replayed: a further run reads both."""
 
@@ -162,19 +163,27 @@ def plot(learnt: list[Learnt], file: Path) -> None:
     """Draw the held-out reward of every algorithm over its optimizer steps, a panel a task, as a PNG."""
     plots = pyplot()
     tasks = list(dict.fromkeys(one.task for one in learnt))
-    size = (7 * len(tasks), 5)
+    size = (7 * len(tasks), 6)
     figure, panels = plots.subplots(1, len(tasks), figsize=size, layout="constrained", squeeze=False)
     for task, axes in zip(tasks, panels[0], strict=True):
         shown = [one for one in learnt if one.task == task]
-        for one, marker in zip(shown, "osv^<>DPX*dh" * 2, strict=False):
+        for number, one in enumerate(shown):
+            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            marker = MARKERS[number % len(MARKERS)]
             axes.plot(
-                *zip(*one.curve, strict=True), marker=marker, markersize=4, linewidth=1.2, label=one.name
+                *zip(*one.curve, strict=True),
+                **style,
+                marker=marker,
+                markersize=5,
+                linewidth=1.2,
+                label=one.name,
             )
         axes.set(
             xlabel="optimizer steps after imitation", ylabel="mean reward, held-out problems", ylim=(0, 1.02)
         )
         axes.set_title(f"Problems of {task.replace('_', ' ')}, learnt by each algorithm")
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize="small", ncols=2)
+    lines = panels[0][0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", fontsize="small", ncols=5)
     figure.savefig(file, dpi=130)
     plots.close(figure)
