@@ -29,7 +29,7 @@ from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.model import choose_device
+from rollbook.train.megatron.model import Build, choose_device
 from rollbook.train.megatron.shape import read_shape
 from rollbook.train.sync.session import Release, Syncer
 from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
@@ -64,7 +64,7 @@ class _Trainer:
         self._folder, self._models, self._server, self._plan = folder, models, server, plan
         shape = read_shape(models[0])
         self._policy = TrainablePolicy(
-            shape, OptimizerConfig(), steps=1, device=choose_device("cpu"), seed=0, threads=plan.threads
+            shape, OptimizerConfig(), Build(1, choose_device("cpu"), 0, plan.threads)
         )
         self._version = 0
         self._served: int | None = None

@@ -79,15 +79,11 @@ def _policy(model: Path) -> Any:
     from rollbook.ingest.engines.weights.digests import read_weights
     from rollbook.train.config.config import OptimizerConfig
     from rollbook.train.megatron.backend import TrainablePolicy
+    from rollbook.train.megatron.model import Build
     from rollbook.train.megatron.shape import read_shape
 
     made = TrainablePolicy(
-        read_shape(model),
-        OptimizerConfig(lr=LR),
-        steps=1000,
-        device=torch.device("cpu"),
-        seed=0,
-        threads=THREADS,
+        read_shape(model), OptimizerConfig(lr=LR), Build(1000, torch.device("cpu"), 0, THREADS)
     )
     made.load_weights(read_weights(model))
     return made

@@ -22,7 +22,7 @@ from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
-from rollbook.train.megatron.model import choose_device
+from rollbook.train.megatron.model import Build, choose_device
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.shape import read_shape
@@ -103,8 +103,14 @@ def replay_step(
             if s in last.recorded or s in last.found
         },
         metrics=last.metrics,
-        environment=differences(plan.environment, fingerprint(device, plan.algorithm, layout)),
+        environment=_differences(plan, device, layout),
     )
+
+
+def _differences(plan: StepPlanned, device: torch.device, layout: Json) -> list[str]:
+    """Between the recorded environment and this one."""
+    recorded = plan.environment
+    return differences(recorded, fingerprint(device, plan.algorithm, layout, dtype=recorded["dtype"]))
 
 
 def _restored(
@@ -112,37 +118,16 @@ def _restored(
 ) -> tuple[Policy, Policy | None]:
     """The policy, and the critic if the step has one, as they were when a checkpoint was written."""
     checkpoint = place_inside(log.path, base.path)
-    shape, held, threads = (
-        read_shape(checkpoint),
-        read_checkpoint(checkpoint),
-        int(plan.environment["threads"]),
-    )
+    shape, held = read_shape(checkpoint), read_checkpoint(checkpoint)
+    how = Build(1, device, plan.seed, int(plan.environment["threads"]), plan.environment["dtype"])
     goes_on = base.phase == plan.phase
-    policy = ranks.policy(
-        "actor",
-        shape,
-        OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer)),
-        steps=1,
-        device=device,
-        seed=plan.seed,
-        threads=threads,
-    )
+    optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
+    policy = ranks.policy("actor", shape, optimizer, how)
     policy.load_weights(held.weights)
     policy.load_optimizer_state(held.optimizer or {} if goes_on else {})
     if plan.critic is None:
         return policy, None
-    critic = restored_critic(
-        ranks,
-        shape,
-        recorded_critic(plan),
-        held,
-        goes_on=goes_on,
-        steps=1,
-        device=device,
-        seed=plan.seed,
-        threads=threads,
-    )
-    return policy, critic
+    return policy, restored_critic(ranks, shape, recorded_critic(plan), held, how, goes_on=goes_on)
 
 
 def _run_until_different(

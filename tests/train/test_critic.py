@@ -21,6 +21,7 @@ from rollbook.train.data.experience import trained_masks
 from rollbook.train.data.samples import all_samples
 from rollbook.train.loop.critic import critic_shape, token_scores
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.score_head import with_head
 from rollbook.train.megatron.shape import read_shape
 
@@ -120,7 +121,7 @@ def test_values_are_those_of_transformers(fabric: Any, recorded: Stores) -> None
     shape = critic_shape(read_shape(folder))
     head = torch.randn(1, shape.hidden, generator=torch.Generator().manual_seed(1))
     weights = with_head(read_weights(folder), shape) | {"score.weight": head}
-    critic = TrainablePolicy(shape, OptimizerConfig(), steps=1, device=torch.device("cpu"), seed=0, threads=1)
+    critic = TrainablePolicy(shape, OptimizerConfig(), Build(1, torch.device("cpu"), 0, 1))
     critic.load_weights(weights)
     assert set(critic.weights()) == set(weights)
     samples = all_samples(recorded().trajectories().values())[:3]

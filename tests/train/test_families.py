@@ -24,6 +24,7 @@ from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.shape import read_shape
 from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
@@ -84,12 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
 def _policy(folder: Path, **changes: Any) -> TrainablePolicy:
     """A policy of the model, weights in place."""
     policy = TrainablePolicy(
-        read_shape(folder),
-        OptimizerConfig(**changes),
-        steps=4,
-        device=torch.device("cpu"),
-        seed=0,
-        threads=1,
+        read_shape(folder), OptimizerConfig(**changes), Build(4, torch.device("cpu"), 0, 1)
     )
     policy.load_weights(read_weights(folder))
     return policy

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.replay.step import replay_step
@@ -102,6 +103,36 @@ def test_a_training_is_that_of_one_rank(
     replayed = replay_step(log, 1)
     assert replayed.differs_in is None
     assert replayed.environment == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16(fabric: Any, recorded: Stores, layout: str) -> None:
+    """Near that of one rank, in whatever layout; one rank goes on from its checkpoint with the float32
+    weights; every step replays."""
+    count, sizes = LAYOUTS[layout]
+    logs = [recorded("one"), recorded("ranks")]
+    settings = [
+        fabric.config(
+            fabric.SFT, steps=2, optimizer=SGD_LIKE, dtype="bfloat16", recompute=True, parallel=parallel
+        )
+        for parallel in ({}, sizes)
+    ]
+    fabric.train(logs[0], settings[0])
+    fabric.train(logs[1], settings[1], ranks=count)
+    for one, two in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
+        for metric in ("loss", "gradient_norm"):
+            assert two.metrics[metric] == pytest.approx(one.metrics[metric], rel=0.03), metric
+    fabric.train(logs[1], fabric.config(fabric.SFT, steps=3, optimizer=SGD_LIKE, dtype="bfloat16"))
+    assert [replay_step(logs[1], step).differs_in for step in (1, 2)] == [None, None]
+    kept = [
+        load_file(logs[1].path / one.path / "optimizer.safetensors")
+        for one in _of(logs[1], CheckpointWritten)[1:]
+    ]
+    mains = [{key: state[key] for key in state if key.endswith(".main")} for state in kept]
+    assert len(mains) == 2
+    assert mains[0].keys() == mains[1].keys()
+    for name, main in mains[0].items():
+        assert 0 < float((mains[1][name] - main).abs().max()) < 2e-4, name
 
 
 def test_ppo_with_its_critic(fabric: Any, recorded: Stores) -> None:

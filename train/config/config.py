@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
@@ -29,6 +29,9 @@ from rollbook.train.config.recipe import Name, RecipeConfig
 from rollbook.train.table import Count, Positive, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+"""Types that weights are trained in."""
 
 
 class OptimizerConfig(Table):
@@ -170,6 +173,13 @@ class TrainConfig(Table):
     """Torch threads on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for training; auto: a GPU if there is one."""
+    dtype: Dtype = "float32"
+    """Type of weights and activations, and of what engines are sent. With bfloat16 the optimizer keeps
+    float32 weights beside the model's, gradients are summed in float32, and a float32 `model` is rounded
+    once."""
+    recompute: bool = False
+    """Keep the input of each layer alone, and compute its activations again in the backward pass: less
+    memory, and about a third more time."""
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Warn if the engine's logprobs of tokens of the step's input version differ by more than this from the
     trainer's. Another order of summation causes about 1e-5 in float32; other weights cause 1 and more."""

@@ -19,6 +19,7 @@ FREE = frozenset(
     {
         *("steps", "checkpoint_every", "threads", "device", "engine_gap_alarm", "idle_timeout_s"),
         *("sync", "model", "admission", "on_not_finite", "evaluation", "stop", "parallel"),
+        "recompute",
     }
 )
 """Keys that may change between restarts of the same training."""

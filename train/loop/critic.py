@@ -17,6 +17,7 @@ from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop.finite import check_tokens, digest_stage
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.score_head import with_head
@@ -33,22 +34,17 @@ def restored_critic(
     shape: ModelShape,
     config: CriticConfig,
     held: Checkpoint,
+    how: Build,
     *,
     goes_on: bool,
-    steps: int,
-    device: torch.device,
-    seed: int,
-    threads: int,
 ) -> Policy:
     """The critic as it was when a checkpoint was written, or as it starts from the checkpoint's policy.
 
     Args:
+        how: it computes, as its policy.
         goes_on: whether the checkpoint is one of the training that the critic is of.
-        steps: that its schedule spans.
     """
-    critic = ranks.policy(
-        "critic", critic_shape(shape), config, steps=steps, device=device, seed=seed, threads=threads
-    )
+    critic = ranks.policy("critic", critic_shape(shape), config, how)
     if goes_on and held.critic is not None:
         critic.load_weights(held.critic)
         critic.load_optimizer_state(held.critic_optimizer or {})

@@ -26,7 +26,13 @@ VARIABLES = (
 )
 
 
-def fingerprint(device: torch.device, algorithm: Json | None = None, parallel: Json | None = None) -> Json:
+def fingerprint(
+    device: torch.device,
+    algorithm: Json | None = None,
+    parallel: Json | None = None,
+    *,
+    dtype: str = "float32",
+) -> Json:
     """Everything known to change bits: versions, processor, threads, flags, parallel layout, and the sources
     of an algorithm's parts that are not Rollbook's."""
     found: Json = {
@@ -39,7 +45,7 @@ def fingerprint(device: torch.device, algorithm: Json | None = None, parallel: J
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": str(device),
         "threads": torch.get_num_threads(),
-        "dtype": "float32",
+        "dtype": dtype,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "parallel": parallel or {"data": 1, "tensor": 1, "pipeline": 1},
         "variables": {name: os.environ.get(name) for name in VARIABLES},

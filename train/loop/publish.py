@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
 from rollbook.ingest.engines.identify import binding
 from rollbook.ingest.engines.model_files import require_folder, weight_files
 from rollbook.ingest.engines.weights.digests import (
@@ -17,7 +19,6 @@ from rollbook.ingest.engines.weights.digests import (
     digest_tensors,
     read_manifest,
     read_weights,
-    widened,
 )
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.store import Event, Store
@@ -31,7 +32,7 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import write_checkpoint
-from rollbook.train.config.config import SyncConfig, TrainConfig
+from rollbook.train.config.config import DTYPES, SyncConfig, TrainConfig
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
@@ -63,8 +64,19 @@ def check_model(config: TrainConfig, versions: VersionDigests) -> None:
             version = int(manifest["policy_version"])
         digest = str(manifest["weights_digest"])
     else:
-        digest = digest_tensors(_own_weights(model, scores))
+        digest = _digest_of_model(config, bound.digest)
     versions.check(config.run, config.policy, version, digest, f"CONFIG's model {model}")
+
+
+def _digest_of_model(config: TrainConfig, wanted: str) -> str:
+    """The digest of the model's weights: the wanted one where they have it in a type that can be trained, for
+    the run may have begun in another than it goes on in."""
+    found: dict[str, str] = {}
+    for dtype in DTYPES:
+        found[dtype] = digest_tensors(_own_weights(config, dtype))
+        if found[dtype] == wanted:
+            return wanted
+    return found[config.dtype]
 
 
 def check_head(config: TrainConfig, log: Store, history: History) -> None:
@@ -85,17 +97,15 @@ def check_head(config: TrainConfig, log: Store, history: History) -> None:
     )
 
 
-def _own_weights(model: Path, scores: int) -> Tensors:
-    """A model's weights in float32, under the names used in files; fused tensors are split.
-
-    Args:
-        scores: of the head of a reward model; one that the model has not gives 0.
-    """
-    shape, given = shape_to_train(model, scores), widened(read_weights(model))
+def _own_weights(config: TrainConfig, dtype: str) -> Tensors:
+    """The weights of CONFIG's model in a type, under the names used in files; fused tensors are split. A
+    reward model's head that the model has not gives 0."""
+    model, scores, type_ = config.model, config.algorithm.head_width, getattr(torch, dtype)
+    shape, given = shape_to_train(model, scores), read_weights(model)
     if scores and SCORE not in given:
         given = with_head(given, shape)
     own = checked(given, shape)
-    return {name: own[name] for name in weight_shapes(shape)}
+    return {name: own[name].to(type_) for name in weight_shapes(shape)}
 
 
 class Publisher:
@@ -133,7 +143,7 @@ class Publisher:
             config.run,
             config.policy,
             0,
-            _own_weights(model, scores),
+            _own_weights(config, config.dtype),
             None,
             like=model,
             phase=None,
@@ -143,7 +153,7 @@ class Publisher:
         with binding(log):
             log.refresh()
             try:
-                log.check(0, record.weights_digest, str(model))
+                log.check(0, record.weights_digest, f"{model} in {config.dtype}")
             except VersionError:
                 shutil.rmtree(place_inside(self._log.path, record.path))
                 raise
@@ -247,7 +257,7 @@ class Publisher:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
         names = tuple(weight_shapes(policy.shape))
-        own = (policy.shape.head_dim, self._config.run, names, policy.shape)
+        own = (policy.shape.head_dim, self._config.run, names, policy.shape, self._config.dtype)
         release = Release(self._config.policy, version, digest, path, *own)
         syncer, sync = self._connected(), self._config.sync
         assert sync is not None

@@ -11,6 +11,7 @@ from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import AllRejectedError, NotFiniteError, ReplayError, TrainError
 from rollbook.store.events import (
+    CheckpointWritten,
     Json,
     Record,
     SampleDropped,
@@ -38,7 +39,7 @@ from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import run_step, step_seed
-from rollbook.train.megatron.model import choose_device, set_deterministic
+from rollbook.train.megatron.model import Build, choose_device, set_deterministic
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 
@@ -83,15 +84,12 @@ class Trainer:
         whole = nearest_whole(log, history, self._phase, warn)
         base, self._like = whole.record, whole.path
         between = history.between(base, history.next_step)
-        self._device = device = choose_device(config.device)
-        made: dict[str, Any] = {
-            "steps": config.steps,
-            "device": device,
-            "seed": config.seed,
-            "threads": config.threads,
-        }
-        self.policy = ranks.policy("actor", whole.shape, config.optimizer, **made)
-        self.critic = self._restored_critic(whole, made)
+        self._device = choose_device(config.device)
+        how = Build(
+            config.steps, self._device, config.seed, config.threads, config.dtype, recompute=config.recompute
+        )
+        self.policy = ranks.policy("actor", whole.shape, config.optimizer, how)
+        self.critic = self._restored_critic(whole, how)
         self._experiences = Experiences(self.policy, References(log, history), self.critic)
         self._restore(whole, between)
         self.version = history.version
@@ -115,7 +113,7 @@ class Trainer:
         if base.policy_version == self.version:
             self._publisher.restored(self.version)
 
-    def _restored_critic(self, whole: WholeCheckpoint, made: dict[str, Any]) -> Policy | None:
+    def _restored_critic(self, whole: WholeCheckpoint, how: Build) -> Policy | None:
         config = self._config
         if "values" not in config.algorithm.needs:
             return None
@@ -124,8 +122,8 @@ class Trainer:
             whole.shape,
             config.critic or CriticConfig(),
             whole.held,
+            how,
             goes_on=self._goes_on(whole),
-            **made,
         )
 
     def _goes_on(self, whole: WholeCheckpoint) -> bool:
@@ -135,6 +133,7 @@ class Trainer:
     def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep]) -> None:
         base, held = whole.record, whole.held
         self.policy.load_weights(held.weights)
+        self._check_exact(base)
         self.policy.load_optimizer_state(held.optimizer or {} if self._goes_on(whole) else {})
         remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
         try:
@@ -145,8 +144,25 @@ class Trainer:
             raise TrainError(f"run {self._config.run!r} cannot be resumed: {error}; {remedy}") from error
         set_deterministic(self._config.threads)
 
+    def _check_exact(self, base: CheckpointWritten) -> None:
+        """Check that the weights in place are those of the version: a narrower type may have rounded them.
+
+        Raises:
+            TrainError: they were rounded.
+        """
+        config = self._config
+        if config.dtype != "float32" and self.policy.weights_digest() != base.weights_digest:
+            raise TrainError(
+                f"version {base.policy_version} of run {config.run!r} has float32 weights, which "
+                f'dtype = "{config.dtype}" would round: train it on in float32, or begin a run of its own '
+                "with them (`rollbook export model`, and its folder as `model`)"
+            )
+
     def _fingerprint(self) -> Json:
-        return fingerprint(self._device, self._config.algorithm.model_dump(), self._ranks.described)
+        config = self._config
+        return fingerprint(
+            self._device, config.algorithm.model_dump(), self._ranks.described, dtype=config.dtype
+        )
 
     def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
         here = differences(

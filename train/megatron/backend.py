@@ -12,7 +12,8 @@ import torch
 from rollbook.ingest.engines.weights.digests import Tensors, digest_stream, digest_tensors
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
-from rollbook.train.megatron.model import MegatronParts, build
+from rollbook.train.megatron.model import Build, MegatronParts, build
+from rollbook.train.megatron.muon import main_of
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import rank_weights
@@ -20,6 +21,8 @@ from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.weight_names import stream_weights
 
 T = TypeVar("T")
+MAIN = "main"
+"""Field of an optimizer's state: the float32 weights of a parameter that the model has in bfloat16."""
 
 
 class TrainablePolicy:
@@ -27,25 +30,17 @@ class TrainablePolicy:
 
     Args:
         shape: the architecture.
-        optimizer: Adam and its schedule; `decay_steps` falls back to `steps`.
-        steps: steps the schedule spans.
+        optimizer: Adam and its schedule; `decay_steps` falls back to the steps of `how`.
+        how: it computes.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        optimizer: OptimizerConfig,
-        *,
-        steps: int,
-        device: torch.device,
-        seed: int,
-        threads: int,
-    ) -> None:
+    def __init__(self, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> None:
         self.shape = shape
-        self._parts: MegatronParts = build(shape, optimizer, device, seed, threads)
-        self._schedule = _schedule(self._parts.optimizer, optimizer, steps)
+        self._parts: MegatronParts = build(shape, optimizer, how)
+        self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
         self._wanted = optimizer
         self._names = {p: name for name, p in self._parts.module.named_parameters()}
+        self._stepped = {main_of(p): name for p, name in self._names.items()}
         self.layout = self._parts.layout
         self._optimizer_of = {
             parameter: optimizer
@@ -95,12 +90,16 @@ class TrainablePolicy:
         yield from self.gradients().items()
 
     def optimizer_state(self) -> Tensors:
-        """Adam's moments and step counts, `parameter.field`; empty before the first step."""
+        """Adam's moments and step counts, and the float32 weights where the model's are narrower,
+        `parameter.field`; empty before the first step."""
         state: Tensors = {}
         for optimizer in self._parts.optimizers:
-            for parameter, fields in optimizer.state.items():
+            for stepped, fields in optimizer.state.items():
+                name = self._stepped[stepped]
                 for field, value in fields.items():
-                    state[f"{self._names[parameter]}.{field}"] = torch.as_tensor(value).detach()
+                    state[f"{name}.{field}"] = torch.as_tensor(value).detach()
+                if stepped not in self._names:
+                    state[f"{name}.{MAIN}"] = stepped.detach()
         return state
 
     def load_optimizer_state(self, state: Tensors) -> None:
@@ -116,14 +115,22 @@ class TrainablePolicy:
             optimizer.state.clear()
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Put the weight of one of Megatron's names in place."""
+        """Put the weight of one of Megatron's names in place. Those that stand in for others that are aside
+        are not the optimizer's."""
+        parameter = self._parameter(name)
         with torch.no_grad():
-            self._parameter(name).copy_(value)
+            parameter.copy_(value)
+            if not self._aside and (main := main_of(parameter)) is not parameter:
+                main.copy_(parameter)
 
     def put_optimizer_state(self, name: str, field: str, value: torch.Tensor) -> None:
         """Put one field of the optimizer's state of a parameter in place."""
-        parameter = self._parameter(name)
-        self._optimizer_of[parameter].state[parameter][field] = value
+        stepped = main_of(self._parameter(name))
+        if field == MAIN:
+            with torch.no_grad():
+                stepped.copy_(value)
+        else:
+            self._optimizer_of[stepped].state[stepped][field] = value
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
         found: torch.nn.Parameter = self._parts.module.get_parameter(name)

@@ -29,6 +29,36 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+"""Megatron keeps the input of each layer alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a policy computes.
+
+    Attributes:
+        steps: that the schedule of its learning rate spans.
+        seed: of the weights that it has before any are loaded.
+        threads: of torch, on the CPU.
+        dtype: of weights and activations: float32, or bfloat16, with float32 main weights and gradients.
+        recompute: whether activations are not kept but computed again in the backward pass.
+    """
+
+    steps: int
+    device: torch.device
+    seed: int
+    threads: int
+    dtype: str = "float32"
+    recompute: bool = False
+
+    @property
+    def type(self) -> torch.dtype:
+        """The type of weights and activations, as torch's."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
 @dataclass(slots=True)
 class MegatronParts:
     """A rank's part of a model in training: the bare module, its data-parallel wrapper, the optimizer; where
@@ -103,19 +133,19 @@ def set_deterministic(threads: int) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def build(
-    shape: ModelShape, optimizer: OptimizerConfig, device: torch.device, seed: int, threads: int
-) -> MegatronParts:
-    """This rank's part of a float32 model as megatron's GPTModel, with megatron's DDP and Adam."""
-    set_deterministic(threads)
-    start_ranks(device, seed)
+def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> MegatronParts:
+    """This rank's part of a model as megatron's GPTModel, with megatron's DDP and Adam."""
+    set_deterministic(how.threads)
+    start_ranks(how.device, how.seed)
     layout = layout_here(shape)
-    module = build_module(shape, layout).to(device)
-    return _wrap(module, layout, optimizer, device)
+    module = build_module(shape, layout, how.type, recompute=how.recompute).to(how.device)
+    return _wrap(module, layout, optimizer, how.device)
 
 
-def build_module(shape: ModelShape, layout: RankLayout) -> Any:
-    """A rank's part of megatron's GPTModel (local spec), float32; megatron's groups are as `layout` says.
+def build_module(
+    shape: ModelShape, layout: RankLayout, dtype: torch.dtype = torch.float32, *, recompute: bool = False
+) -> Any:
+    """A rank's part of megatron's GPTModel (local spec); megatron's groups are as `layout` says.
 
     Raises:
         ModelError: the model cannot be split so, or its stages are not of one depth.
@@ -126,7 +156,7 @@ def build_module(shape: ModelShape, layout: RankLayout) -> Any:
     from rollbook.train.megatron.attention import PackedAttention
 
     check_layout(shape, layout)
-    config = _transformer_config(shape, layout)
+    config = _transformer_config(shape, layout, dtype, recompute=recompute)
     if len(set(layout.stages)) > 1:
         raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
     layer = get_gpt_layer_local_spec(
@@ -150,10 +180,12 @@ def build_module(shape: ModelShape, layout: RankLayout) -> Any:
     )
     if shape.scores and layout.last:
         module.output_layer = ScoreHead(shape.hidden, shape.scores)
+    for parameter in module.parameters():  # norms are float32 whatever the config says
+        parameter.data = parameter.data.to(dtype)
     return module
 
 
-def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:
+def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtype, *, recompute: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -173,8 +205,9 @@ def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         use_cpu_initialization=True,
         deterministic_mode=True,
         persist_layer_norm=False,
@@ -187,6 +220,7 @@ def _transformer_config(shape: ModelShape, layout: RankLayout) -> Any:
         pipeline_model_parallel_size=len(layout.stages),
         variable_seq_lengths=len(layout.stages) > 1,
         moe_token_dispatcher_type="alltoall",
+        **(RECOMPUTED if recompute else {}),
         **_expert_config(shape, layout),
     )
 
@@ -236,7 +270,8 @@ def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, device: torc
             adam_beta2=wanted.betas[1],
             adam_eps=wanted.eps,
             clip_grad=wanted.clip_grad,
-            params_dtype=torch.float32,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=False,
         ),
         [wrapped],

@@ -12,6 +12,13 @@ LAYERS = "decoder.layers."
 """What Megatron's names of hidden layers begin with."""
 
 
+def main_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What the optimizer steps: the parameter, or the float32 weights that Megatron keeps of a narrower
+    one."""
+    main: torch.Tensor = getattr(parameter, "main_param", parameter)
+    return main
+
+
 class MuonBesideAdam:
     """Two optimizers as one: they share their state, and their parameter groups stand one behind the other.
 
@@ -22,7 +29,8 @@ class MuonBesideAdam:
     """
 
     def __init__(self, adam: torch.optim.Optimizer, module: torch.nn.Module, wanted: OptimizerConfig) -> None:
-        matrices = {p for name, p in module.named_parameters() if name.startswith(LAYERS) and p.dim() == 2}
+        named = module.named_parameters()
+        matrices = {main_of(p) for name, p in named if name.startswith(LAYERS) and p.dim() == 2}
         groups: list[dict[str, Any]] = []
         for group in adam.param_groups:
             groups.append(

@@ -16,7 +16,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.launch import Launched
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.reshard import RankLayout, check_layout, equal_stages
 from rollbook.train.megatron.shape import ModelShape
@@ -166,17 +167,7 @@ class Ranks:
         """The layout as a step's fingerprint has it."""
         return self.parallel.described(self.count)
 
-    def policy(
-        self,
-        name: str,
-        shape: ModelShape,
-        optimizer: OptimizerConfig,
-        *,
-        steps: int,
-        device: torch.device,
-        seed: int,
-        threads: int,
-    ) -> Policy:
+    def policy(self, name: str, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Policy:
         """A policy in training, its weights not yet in place. Arguments as of `TrainablePolicy`.
 
         Raises:
@@ -184,18 +175,17 @@ class Ranks:
             RankError: a rank does not come.
         """
         check_layout(shape, self._layout(shape))
-        settings: Json = {"steps": steps, "device": device, "seed": seed, "threads": threads}
         if self.count == 1:
-            return TrainablePolicy(shape, optimizer, **settings)
+            return TrainablePolicy(shape, optimizer, how)
         if not self._joined:
             self._await_others()
-            self._say(("join", self.parallel, device))
+            self._say(("join", self.parallel, how.device))
             with self._heard():
-                _join(self._store, 0, self.count, self.parallel, device)
+                _join(self._store, 0, self.count, self.parallel, how.device)
             self._joined = True
-        self._say(("make", name, shape, optimizer, settings))
+        self._say(("make", name, shape, optimizer, how))
         with self._heard():
-            part = self._parts[name] = Part.made(shape, optimizer, settings)
+            part = self._parts[name] = Part.made(shape, optimizer, how)
         return SpreadPolicy(part, functools.partial(self._ask, name))
 
     def _layout(self, shape: ModelShape) -> RankLayout:
@@ -321,8 +311,8 @@ def follow(store: Any, rank: int, count: int) -> None:
         match what:
             case ("join", parallel, device):
                 _join(store, rank, count, parallel, _own(device, rank))
-            case ("make", name, shape, optimizer, settings):
-                own = settings | {"device": _own(settings["device"], rank)}
+            case ("make", name, shape, optimizer, how):
+                own = replace(how, device=_own(how.device, rank))
                 parts[name] = Part.made(shape, optimizer, own)
             case ("call", name, method, given):
                 result = getattr(parts[name], method)(*given)

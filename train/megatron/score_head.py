@@ -24,19 +24,19 @@ def with_head(weights: Tensors, shape: ModelShape) -> Tensors:
 
 
 class ScoreHead(torch.nn.Linear):
-    """A linear map from the hidden state of each token to its scores, float32, without a bias; at first all
-    are 0.
+    """A linear map from the hidden state of each token to its scores, computed in float32, without a bias; at
+    first all are 0.
 
     It takes the place of Megatron's output layer, and is called as that is. Hugging Face's
     `ForSequenceClassification` models call its weight `score.weight`.
     """
 
     def __init__(self, hidden: int, scores: int) -> None:
-        super().__init__(hidden, scores, bias=False, dtype=torch.float32)
+        super().__init__(hidden, scores, bias=False)
         torch.nn.init.zeros_(self.weight)
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
         """Scores [T, B, scores] of hidden states [T, B, hidden]; there is no bias to add later."""
-        return super().forward(hidden.float()), None
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()), None

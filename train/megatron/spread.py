@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from rollbook.ingest.engines.weights.digests import Tensors, digest_stream
-from rollbook.store.events import Json
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import (
     OUTPUT,
@@ -59,13 +59,13 @@ class Part:
         self._streaming: Iterator[Any] | None = None
 
     @classmethod
-    def made(cls, shape: ModelShape, optimizer: OptimizerConfig, settings: Json) -> Part:
+    def made(cls, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Part:
         """The part of a new policy.
 
         Raises:
             ModelError: the model cannot be spread so.
         """
-        policy = TrainablePolicy(shape, optimizer, **settings)
+        policy = TrainablePolicy(shape, optimizer, how)
         layouts: list[RankLayout] = [policy.layout] * dist.get_world_size()
         dist.all_gather_object(layouts, policy.layout)
         return cls(policy, layouts)

@@ -14,8 +14,8 @@ from rollbook.store.errors import EngineError, ModelError
 from rollbook.train.megatron.shape import ModelShape, read_shape
 from rollbook.train.sync.control import EMBEDDED, EngineInfo
 
-TRAINED = "float32"
-"""The type of trained and sent tensors; an engine's checksums are of the type that it holds."""
+EXACT = "float32"
+"""The type that holds whatever is trained; an engine's checksums are of the type that it holds."""
 BUILDS = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tied", "experts")
 """Fields of a model's shape that determine the shapes of its tensors."""
 
@@ -26,11 +26,15 @@ def check_fits(
     ranks: Sequence[RankChecksums],
     names: Sequence[str],
     shape: ModelShape | None,
+    dtype: str,
 ) -> None:
     """Compare an engine with what it is to be sent: names, types and shapes.
 
     An engine reports the names and the type of its tensors, but not their shapes. Those follow from its
     model's configuration; if that cannot be read from here, shapes are not compared.
+
+    Args:
+        dtype: of what it is sent.
 
     Raises:
         EngineError: it is of another model, or of another type; the first difference is named.
@@ -39,10 +43,10 @@ def check_fits(
         check_layout(url, ranks, names)
     if info.kind == EMBEDDED:
         return  # it refuses a tensor that does not fit without damage
-    if info.dtype not in ("", "auto", TRAINED):
+    if info.dtype not in ("", "auto", EXACT, dtype):
         raise EngineError(
-            f"engine {url} holds its weights in {info.dtype}, and those that are trained are {TRAINED}: they "
-            f"would be rounded, and what it samples would be another policy. Start it with --dtype {TRAINED}"
+            f"engine {url} holds its weights in {info.dtype}, and those that are trained are {dtype}: they "
+            f"would be rounded, and what it samples would be another policy. Start it with --dtype {dtype}"
         )
     held = _shape_of(info)
     if shape is None or held is None:

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rollbook.ingest.engines.sglang.protocol import release_of
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
@@ -53,6 +55,7 @@ class Release:
         run: whose policy it is.
         names: of all tensors.
         shape: of the model.
+        dtype: of the tensors.
     """
 
     policy: str
@@ -63,6 +66,7 @@ class Release:
     run: str
     names: tuple[str, ...] = ()
     shape: ModelShape | None = None
+    dtype: str = "float32"
 
     def name(self) -> str:
         """What an engine is to call it: a name that is used once, so that it proves this very sync."""
@@ -192,8 +196,11 @@ class Syncer:
             # The embedded engine hashes as on a CPU, whatever its device.
             own = info is not None and info.kind == EMBEDDED
             make = checksum_of("cpu" if info is None or own else info.device)
-            layout = (make, own, *((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks))
-            expected = shared.setdefault(layout, Expected(ranks, make, release.head_dim, padded=not own))
+            # It widens what it is sent, and SGLang what is narrower than its own type.
+            dtype = torch.float32 if own or (info is not None and info.dtype == "float32") else None
+            held = ((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks)
+            new = Expected(ranks, make, release.head_dim, padded=not own, dtype=dtype)
+            expected = shared.setdefault((make, own, dtype, *held), new)
             # With in_place, the cache is kept on purpose, and a flush would be refused.
             receiver = Receiver(engine, len(ranks), expected, flush=self._options.pause != "in_place")
             if isinstance(error, Exception):
@@ -220,7 +227,7 @@ class Syncer:
             raise EngineError(f"{text}; start it with --disable-overlap-schedule, or pause by retract")
         self._check_sessions(engine.url, info)
         ranks = engine.checksums() if held is None else held
-        check_fits(engine.url, info, ranks, release.names, release.shape)
+        check_fits(engine.url, info, ranks, release.names, release.shape, release.dtype)
         return info, ranks
 
     def _check_sessions(self, url: str, info: EngineInfo) -> None:

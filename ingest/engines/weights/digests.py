@@ -30,13 +30,18 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def line_of(name: str, tensor: torch.Tensor) -> str:
-    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return tensor_line(name, dtype, tensor.shape, tensor_bytes(tensor).data)
+    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes.
+
+    bfloat16 and float16 are taken as the float32 that has their values: weights are the same ones whichever
+    of these types holds them.
+    """
+    wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    dtype = str(wide.dtype).removeprefix("torch.")
+    return tensor_line(name, dtype, wide.shape, tensor_bytes(wide).data)
 
 
 def digest_tensors(tensors: Tensors) -> str:
-    """The digest of `store.digest` over torch tensors of any dtype and device."""
+    """The digest of `store.digest` over torch tensors of any type and device."""
     return digest_stream(tensors.items())
 
 

@@ -140,6 +140,7 @@ class Expected:
         make: makes the kind of checksum that it computes.
         head_dim: of the model's attention.
         padded: whether it pads vocabularies, as SGLang does.
+        dtype: that it holds tensors in; None: the one in which they are sent.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class Expected:
         head_dim: int,
         *,
         padded: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._make, self._head_dim, self._padded = make, head_dim, padded
+        self._make, self._head_dim, self._padded, self._dtype = make, head_dim, padded, dtype
         self._ranks = list(ranks)
         self._names = [frozenset(rank.tensors) for rank in ranks]
         self._growing: list[dict[str, _Growing]] = [{} for _ in ranks]
@@ -161,6 +163,7 @@ class Expected:
         Raises:
             EngineError: the engine has no place for it, and would pass over it without a word.
         """
+        tensor = tensor.to(self._dtype or tensor.dtype)
         for rank, names, growing in zip(self._ranks, self._names, self._growing, strict=True):
             place = part_of(name, names)
             if place is None:

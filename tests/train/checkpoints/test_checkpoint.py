@@ -24,6 +24,7 @@ from rollbook.train.checkpoints.checkpoint import MANIFEST, OPTIMIZER, read_chec
 from rollbook.train.config.config import OptimizerConfig, parse_config
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.shape import read_shape
 from rollbook.train.megatron.weight_names import weight_shapes
 
@@ -74,9 +75,7 @@ def test_the_next_step_is_the_same_after_a_round_trip(fabric: Any, tmp_path: Pat
     shape = read_shape(model)
 
     def policy() -> TrainablePolicy:
-        return TrainablePolicy(
-            shape, OptimizerConfig(lr=0.01), steps=5, device=torch.device("cpu"), seed=0, threads=1
-        )
+        return TrainablePolicy(shape, OptimizerConfig(lr=0.01), Build(5, torch.device("cpu"), 0, 1))
 
     def step(one: TrainablePolicy, scale: float) -> tuple[str, str]:
         for gradient in one.gradients().values():

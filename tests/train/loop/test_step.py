@@ -21,6 +21,7 @@ from rollbook.train.loop.loop import gap_alarm
 from rollbook.train.loop.step import StepResult, input_digests, run_step, step_seed
 from rollbook.train.loop.trainer import StepOutcome
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.shape import read_shape
 
 
@@ -34,12 +35,7 @@ def reference(fabric: Any) -> Any:
 
 def _policy(fabric: Any) -> TrainablePolicy:
     made = TrainablePolicy(
-        read_shape(fabric.model_folder()),
-        OptimizerConfig(clip_grad=0.0),
-        steps=4,
-        device=torch.device("cpu"),
-        seed=0,
-        threads=1,
+        read_shape(fabric.model_folder()), OptimizerConfig(clip_grad=0.0), Build(4, torch.device("cpu"), 0, 1)
     )
     made.load_weights(read_weights(fabric.model_folder()))
     return made

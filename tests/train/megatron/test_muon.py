@@ -18,6 +18,7 @@ from rollbook.train.data.batch import MicroBatch, collate_tokens
 from rollbook.train.data.experience import trained_masks
 from rollbook.train.data.samples import all_samples
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.shape import read_shape
 
 Stores = Callable[..., Store]
@@ -32,7 +33,7 @@ def _of(log: Store) -> list[Any]:
 def _policy(fabric: Any, **keys: Any) -> TrainablePolicy:
     wanted = OptimizerConfig.model_validate({"lr": LR, "clip_grad": 0.0, "weight_decay": DECAY} | keys)
     shape = read_shape(fabric.model_folder())
-    return TrainablePolicy(shape, wanted, steps=10, device=torch.device("cpu"), seed=0, threads=1)
+    return TrainablePolicy(shape, wanted, Build(10, torch.device("cpu"), 0, 1))
 
 
 def _own(policy: TrainablePolicy) -> dict[str, torch.Tensor]:

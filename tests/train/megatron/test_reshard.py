@@ -17,6 +17,7 @@ from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.reshard import RankLayout, check_layout, rank_weights
 from rollbook.train.megatron.shape import ModelShape, read_shape
 from rollbook.train.megatron.weight_names import plan
@@ -55,9 +56,7 @@ def _place(tensor: torch.Tensor) -> int:
 def test_streaming_holds_no_second_copy(model_folders: Path, model: str) -> None:
     """While weights stream, no more is alive than the copies of one packed tensor's parts."""
     folder = model_folders / model
-    policy = TrainablePolicy(
-        read_shape(folder), OptimizerConfig(), steps=1, device=torch.device("cpu"), seed=0, threads=1
-    )
+    policy = TrainablePolicy(read_shape(folder), OptimizerConfig(), Build(1, torch.device("cpu"), 0, 1))
     policy.load_weights(read_weights(folder))
     packed = [t.nbytes for n, t in to_megatron(read_weights(folder), policy.shape).items() if "qkv" in n]
     with LiveBytes() as streamed:

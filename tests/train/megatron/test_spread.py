@@ -18,6 +18,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import Predictions
+from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.shape import read_shape
@@ -72,7 +73,7 @@ def _loss(batch: tuple[MicroBatch, ...]) -> Nll:
 
 
 def _policy(ranks: Ranks, folder: Path) -> Policy:
-    made = ranks.policy("actor", read_shape(folder), OPTIMIZER, steps=9, device=CPU, seed=0, threads=1)
+    made = ranks.policy("actor", read_shape(folder), OPTIMIZER, Build(9, CPU, 0, 1))
     made.load_weights(read_weights(folder))
     return made
 
