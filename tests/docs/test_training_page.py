@@ -56,7 +56,9 @@ def test_the_commands_run(page: str, work: Path) -> None:
     for key, value in (("steps", 4), ("warmup_steps", 1), ("every", 2)):
         config = re.sub(rf"^{key} = \d+$", f"{key} = {value}", config, flags=re.MULTILINE)
     (work / "laptop.toml").write_text(config)
-    [commands] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands, plans = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for line, ranks in zip(plans.splitlines(), (1, 4), strict=True):
+        assert f"; {ranks} rank" in _invoke(line.removeprefix("rollbook "))
     words = [line.removeprefix("rollbook ") for line in commands.splitlines()]
     preflight, train, plot, doctor, replay, export = words
     checked = {line.split()[0]: line.split()[1] for line in _invoke(preflight).splitlines() if line[0] != " "}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import dataclass
+
+import torch
 
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.doctor.check import Check, Verdict
+from rollbook.train.megatron.memory import Asked, Memory, Pass, memory_of, parameters, stages_of
+from rollbook.train.megatron.reshard import check_layout
 from rollbook.train.megatron.shape import ModelShape, shape_to_train
-from rollbook.train.megatron.weight_names import weight_shapes
-
-STATE_BYTES = 16
-"""Of a parameter in training: weight, gradient and Adam's two moments, each float32."""
-LOGIT_BYTES = 16
-"""Of a logit while a micro-batch runs: itself, its logprob, their gradients."""
 
 
 def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Check]:
@@ -40,28 +38,63 @@ def limits_of(config: TrainConfig) -> ModelLimits | None:
     return ModelLimits(shape.vocab, shape.context)
 
 
-def parameters(shape: ModelShape) -> int:
-    """How many numbers the model's weights are."""
-    return sum(prod(dims) for dims in weight_shapes(shape).values())
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a training needs of memory.
+
+    Attributes:
+        stages: of one rank of each pipeline stage; all ranks of a stage need as much.
+        passes: what a forward pass is given, in words; lever: the key that says so.
+    """
+
+    stages: tuple[Memory, ...]
+    passes: str
+    lever: str
+
+    def of_all(self, part: str, ranks: int) -> int:
+        """Bytes of a part, of so many ranks together."""
+        return ranks // len(self.stages) * sum(getattr(stage, part) for stage in self.stages)
+
+
+def need_of(config: TrainConfig, shape: ModelShape, longest: int) -> Need:
+    """What a training of this shape needs.
+
+    Args:
+        longest: tokens of the longest sample.
+    """
+    needs, sizes = config.algorithm.needs, config.parallel
+    most, lever = config.tokens_per_micro_batch, "tokens_per_micro_batch"
+    if most is None:
+        demand = config.algorithm.demand
+        samples, lever = config.micro_batch_size or demand.groups * demand.group_size, "micro_batch_size"
+        given, passes = Pass(samples * longest, longest), f"{samples} samples of {longest} tokens"
+    else:
+        given = Pass(max(most, longest))
+        passes = f"at most {given.tokens} tokens, all trained,"
+    asked = Asked(
+        getattr(torch, config.dtype),
+        recompute=config.recompute,
+        critic="values" in needs,
+        reference="reference" in needs,
+    )
+    stages = stages_of(shape, sizes)
+    for stage in stages:
+        check_layout(shape, stage)
+    return Need(tuple(memory_of(shape, stage, given, asked) for stage in stages), passes, lever)
 
 
 def _memory(config: TrainConfig, shape: ModelShape, longest: int, memory: int) -> Check:
-    needs = config.algorithm.needs
-    models = 1 + ("values" in needs)
-    state = parameters(shape) * (STATE_BYTES * models + 8 * ("reference" in needs))
-    most, key = config.tokens_per_micro_batch, "tokens_per_micro_batch"
-    if most is None:
-        demand = config.algorithm.demand
-        samples, key = config.micro_batch_size or demand.groups * demand.group_size, "micro_batch_size"
-        tokens, pass_of = samples * longest, f"{samples} samples of {longest} tokens"
-    else:
-        tokens = max(most, longest)
-        pass_of = f"at most {tokens} tokens, all trained,"
-    logits = tokens * shape.outputs * LOGIT_BYTES
-    share = (state + logits) / memory
+    try:
+        need = need_of(config, shape, longest)
+    except ModelError as error:
+        return Check("memory", "red", str(error), "parallel")
+    parts = ("state", "activations", "logits")
+    sizes = {part: need.of_all(part, config.parallel.fewest) for part in parts}
+    share = sum(sizes.values()) / memory
+    listed = [f"{size / 2**30:.2f} GiB of {part}" for part, size in sizes.items()]
     said = (
-        f"{state / 2**30:.2f} GiB of state and {logits / 2**30:.2f} GiB of logits ({pass_of} in a forward "
-        f"pass), of {memory / 2**30:.1f} GiB"
+        f"{listed[0]}, {listed[1]} and {listed[2]} ({need.passes} in a forward pass), of "
+        f"{memory / 2**30:.1f} GiB"
     )
     verdict: Verdict = "red" if share > 1 else "yellow" if share > 0.7 else "green"
-    return Check("memory", verdict, said, key)
+    return Check("memory", verdict, said, need.lever)

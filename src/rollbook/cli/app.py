@@ -259,6 +259,10 @@ def train(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
     ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the memory that each rank will need, and train nothing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --plan: one JSON object.")] = False,
 ) -> None:
     """Train from the log. Every step is planned and committed as events, so it can be replayed.
 
@@ -275,6 +279,11 @@ def train(
         from rollbook.train.config.docs import as_toml
 
         say(as_toml(settings))
+        return
+    if plan:
+        from rollbook.cli.training_plan import print_plan
+
+        print_plan(settings, store, as_of, ranks, as_json=json)
         return
     from rollbook.cli.training import run_train
 

@@ -16,10 +16,10 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.train.doctor.check import Check
 from rollbook.train.doctor.correction import kept_share
-from rollbook.train.doctor.memory import STATE_BYTES, parameters
 from rollbook.train.doctor.preflight import preflight
 from rollbook.train.doctor.recorded import read_recorded, rewards
 from rollbook.train.doctor.reward_statistics import statistics_of
+from rollbook.train.megatron.memory import parameters
 from rollbook.train.megatron.shape import read_shape
 
 MEMORY = 8 << 30
@@ -74,7 +74,7 @@ DRIFT = [{"metric": "old_kl", "above": 0.1}]
 CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": "/nowhere"}, "model", "red", "/nowhere"),
     ({"memory": 1 << 18}, "memory", "red", "0.00 GiB of state"),
-    ({"memory": 600_000}, "memory", "yellow", "0.00 GiB of state"),
+    ({"memory": 1_200_000}, "memory", "yellow", "0.00 GiB of state"),
     (_algorithm(group_size=2), "batch", "yellow", "groups of 2: a baseline of so few says little"),
     (_algorithm(groups=1), "batch", "yellow", "gradients of so few are noise"),
     (_algorithm(mini_batches=9) | {"steps": 9}, "batch", "yellow", "9 mini-batches share 8 trajectories"),
@@ -284,15 +284,15 @@ def test_a_target_without_a_term(fabric: Any, tmp_path: Path, cli: Callable[...,
 
 
 def test_memory_counts_every_model(fabric: Any) -> None:
-    """A parameter in training takes 16 bytes; a critic as many again."""
+    """A parameter in training takes 16 bytes, in bfloat16 18; a critic as many again."""
     count = parameters(read_shape(fabric.model_folder()))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(fabric.model_folder())
     assert count == sum(parameter.numel() for parameter in model.parameters())
-    for name, models in (("grpo", 1), ("ppo", 2)):
-        memory = _checks(fabric, None, algorithm={"name": name})["memory"]
-        assert memory.said.startswith(f"{count * STATE_BYTES * models / 2**30:.2f} GiB of state")
+    for name, dtype, each in (("grpo", "float32", 16), ("ppo", "float32", 32), ("ppo", "bfloat16", 36)):
+        memory = _checks(fabric, None, algorithm={"name": name}, dtype=dtype)["memory"]
+        assert memory.said.startswith(f"{count * each / 2**30:.2f} GiB of state, ")
 
 
 def test_memory_of_a_forward_pass(fabric: Any, log: Store) -> None:

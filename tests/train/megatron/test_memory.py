@@ -1,0 +1,122 @@
+"""What a training is said to take of memory, held against what torch and Megatron take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, parameters_of, stages_of
+from rollbook.train.megatron.model import Build
+from rollbook.train.megatron.packed import documents
+from rollbook.train.megatron.shape import Experts, ModelShape
+
+CPU = torch.device("cpu")
+DENSE = ModelShape(
+    family="llama",
+    layers=2,
+    hidden=128,
+    ffn=384,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    vocab=512,
+    context=1024,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+    tied=False,
+)
+SHAPES = {
+    "llama": DENSE,
+    "qwen3": replace(DENSE, family="qwen3", kv_heads=4, tied=True),
+    "qwen3_moe": replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 192, renormalized=True)),
+}
+TOKENS = 256
+
+
+def _policy(shape: ModelShape, asked: Asked) -> TrainablePolicy:
+    dtype = str(asked.dtype).removeprefix("torch.")
+    return TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, dtype, recompute=asked.recompute))
+
+
+def _kept(shape: ModelShape, asked: Asked, *, packed: bool) -> int:
+    """Bytes that a forward pass over two samples keeps for its backward pass, before the output layer."""
+    policy = _policy(shape, asked)
+    own = {weight.untyped_storage().data_ptr() for weight in policy.own_weights().values()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    module = policy._parts.wrapped
+    places = torch.arange(TOKENS)[None] % (TOKENS // 2)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if packed:
+            ends = documents(np.array([0, TOKENS // 2, TOKENS]), CPU)
+            module(tokens, places, None, packed_seq_params=ends)
+        else:
+            module(tokens.view(2, -1), places.view(2, -1), None)
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["packed", "padded", "recomputed"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_layer_keeps(shape: str, way: str, dtype: torch.dtype) -> None:
+    """The difference that two more layers make, to a twentieth."""
+    asked = Asked(dtype, recompute=way == "recomputed")
+    given = Pass(TOKENS, TOKENS // 2 if way == "padded" else None)
+    found, said = [], []
+    for layers in (1, 3):
+        deep = replace(SHAPES[shape], layers=layers)
+        found.append(_kept(deep, asked, packed=way != "padded"))
+        [layout] = stages_of(deep, ParallelConfig())
+        said.append(memory_of(deep, layout, given, asked).activations)
+    assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_always_there(shape: str, dtype: torch.dtype) -> None:
+    """Weights, gradients, and after a step the optimizer's state, but for its counters."""
+    asked, wanted = Asked(dtype), SHAPES[shape]
+    policy = _policy(wanted, asked)
+    for gradient in policy.gradients().values():
+        gradient.fill_(0.1)
+    policy.optimizer_step(1e-3)
+    [layout] = stages_of(wanted, ParallelConfig())
+    said = memory_of(wanted, layout, Pass(1), asked)
+    assert said.parameters == parameters(wanted) == sum(t.numel() for t in policy.own_weights().values())
+    assert said.weights == _bytes(policy.own_weights())
+    assert said.gradients == _bytes(policy.gradients())
+    state = {name: tensor for name, tensor in policy.optimizer_state().items() if tensor.dim()}
+    assert said.optimizer == _bytes(state)
+
+
+def _bytes(tensors: dict[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_share_it(shape: str) -> None:
+    """Stages hold all layers between them, and the embedding twice where it is the output too; ranks that
+    share matrices hold half of those, and all of the norms."""
+    wanted = SHAPES[shape]
+    whole = parameters(wanted)
+    embedding = wanted.vocab * wanted.hidden
+    stages = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(pipeline=2))]
+    assert sum(stages) == whole + wanted.tied * embedding
+    [half] = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(tensor=2))]
+    assert whole / 2 < half < 0.51 * whole
+    if wanted.experts:
+        [spread] = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(expert=2))]
+        experts = wanted.layers * wanted.experts.count * 3 * wanted.hidden * wanted.experts.ffn
+        assert spread == whole - experts // 2

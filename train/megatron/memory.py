@@ -1,0 +1,148 @@
+"""What a training takes of each rank's memory, by its configuration alone. Pure.
+
+What the backward pass is kept for was measured on small models and is held against them by a test: it is of
+torch and Megatron as they are, not of a paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.megatron.reshard import RankLayout, equal_stages, holds, part_of, tied_output
+from rollbook.train.megatron.shape import ModelShape
+from rollbook.train.megatron.weight_names import plan
+
+LOGIT_BYTES = 16
+"""Of a logit while a micro-batch runs: itself, its logprob, their gradients."""
+FLOAT32 = 4
+MOMENTS = 2 * FLOAT32
+"""Adam's, of a parameter. Muon has one, of the matrices alone; it is counted as Adam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank's part takes beside torch itself.
+
+    Attributes:
+        parameters: how many numbers its weights are.
+        weights, gradients, optimizer: bytes of them; with a critic, of both.
+        reference: bytes of the policy's own weights, put aside, and of the reference's in their place.
+        activations: bytes kept for the backward pass, of all micro-batches that are under way.
+        logits: bytes of a micro-batch's.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    logits: int
+
+    @property
+    def state(self) -> int:
+        """Bytes that are there from the beginning to the end."""
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.activations + self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a forward pass is given: tokens, and to which length they are padded; None: they are packed."""
+
+    tokens: int
+    padded_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a training asks of its ranks.
+
+    Attributes:
+        dtype: of weights and activations; recompute: as of `Build`.
+        critic, reference: whether it has them.
+    """
+
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+    critic: bool = False
+    reference: bool = False
+
+
+def parameters(shape: ModelShape) -> int:
+    """How many numbers the model's weights are."""
+    return sum(prod(dims) for weight in plan(shape) for dims in weight.shapes)
+
+
+def parameters_of(shape: ModelShape, layout: RankLayout) -> int:
+    """How many of them a rank holds; a copy of the embedding, as the output of another stage, counts too."""
+    count = 0
+    for weight in plan(shape):
+        copies = holds(weight, shape, layout) + tied_output(weight, shape, layout)
+        if copies:
+            names = zip(weight.huggingface, weight.shapes, strict=True)
+            whole = {name: torch.empty(dims, device="meta") for name, dims in names}
+            count += copies * part_of(weight, whole, shape, layout).numel()
+    return count
+
+
+def memory_of(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> Memory:
+    """What a rank's part of a training takes."""
+    count, width, models = parameters_of(shape, layout), asked.dtype.itemsize, 1 + asked.critic
+    mains = 0 if asked.dtype == torch.float32 else FLOAT32
+    under_way = len(layout.stages) - layout.stage  # micro-batches, as a pipeline takes them in turns
+    kept = _kept(shape, layout, given, asked)
+    return Memory(
+        parameters=count,
+        weights=models * count * width,
+        gradients=models * count * FLOAT32,
+        optimizer=models * count * (MOMENTS + mains),
+        reference=asked.reference * count * (width + FLOAT32),
+        activations=under_way * kept,
+        logits=given.tokens * shape.outputs * LOGIT_BYTES if layout.last else 0,
+    )
+
+
+def _kept(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> int:
+    """Bytes that a forward pass keeps for its backward pass, beside the logits."""
+    layers, width = layout.stages[layout.stage], asked.dtype.itemsize
+    of_layer = given.tokens * _numbers(shape, layout, given, asked.dtype) * width
+    if not asked.recompute:
+        return layers * of_layer
+    return layers * given.tokens * shape.hidden * width + of_layer
+
+
+def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dtype) -> int:
+    """Numbers of the type that a layer keeps of a token.
+
+    Norms are computed in float32: of narrower types they keep their input twice as wide.
+    """
+    wide, shared = dtype == torch.float32, layout.tensor
+    heads, queries = shape.heads // shared, shape.heads * shape.head_dim // shared
+    keys = shape.kv_heads * shape.head_dim // shared
+    found = (6 if wide else 10) * shape.hidden + 4 * queries + 3 * keys
+    if shape.qk_norm:
+        found += (2 * queries + keys) if wide else 4 * (queries + keys)
+    if shape.experts is None:
+        found += 5 * shape.ffn // shared
+    else:
+        chosen = shape.experts.per_token
+        found += chosen * (6 * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
+    if given.padded_to is not None:  # Megatron's own attention holds the scores of all pairs
+        found += (1 if wide else 3) * heads * given.padded_to
+    return found
+
+
+def stages_of(shape: ModelShape, sizes: ParallelConfig) -> list[RankLayout]:
+    """The layout of one rank of every pipeline stage; all ranks of a stage hold as much."""
+    depths = equal_stages(shape.layers, sizes.pipeline)
+    shared = {"tensor": sizes.tensor, "expert_tensor": sizes.expert_tensor or sizes.tensor}
+    return [RankLayout(depths, stage, spread=sizes.expert, **shared) for stage in range(sizes.pipeline)]
