@@ -47,6 +47,15 @@ RECORDED = (
     ViewColumn("value_mean", "DOUBLE", "mean value of trained tokens, before the step"),
     ViewColumn("explained_variance", "DOUBLE", "share of the returns' variance that the values explain"),
     ViewColumn("critic_gradient_norm", "DOUBLE", "2-norm of the critic's gradient"),
+    ViewColumn("publish_s", "DOUBLE", "seconds that the checkpoint and sync of the version before took"),
+    ViewColumn("wait_s", "DOUBLE", "seconds that it then waited for a batch"),
+    ViewColumn("data_s", "DOUBLE", "seconds of building the batch"),
+    ViewColumn("scoring_s", "DOUBLE", "of forward passes before: reference, old policy, values"),
+    ViewColumn("forward_s", "DOUBLE", "of forward passes and losses, the critic's too"),
+    ViewColumn("backward_s", "DOUBLE", "of backward passes, and of what ranks tell each other there"),
+    ViewColumn("optimizer_s", "DOUBLE", "of the optimizer's step"),
+    ViewColumn("manifest_s", "DOUBLE", "of digests, events and all else"),
+    ViewColumn("memory_gib", "DOUBLE", "the most memory so far, of the GPU or else of the process"),
 )
 """What a step's `step.committed` records in `metrics`, of those that it has."""
 

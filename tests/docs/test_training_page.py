@@ -69,7 +69,10 @@ def test_the_commands_run(page: str, work: Path) -> None:
     assert "bit for bit" in _invoke(replay)
     assert "version 4 of policy actor" in _invoke(export)
     assert AutoTokenizer.from_pretrained("first-model").decode([1])
-    [query] = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    times, query = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    steps = _invoke(f'sql "{times}" --format csv --store runs').split()[1:]
+    assert [line.split(",")[0] for line in steps] == ["0", "1", "2", "3"]
+    assert all(float(cell) >= 0 for line in steps for cell in line.split(","))
     assert [row.split(",")[2] for row in _invoke(f'sql "{query}" --format csv --store runs').split()[1:]] == [
         "0",
         "4",

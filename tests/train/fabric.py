@@ -284,6 +284,11 @@ def train(
     run_train(settings, log.path, source, as_of, lane, abandon_after, ranks)
 
 
+def computed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a step that its replay has too: without what it took of time and memory."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("_s", "_gib"))}
+
+
 @functools.cache
 def trained_path() -> Path:
     """A store with 9 SFT steps (checkpoints at 0, 4, 8, 9), then 3 of GRPO (11, 12). Copy it; never write."""

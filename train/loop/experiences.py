@@ -9,6 +9,7 @@ from rollbook.store.events import Json, StepPlanned
 from rollbook.store.fold.history import all_samples
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.clock import timed
 from rollbook.train.data.batch import Batch, build_batch
 from rollbook.train.data.experience import Experience, age_weights, experience_of, trained_masks
 from rollbook.train.data.others import others_of
@@ -64,16 +65,17 @@ class Experiences:
         ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
         parts = plan.partition if plan.rollout_batch is None else plan.rollout_batch["partition"]
         masks = trained_masks(ordered, _oldest(plan))
-        scores = score(
-            self._policy,
-            algorithm,
-            ordered,
-            masks,
-            parts,
-            self._references,
-            self.critic,
-            packed=plan.packed,
-        )
+        with timed("scoring"):
+            scores = score(
+                self._policy,
+                algorithm,
+                ordered,
+                masks,
+                parts,
+                self._references,
+                self.critic,
+                packed=plan.packed,
+            )
         aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
         others = others_of(ordered, plan.others)
         self._held = experience_of(ordered, algorithm, scores, masks, aged, others)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
@@ -23,6 +26,7 @@ from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.clock import Clock, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.data.batch import Partition, packed_partition, partition
 from rollbook.train.data.mini_batches import mini_batches
@@ -108,6 +112,9 @@ class Trainer:
         self._taken = 0
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
+        self._free, self._waited, self._published = time.perf_counter(), 0.0, 0.0
+        """When it was done with the last batch; how long it waited for the next one, and how long the last
+        version's checkpoint and sync took, until a step says so."""
         self.environment = self._fingerprint()
         """The fingerprint of what its steps run in."""
         if base.policy_version == self.version:
@@ -197,6 +204,7 @@ class Trainer:
 
     def begin(self, selection: Selection) -> None:
         """Take a rollout batch in hand."""
+        self._waited = time.perf_counter() - self._free
         demand = self._config.algorithm.demand
         parts = mini_batches(len(selection.samples), demand, step_seed(self._config.seed, self.step))
         compares = self._config.recipe.group_statistics == "all"
@@ -216,6 +224,10 @@ class Trainer:
             NotFiniteError: its numbers are not finite and the configuration says to stop; or the weights are
                 not finite; or too many batches in a row were skipped.
         """
+        with clock("manifest") as counted:
+            return self._take_step(counted)
+
+    def _take_step(self, counted: Clock) -> StepOutcome | None:
         in_hand = self._batch
         assert in_hand is not None
         samples = [in_hand.samples[i] for i in in_hand.parts[in_hand.next]]
@@ -225,7 +237,8 @@ class Trainer:
         self.write(*self._drop_records(fresh), plan)
         in_hand.next += 1
         try:
-            batch = self._experiences.batch(plan, {s.leaf_turn_id: s for s in in_hand.samples})
+            with timed("data"):
+                batch = self._experiences.batch(plan, {s.leaf_turn_id: s for s in in_hand.samples})
             result = run_step(self.policy, plan, batch, critic=self.critic)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
@@ -236,16 +249,21 @@ class Trainer:
             return None
         self._recorded_drops, self._held_back, self.skipped = [], [], 0
         self.version += 1
-        outcome = StepOutcome(self.step, self.version, result.metrics, len(fresh))
-        self.write(
-            StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, result.metrics)
-        )
+        found = result.metrics | self._spent(counted)
+        outcome = StepOutcome(self.step, self.version, found, len(fresh))
+        self.write(StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, found))
         self.step, self.done = self.step + 1, self.done + 1
         self._algorithm = self._algorithm.after(result.metrics)
         in_hand.committed += 1
         self._taken = in_hand.committed
         self._end_batch()
         return outcome
+
+    def _spent(self, counted: Clock) -> Json:
+        """Metrics of what the step took: seconds by part, and memory."""
+        parts = {"publish": self._published, "wait": self._waited} | counted.now()
+        self._published = self._waited = 0.0
+        return {f"{part}_s": seconds for part, seconds in parts.items()} | {"memory_gib": _peak_gib()}
 
     def _end_batch(self) -> None:
         """Let go of the rollout batch if its last step was taken."""
@@ -352,6 +370,7 @@ class Trainer:
         due."""
         if self.in_batch:
             return
+        begun = time.perf_counter()
         config, last = self._config, self.done >= self._config.steps
         sync = config.sync is not None and (last or self._due(config.sync.sync_every))
         self.served = self.version if sync or config.sync is None else self.served
@@ -364,6 +383,8 @@ class Trainer:
             sync=sync,
             critic=self.critic,
         )
+        self._free = time.perf_counter()
+        self._published = self._free - begun
 
     def _due(self, every: int) -> bool:
         """Whether the steps on the last rollout batch reached or passed a multiple of `every`."""
@@ -394,10 +415,20 @@ class Trainer:
         if time.monotonic() - self._looked > LOOK_S:
             self._publisher.keep_served(self.policy, self.version, self._like, self._phase)
             self._looked = time.monotonic()
+        self._free, self._waited, self._published = time.perf_counter(), 0.0, 0.0
+        """When it was done with the last batch; how long it waited for the next one, and how long the last
+        version's checkpoint and sync took, until a step says so."""
 
     def close(self) -> None:
         """Close connections."""
         self._publisher.close()
+
+
+def _peak_gib() -> float:
+    """The most memory of the GPU, where there is one, or of this process, so far."""
+    if torch.cuda.is_initialized():
+        return float(torch.cuda.max_memory_allocated()) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _adapted(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:

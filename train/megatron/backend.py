@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from rollbook.ingest.engines.weights.digests import Tensors, digest_stream, digest_tensors
+from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.model import Build, MegatronParts, build
@@ -183,7 +184,8 @@ class TrainablePolicy:
             return loss * count, kept
 
         schedule = self._schedule_of(micro_batches, scaled)
-        found: list[T] = get_forward_backward_func()(**schedule, forward_only=False)
+        with timed("backward"):  # the forward passes within count as such
+            found: list[T] = get_forward_backward_func()(**schedule, forward_only=False)
         return found
 
     def forward(
@@ -206,7 +208,13 @@ class TrainablePolicy:
 
         def forward(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             micro = next(batches)
-            return self._outputs(model, micro), lambda output, non_loss_data=False: of_output(output, micro)
+
+            @timed("forward")
+            def of_this(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+                return of_output(output, micro)
+
+            with timed("forward"):
+                return self._outputs(model, micro), of_this
 
         return {
             "forward_step_func": forward,
@@ -273,7 +281,8 @@ class TrainablePolicy:
         """Clip and take one Adam step; the gradient norm before clipping."""
         for group in self._parts.optimizer.param_groups:
             group["lr"] = learning_rate
-        _, norm, _ = self._parts.optimizer.step()
+        with timed("optimizer"):
+            _, norm, _ = self._parts.optimizer.step()
         return float(norm) if norm is not None else 0.0
 
 

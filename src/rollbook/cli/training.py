@@ -35,6 +35,9 @@ SHOWN = {
     "engine_logprob_gap": "engine gap {:.2g}",
     "samples": "{} samples",
     "trained_tokens": "{} trained tokens",
+    "staleness_mean": "staleness {:.2g}",
+    "tokens_s": "{:.0f} tokens/s",
+    "memory_gib": "{:.1f} GiB",
 }
 """The metrics of a step that are shown, in this order; those that it does not have are left out."""
 EVALUATED = {
@@ -45,7 +48,9 @@ EVALUATED = {
     "success": "success {:.3f}",
 }
 """The metrics of an evaluation that are shown."""
-IN_BAR = {name: SHOWN[name] for name in ("loss", "reward")}
+IN_BAR = {name: SHOWN[name] for name in ("loss", "reward", "tokens_s", "memory_gib")}
+PARTS = ("publish", "wait", "data", "scoring", "forward", "backward", "optimizer", "manifest")
+"""Where the time of a step goes, in the order in which it is shown."""
 
 
 def run_train(
@@ -128,7 +133,7 @@ class TrainingProgress:
 
     def committed(self, done: int, step: int, metrics: Json) -> None:
         """Advance the bar."""
-        described = "  ".join([f"step {step}", *_said(metrics, IN_BAR)])
+        described = "  ".join([f"step {step}", *_said(_with_speed(metrics), IN_BAR)])
         if self._task is not None:
             self._bar.update(self._task, completed=done, description=described)
 
@@ -137,9 +142,9 @@ def line_of(record: Record) -> str | None:
     """The line for an event of a training; None for events that are not shown."""
     match record:
         case StepCommitted():
-            return "  ".join(
-                [f"step {record.step}: version {record.policy_version}", *_said(record.metrics, SHOWN)]
-            )
+            measured = _with_speed(record.metrics)
+            made = f"step {record.step}: version {record.policy_version}"
+            return "  ".join([made, *_said(measured, SHOWN), *_times(measured)])
         case EvalFinished():
             of = [f"{record.samples} samples"] if record.samples else []
             of += [f"{record.trajectories} trajectories"] if record.trajectories else []
@@ -157,6 +162,20 @@ def line_of(record: Record) -> str | None:
         case SyncFailed():
             return f"version {record.policy_version}: the sync to {record.engine} failed: {record.error}"
     return None
+
+
+def _with_speed(metrics: Json) -> Json:
+    """With the trained tokens in a second of all that a step took."""
+    seconds = sum(metrics.get(f"{part}_s") or 0.0 for part in PARTS)
+    return metrics | {"tokens_s": metrics["trained_tokens"] / seconds} if seconds else metrics
+
+
+def _times(metrics: Json) -> list[str]:
+    """Where the time went: the parts that took a twentieth of it or more; empty of steps that do not say."""
+    seconds = {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
+    total = sum(seconds.values())
+    shown = [f"{part} {took:.2g}" for part, took in seconds.items() if took >= total / 20]
+    return [f"{total:.2g} s ({', '.join(shown)})"] if total else []
 
 
 def _said(metrics: Json, shown: Mapping[str, str]) -> list[str]:
