@@ -14,7 +14,21 @@ from statistics import median
 from rollbook.bench.figure import Figure, Outcome, spread
 from rollbook.bench.processes import BenchError, Process, module, some_cores
 from rollbook.bench.rounds import order, times_faster
-from rollbook.bench.train_sides import BARE, OURS, PADDED, PLAIN, PLAIN_PACKED, SIDES, make_model, samples
+from rollbook.bench.train_sides import (
+    BARE,
+    BIG,
+    LARGE,
+    ONE_RANK,
+    OURS,
+    PADDED,
+    PLAIN,
+    PLAIN_PACKED,
+    RECOMPUTED,
+    SIDES,
+    TWO_RANKS,
+    make_model,
+    samples,
+)
 
 CLOSE = 1e-3
 """By how much the sides' first losses may differ: they are of the same samples and weights."""
@@ -34,9 +48,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of each side's steps, round by round, and the bytes of memory that its model and steps took."""
+    """What the sides took.
+
+    Attributes:
+        seconds: of each side's steps, round by round; manifest: those of them for digests and checks, of the
+            larger model.
+        peaks: bytes of memory that a side's model and steps took.
+        tokens: trained tokens of a step.
+    """
 
     seconds: dict[str, list[float]]
+    manifest: list[float]
     peaks: dict[str, int]
     tokens: int
 
@@ -47,26 +69,35 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
     Raises:
         BenchError: a side failed, or its loss is another one.
     """
-    model = folder / "model"
+    model, large = folder / "model", folder / "large"
     make_model(model)
+    make_model(large, BIG)
     names = list(SIDES)
     with ExitStack() as stack:
         sides = {
             name: stack.enter_context(
-                Process(name, module("rollbook.bench.train_sides", name, model), folder, some_cores(2))
+                Process(name, _words(name, large if name == LARGE else model), folder, some_cores(2))
             )
             for name in names
         }
         first = {name: side.ask() for name, side in sides.items()}
-        _check({name: answer["loss"] for name, answer in first.items()})
+        _check({name: answer["loss"] for name, answer in first.items() if name != LARGE})
         on_round()
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        manifest = []
         for number in range(plan.rounds):
             for name in order(names, number):
-                seconds[name].append(sides[name].ask()["seconds"])
+                answer = sides[name].ask()
+                seconds[name].append(answer["seconds"])
+                if name == LARGE:
+                    manifest.append(answer["manifest"])
             on_round()
         peaks = {name: side.peak_rss() - first[name]["resident"] for name, side in sides.items()}
-    return Measured(seconds, peaks, sum(sample.trained for sample in samples()))
+    return Measured(seconds, manifest, peaks, sum(sample.trained for sample in samples()))
+
+
+def _words(side: str, model: Path) -> list[str]:
+    return module("rollbook.bench.train_sides", side, model)
 
 
 def _check(losses: dict[str, float]) -> None:
@@ -78,29 +109,33 @@ def _check(losses: dict[str, float]) -> None:
 def outcome(measured: Measured) -> Outcome:
     """Speeds as ratios of rounds; memory as a ratio of peaks."""
     of, rate = measured.seconds, {n: measured.tokens / median(s) for n, s in measured.seconds.items()}
-    rounds, ours = len(of[OURS]), rate[OURS]
+    rounds = len(of[OURS])
     fastest = max((PLAIN, PLAIN_PACKED), key=lambda name: rate[name])
     smallest = min((PLAIN, PLAIN_PACKED), key=lambda name: measured.peaks[name])
-    share = median(1 - b / a for a, b in zip(of[OURS], of[BARE], strict=True))
+    small = median(1 - b / a for a, b in zip(of[OURS], of[BARE], strict=True))
+    share = median(part / whole for part, whole in zip(measured.manifest, of[LARGE], strict=True))
     peaks = {name: peak / 2**20 for name, peak in measured.peaks.items()}
 
-    def speed(figure: str, against: str) -> Figure:
+    def speed(figure: str, against: str, name: str = OURS) -> Figure:
         said = f"{against}: {rate[against]:.0f} tokens/s"
-        return Figure(figure, ours, "trained tokens/s", said, times_faster(of[OURS], of[against]), rounds)
+        return Figure(
+            figure, rate[name], "trained tokens/s", said, times_faster(of[name], of[against]), rounds
+        )
+
+    def peak(figure: str, against: str, name: str = OURS) -> Figure:
+        said = f"{against}: {peaks[against]:.0f} MiB"
+        return Figure(figure, peaks[name], "MiB", said, peaks[name] / peaks[against], 1)
 
     return Outcome(
         (
             speed("train.packed_vs_padded", PADDED),
             speed("train.vs_transformers", fastest),
-            Figure(
-                "train.peak_vs_transformers",
-                peaks[OURS],
-                "MiB",
-                f"{smallest}: {peaks[smallest]:.0f} MiB",
-                peaks[OURS] / peaks[smallest],
-                1,
-            ),
-            Figure("train.replayability_share", share, "share of a step", f"{BARE}", None, rounds),
+            peak("train.peak_vs_transformers", smallest),
+            speed("train.recompute_speed", OURS, RECOMPUTED),
+            peak("train.recompute_peak", OURS, RECOMPUTED),
+            speed("train.dp2_vs_1", ONE_RANK, TWO_RANKS),
+            Figure("train.replayability_share", share, "share of a step", LARGE, None, rounds),
+            Figure("train.replayability_share_6m", small, "share of a step", BARE, None, rounds),
         ),
         tuple(spread(name, "s a step", laps) for name, laps in of.items()),
     )

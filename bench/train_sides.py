@@ -7,15 +7,18 @@ Answers each line of standard input with a line of JSON. The samples are the sam
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 
+from rollbook.train.clock import clock, timed
 from rollbook.train.data.samples import Sample
 
 if TYPE_CHECKING:
@@ -26,10 +29,41 @@ VOCAB, WIDTH, LONGEST = 8192, 256, 1024
 SAMPLES, MOST, ROWS = 32, 2048, 4
 """Samples of a step; tokens of a packed micro-batch; samples of a padded one."""
 OURS, PADDED, BARE = "rollbook", "rollbook_padded", "rollbook_without_digests"
+RECOMPUTED = "rollbook_recomputed"
+ONE_RANK, TWO_RANKS = "one_rank", "two_ranks"
+"""Of one thread each."""
+LARGE, LARGE_SAMPLES = "rollbook_100m", 8
+"""A step of the larger model, on a few of the samples: a whole step of them takes minutes."""
 PLAIN, PLAIN_PACKED = "transformers", "transformers_packed"
 
 Step = Callable[[], float]
 """Takes an optimizer step; its loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a Qwen3 model."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+SMALL = Size(WIDTH, 4, 4)
+"""6 million parameters."""
+BIG = Size(768, 12, 12)
+"""105 million."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the trainer takes its steps."""
+
+    packed: bool = True
+    recompute: bool = False
+    ranks: int = 1
+    threads: int = THREADS
+    samples: int = SAMPLES
 
 
 def samples() -> list[Sample]:
@@ -53,43 +87,45 @@ def samples() -> list[Sample]:
     return made
 
 
-def make_model(folder: Path) -> None:
-    """Write a Qwen3 model of 6 million parameters."""
+def make_model(folder: Path, size: Size = SMALL) -> None:
+    """Write a Qwen3 model."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_hidden_layers=4,
-        intermediate_size=4 * WIDTH,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=WIDTH // 4,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        intermediate_size=4 * size.width,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        head_dim=size.width // size.heads,
         max_position_embeddings=LONGEST,
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def _policy(model: Path) -> Any:
+def _policy(model: Path, way: Way) -> tuple[Any, int]:
+    """A policy, and how many copies of it there are."""
     import torch
 
     from rollbook.ingest.engines.weights.digests import read_weights
     from rollbook.train.config.config import OptimizerConfig
-    from rollbook.train.megatron.backend import TrainablePolicy
     from rollbook.train.megatron.model import Build
+    from rollbook.train.megatron.ranks import Ranks
     from rollbook.train.megatron.shape import read_shape
 
-    made = TrainablePolicy(
-        read_shape(model), OptimizerConfig(lr=LR), Build(1000, torch.device("cpu"), 0, THREADS)
-    )
+    ranks = Ranks(count=way.ranks)
+    atexit.register(ranks.close)
+    how = Build(1000, torch.device("cpu"), 0, way.threads, recompute=way.recompute)
+    made = ranks.policy("actor", read_shape(model), OptimizerConfig(lr=LR), how)
     made.load_weights(read_weights(model))
-    return made
+    return made, ranks.copies
 
 
-def ours(model: Path, *, packed: bool) -> Step:
+def ours(model: Path, way: Way) -> Step:
     """The trainer's own step of SFT, with the digests of its stages."""
     from rollbook.store.events import StepPlanned
     from rollbook.train.algorithms.sft import Sft
@@ -97,17 +133,22 @@ def ours(model: Path, *, packed: bool) -> Step:
     from rollbook.train.data.experience import experience_of
     from rollbook.train.loop.step import input_digests, run_step
 
-    policy, given = _policy(model), samples()
-    parts = packed_partition(given, MOST, policy.shape.work, 1) if packed else partition(len(given), ROWS)
+    given = samples()[: way.samples]
+    policy, copies = _policy(model, way)
+    if way.packed:
+        parts = packed_partition(given, MOST, policy.shape.work, 1, copies)
+    else:
+        parts = partition(len(given), ROWS)
     algorithm = Sft(name="sft", batch_size=len(given))
     plan = StepPlanned(
         *(0, 1, "actor", 0, "", "", {}, "", [], parts, algorithm.model_dump(mode="json"), {}, LR, 0, {}, {}),
-        packed=packed,
+        packed=way.packed,
     )
 
     def step() -> float:
         input_digests(policy, 0)
-        batch = build_batch(experience_of(given, algorithm), parts, packed=packed)
+        with timed("data"):
+            batch = build_batch(experience_of(given, algorithm), parts, packed=way.packed)
         return float(run_step(policy, plan, batch).metrics["loss"])
 
     return step
@@ -121,7 +162,8 @@ def bare(model: Path) -> Step:
     from rollbook.train.data.experience import experience_of
     from rollbook.train.loop.predictions import Predictions
 
-    policy, given = _policy(model), samples()
+    given = samples()
+    policy, _ = _policy(model, Way())
     parts = packed_partition(given, MOST, policy.shape.work, 1)
     algorithm = Sft(name="sft", batch_size=len(given))
 
@@ -205,8 +247,12 @@ def _padded(some: Sequence[Sample]) -> tuple[dict[str, Any], Any]:
 
 
 SIDES: dict[str, Callable[[Path], Step]] = {
-    OURS: lambda model: ours(model, packed=True),
-    PADDED: lambda model: ours(model, packed=False),
+    OURS: lambda model: ours(model, Way()),
+    PADDED: lambda model: ours(model, Way(packed=False)),
+    RECOMPUTED: lambda model: ours(model, Way(recompute=True)),
+    ONE_RANK: lambda model: ours(model, Way(threads=1)),
+    TWO_RANKS: lambda model: ours(model, Way(threads=1, ranks=2)),
+    LARGE: lambda model: ours(model, Way(samples=LARGE_SAMPLES)),
     BARE: bare,
     PLAIN: lambda model: plain(model, packed=False),
     PLAIN_PACKED: lambda model: plain(model, packed=True),
@@ -224,8 +270,10 @@ def main() -> None:
         begun_with = _resident()
         step = step or SIDES[side](model)
         begun = time.perf_counter()
-        loss = step()
+        with clock("manifest") as counted:
+            loss = step()
         answer = {"seconds": time.perf_counter() - begun, "loss": loss, "resident": begun_with}
+        answer["manifest"] = counted.seconds["manifest"]
         sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
         sys.stdout.buffer.flush()
 

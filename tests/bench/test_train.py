@@ -7,9 +7,23 @@ from pathlib import Path
 import pytest
 
 from rollbook.bench import train, train_sides
-from rollbook.bench.processes import BenchError
+from rollbook.bench.processes import BenchError, Process, some_cores
 from rollbook.bench.train import Measured
-from rollbook.bench.train_sides import BARE, OURS, PADDED, PLAIN, PLAIN_PACKED, SIDES, make_model, samples
+from rollbook.bench.train_sides import (
+    BARE,
+    LARGE,
+    ONE_RANK,
+    OURS,
+    PADDED,
+    PLAIN,
+    PLAIN_PACKED,
+    RECOMPUTED,
+    SIDES,
+    TWO_RANKS,
+    Size,
+    make_model,
+    samples,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -21,15 +35,16 @@ def test_the_sides_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "SAMPLES": 6,
         "LONGEST": 160,
         "VOCAB": 256,
-        "WIDTH": 64,
         "MOST": 200,
         "LR": 1e-3,
     }.items():
         monkeypatch.setattr(train_sides, name, value)
-    make_model(tmp_path)
+    make_model(tmp_path, Size(64, 4, 4))
     assert len({len(sample) for sample in samples()}) > 2
     losses = {}
     for name, side in SIDES.items():
+        if name == TWO_RANKS:
+            continue  # not in this process
         step = side(tmp_path)
         losses[name] = [step() for _ in range(3)]
     first = losses[PLAIN]
@@ -37,6 +52,19 @@ def test_the_sides_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first[2] < first[0] - 0.02
     for name, found in losses.items():
         assert found == pytest.approx(first, rel=2e-4), name
+
+
+def test_two_ranks_learn_the_same_as_one(tmp_path: Path) -> None:
+    """As processes, which say how long their steps took and what of it was for the log."""
+    make_model(tmp_path / "model")
+    losses = {}
+    for name in (ONE_RANK, TWO_RANKS):
+        with Process(name, train._words(name, tmp_path / "model"), tmp_path, some_cores(2)) as side:
+            answers = [side.ask(), side.ask()]
+        losses[name] = [answer["loss"] for answer in answers]
+        assert all(0 < answer["manifest"] < answer["seconds"] / 2 for answer in answers)
+    assert losses[ONE_RANK][1] < losses[ONE_RANK][0]
+    assert losses[TWO_RANKS] == pytest.approx(losses[ONE_RANK], rel=1e-5)
 
 
 def test_figures() -> None:
@@ -47,19 +75,30 @@ def test_figures() -> None:
         BARE: [0.9, 1.8],
         PLAIN: [2.0, 4.0],
         PLAIN_PACKED: [4.0, 4.0],
+        RECOMPUTED: [1.25, 2.5],
+        ONE_RANK: [3.0, 3.0],
+        TWO_RANKS: [1.5, 2.0],
+        LARGE: [10.0, 20.0],
     }
     peaks = {OURS: 2 << 20, PADDED: 9 << 20, BARE: 2 << 20, PLAIN: 8 << 20, PLAIN_PACKED: 4 << 20}
-    found = {figure.figure: figure for figure in train.outcome(Measured(seconds, peaks, 300)).figures}
+    peaks |= {RECOMPUTED: 1 << 20, ONE_RANK: 2 << 20, TWO_RANKS: 2 << 20, LARGE: 90 << 20}
+    measured = Measured(seconds, [0.1, 0.4], peaks, 300)
+    found = {figure.figure: figure for figure in train.outcome(measured).figures}
     assert {name: figure.ratio for name, figure in found.items()} == {
         "train.packed_vs_padded": 3.0,
         "train.vs_transformers": 2.0,
         "train.peak_vs_transformers": 0.5,
+        "train.recompute_speed": 0.8,
+        "train.recompute_peak": 0.5,
+        "train.dp2_vs_1": 1.75,
         "train.replayability_share": None,
+        "train.replayability_share_6m": None,
     }
     assert found["train.vs_transformers"].value == 200.0
     assert found["train.vs_transformers"].against == "transformers: 100 tokens/s"
     assert found["train.peak_vs_transformers"].against == "transformers_packed: 4 MiB"
-    assert found["train.replayability_share"].value == pytest.approx(0.1)
+    assert found["train.replayability_share"].value == pytest.approx(0.015)
+    assert found["train.replayability_share_6m"].value == pytest.approx(0.1)
 
 
 def test_another_loss_is_no_figure() -> None:
