@@ -37,8 +37,8 @@ def work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = [{"prompt": f"What is {i} + 2?", "completion": f"{i + 2}"} for i in numbers]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         _invoke(f"import rows.jsonl --store runs --run first --model my-model --split {split}")
-    [config] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "laptop.toml").write_text(config)
+    for config in re.findall(r"```toml\n(.*?)```", page, re.DOTALL):
+        (tmp_path / config.split()[1]).write_text(config)
     return tmp_path
 
 
@@ -56,9 +56,12 @@ def test_the_commands_run(page: str, work: Path) -> None:
     for key, value in (("steps", 4), ("warmup_steps", 1), ("every", 2)):
         config = re.sub(rf"^{key} = \d+$", f"{key} = {value}", config, flags=re.MULTILINE)
     (work / "laptop.toml").write_text(config)
-    commands, plans = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    for line, ranks in zip(plans.splitlines(), (1, 4), strict=True):
+    commands, node, plans = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    of_node, before = node.splitlines()
+    for line, ranks in zip([*plans.splitlines(), of_node], (1, 4, 6), strict=True):
         assert f"; {ranks} rank" in _invoke(line.removeprefix("rollbook "))
+    said = _invoke(before.removeprefix("rollbook "))
+    assert not re.findall(r"^\w+ +red", said, re.MULTILINE), said
     words = [line.removeprefix("rollbook ") for line in commands.splitlines()]
     preflight, train, plot, doctor, replay, export = words
     checked = {line.split()[0]: line.split()[1] for line in _invoke(preflight).splitlines() if line[0] != " "}
