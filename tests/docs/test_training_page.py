@@ -22,9 +22,16 @@ def page(root: Path) -> str:
     return (root / "docs" / "training.md").read_text()
 
 
+@pytest.fixture(scope="module")
+def configs(page: str) -> list[str]:
+    """The page's CONFIGs, each with its file's name in its first line; that of the laptop first."""
+    found: list[str] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    return found
+
+
 @pytest.fixture
-def work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small model, imported conversations, some of them held out, and the page's CONFIG."""
+def work(configs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small model, imported conversations, some of them held out, and the page's CONFIGs."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     monkeypatch.chdir(tmp_path)
@@ -37,8 +44,8 @@ def work(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = [{"prompt": f"What is {i} + 2?", "completion": f"{i + 2}"} for i in numbers]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         _invoke(f"import rows.jsonl --store runs --run first --model my-model --split {split}")
-    for config in re.findall(r"```toml\n(.*?)```", page, re.DOTALL):
-        (tmp_path / config.split()[1]).write_text(config)
+    for text in configs:
+        (tmp_path / text.split()[1]).write_text(text)
     return tmp_path
 
 
@@ -82,13 +89,13 @@ def test_the_commands_run(page: str, work: Path) -> None:
     ]
 
 
-def test_each_way_of_dividing(page: str, work: Path) -> None:
+def test_each_way_of_dividing(page: str, configs: list[str], tmp_path: Path) -> None:
     """The table's keys are keys, alone or not at all."""
     keys = re.findall(r"^\| `(\w+ = \d+)` ", page, re.MULTILINE)
     assert len(keys) == 2
-    without = [line for line in (work / "laptop.toml").read_text().splitlines() if "per_micro" not in line]
+    without = [line for line in configs[0].splitlines() if "per_micro" not in line]
     for key in (*keys, ""):
-        (work / "other.toml").write_text("\n".join([key, *without]))
-        config = load_config(work / "other.toml", [])
-        assert isinstance(config, TrainConfig)
-        assert (config.tokens_per_micro_batch, config.micro_batch_size).count(None) == (1 if key else 2)
+        (tmp_path / "other.toml").write_text("\n".join([key, *without]))
+        found = load_config(tmp_path / "other.toml", [])
+        assert isinstance(found, TrainConfig)
+        assert (found.tokens_per_micro_batch, found.micro_batch_size).count(None) == (1 if key else 2)

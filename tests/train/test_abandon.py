@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -72,16 +75,26 @@ def _terms(log: Store) -> dict[str, int]:
     return dict(folded)
 
 
-@pytest.fixture
-def gone_back(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> Store:
-    """Nine steps, of which those after version 4 were taken twice: stopped at 6, and back to 4."""
-    log = recorded()
+@pytest.fixture(scope="module")
+def gone_back_path(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine steps, of which those after version 4 were taken twice: stopped at 6, and back to 4.
+
+    Copy it; never write.
+    """
+    log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("gone-back") / "store"))
     _stop(fabric, log, fabric.config(fabric.SFT), 6)
-    said = _go_back(cli, fabric, tmp_path, log, fabric.config(fabric.SFT), 4)
-    assert "abandoned 2 steps (4 to 5), which made versions 5 to 6" in said
-    assert "from version 4, as version 7" in said
-    assert "going on after 4 of 9 steps" in said
-    return log
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        fabric.train(log, fabric.config(fabric.SFT), abandon_after=4)
+    assert "abandoned 2 steps (4 to 5), which made versions 5 to 6" in said.getvalue()
+    assert "from version 4, as version 7" in said.getvalue()
+    assert "going on after 4 of 9 steps" in said.getvalue()
+    return log.path
+
+
+@pytest.fixture
+def gone_back(gone_back_path: Path, tmp_path: Path) -> Store:
+    """A copy of the store that went back."""
+    return rb.open(shutil.copytree(gone_back_path, tmp_path / "gone-back"))
 
 
 def test_it_ends_with_the_weights_of_a_run_that_never_stopped(

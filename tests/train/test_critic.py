@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import read_weights
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
@@ -34,22 +37,28 @@ class Killed(Exception):
     """The process ends here."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def settings(fabric: Any) -> Any:
     """Three rollout batches of eight samples, two steps on each."""
     return fabric.config(fabric.GRPO, steps=6, algorithm=PPO, critic=CRITIC)
+
+
+@pytest.fixture(scope="module")
+def whole(fabric: Any, recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A training by these settings that nothing broke. Read it, or copy it; never write."""
+    log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("whole") / "store"))
+    fabric.train(log, settings)
+    return log
 
 
 def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-def test_it_learns_and_the_policy_waits(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_it_learns_and_the_policy_waits(whole: Store) -> None:
     """Values are 0 at first; the policy's weights change only after the steps in which the critic learns
     alone."""
-    log = recorded()
-    fabric.train(log, settings)
-    plans, steps = _of(log, StepPlanned), _of(log, StepCommitted)
+    plans, steps = _of(whole, StepPlanned), _of(whole, StepCommitted)
     assert [plan.critic["alone"] for plan in plans] == [True, True, False, False, False, False]
     weights = [plans[0].input_digests["input_weights"], *(step.digests["weights"] for step in steps)]
     assert weights[0] == weights[1] == weights[2]
@@ -64,20 +73,17 @@ def test_it_learns_and_the_policy_waits(fabric: Any, recorded: Stores, settings:
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_steps_replay(fabric: Any, recorded: Stores, settings: Any, step: int) -> None:
+def test_steps_replay(whole: Store, step: int) -> None:
     """Bit for bit, the critic's stages too, from checkpoints with the critic in them."""
-    log = recorded()
-    fabric.train(log, settings)
-    result = replay_step(log, step)
+    result = replay_step(whole, step)
     assert result.bit_for_bit, result.differs_in
     assert result.from_version == step // 2 * 2
     assert {"values", "returns", "value_losses", "critic_gradients", "critic_weights"} <= result.stages.keys()
 
 
-def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, whole: Store, settings: Any) -> None:
     """The critic goes on from the checkpoint with its optimizer's state."""
-    whole, broken = recorded("whole"), recorded("broken")
-    fabric.train(whole, settings)
+    broken = recorded()
     for step in (3, 4):
         with fabric.killed_at(step, Killed):
             fabric.train(broken, settings)
@@ -85,10 +91,11 @@ def test_a_kill_changes_nothing(fabric: Any, recorded: Stores, settings: Any) ->
     assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
 
 
-def test_abandoned_steps_give_the_critic_back(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_abandoned_steps_give_the_critic_back(
+    fabric: Any, whole: Store, settings: Any, tmp_path: Path
+) -> None:
     """Gone back to version 4, the next step starts from the critic of then, and replays."""
-    log = recorded()
-    fabric.train(log, settings)
+    log = rb.open(shutil.copytree(whole.path, tmp_path / "store"))
     fabric.train(log, settings, abandon_after=4)
     steps = _of(log, StepCommitted)
     assert [step.policy_version for step in steps] == [1, 2, 3, 4, 5, 6, 8, 9]

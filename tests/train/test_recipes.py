@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ from rollbook.train.data.experience import age_weights, trained_masks
 from rollbook.train.data.samples import all_samples
 
 
-@pytest.fixture
-def log(fabric: Any, tmp_path: Path) -> Store:
+@pytest.fixture(scope="module")
+def groups_path(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three groups of four trajectories: rewards 0 to 3 in two of them, all 1 in the third.
 
     Trajectories with an even number succeeded; those of group b carry the label level=hard; the first turn of
-    each is of version 0 and the second of version 2.
+    each is of version 0 and the second of version 2. Copy it; never write.
     """
-    log = rb.open(tmp_path / "store", create=True)
+    log = rb.open(tmp_path_factory.mktemp("groups") / "store", create=True)
     made: list[Any] = []
     for group, rewards in (("a", range(4)), ("b", range(4)), ("c", [1] * 4)):
         for i, reward in enumerate(rewards):
@@ -42,7 +43,27 @@ def log(fabric: Any, tmp_path: Path) -> Store:
                 f"{group}{i}", turns, group=group, reward=float(reward), success=i % 2 == 0, labels=labels
             )
     fabric.append(log, made + fabric.teacher_records(18))
-    return log
+    return log.path
+
+
+@pytest.fixture
+def log(groups_path: Path, tmp_path: Path) -> Store:
+    """A copy of the three groups."""
+    return rb.open(shutil.copytree(groups_path, tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def version_2_path(fabric: Any, groups_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The three groups, and a policy that two supervised steps made. Copy it; never write."""
+    log = rb.open(shutil.copytree(groups_path, tmp_path_factory.mktemp("version-2") / "store"))
+    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    return log.path
+
+
+@pytest.fixture
+def at_version_2(version_2_path: Path, tmp_path: Path) -> Store:
+    """A copy of the three groups with a policy of version 2."""
+    return rb.open(shutil.copytree(version_2_path, tmp_path / "version-2"))
 
 
 def _train(fabric: Any, log: Store, recipe: dict[str, Any], steps: int = 1, **changes: Any) -> Any:
@@ -100,10 +121,10 @@ def test_refilled_steps_are_whole(fabric: Any, log: Store) -> None:
     assert [len(plan.samples) for plan in plans] == [4, 4]
 
 
-def test_stale_tokens_are_masked(fabric: Any, log: Store) -> None:
+def test_stale_tokens_are_masked(fabric: Any, at_version_2: Store) -> None:
     """At version 2 and a limit of 1, tokens of version 0 have no loss, those of version 2 have; it
     replays."""
-    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    log = at_version_2
     recipe = {"max_staleness": 1, "stale_tokens": "mask"}
     _train(fabric, log, recipe)
     steps = [e.record for e in log.events() if isinstance(e.record, StepCommitted)]
@@ -112,9 +133,9 @@ def test_stale_tokens_are_masked(fabric: Any, log: Store) -> None:
     assert replay_step(log, 2).bit_for_bit
 
 
-def test_a_share_of_stale_tokens(fabric: Any, log: Store) -> None:
+def test_a_share_of_stale_tokens(fabric: Any, at_version_2: Store) -> None:
     """At version 2 and a limit of 1, tokens of version 0 are too old: two of three of each sample."""
-    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    log = at_version_2
     with pytest.raises(Exception, match="are dropped by the rule staleness"):
         _train(fabric, log, {"max_staleness": 1, "stale_tokens": "mask", "stale_share": 0.66})
     _train(fabric, log, {"max_staleness": 1, "stale_share": 0.67})

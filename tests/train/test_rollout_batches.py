@@ -3,8 +3,10 @@ beginning."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook import store as rb
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import TrainError
@@ -27,10 +30,18 @@ class Killed(Exception):
     """The process ends here."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def settings(fabric: Any) -> Any:
     """Two rollout batches of two groups, four steps on each; a checkpoint is due every 3 steps."""
     return fabric.config(fabric.GRPO, steps=8, algorithm=PPO, checkpoint_every=3, micro_batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def whole(fabric: Any, recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A training by these settings that nothing broke. Read it; never write."""
+    log = rb.open(shutil.copytree(recorded_path, tmp_path_factory.mktemp("whole") / "store"))
+    fabric.train(log, settings)
+    return log
 
 
 def _of(log: Store, kind: Any) -> list[Any]:
@@ -53,66 +64,59 @@ def test_each_epoch_is_a_permutation(count: int, epochs: int, parts: int, seed: 
     assert mini_batches(count, Demand(1, 1, epochs, parts), seed) == found
 
 
-def test_each_step_has_a_manifest(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_each_step_has_a_manifest(whole: Store) -> None:
     """Each sample is consumed twice; the first manifest names all of the batch; checkpoints come between
     batches."""
-    log = recorded()
-    fabric.train(log, settings)
-    plans = _of(log, StepPlanned)
+    plans = _of(whole, StepPlanned)
     said = [plan.rollout_batch for plan in plans]
     assert [(one["first_step"], one["number"], one["steps"]) for one in said] == [
         (first, number, 4) for first in (0, 4) for number in range(4)
     ]
     assert ["samples" in one for one in said] == [True, False, False, False] * 2
     for first in (0, 4):
-        whole = [ref["turn_id"] for ref in said[first]["samples"]]
+        batch = [ref["turn_id"] for ref in said[first]["samples"]]
         used = Counter(ref["turn_id"] for plan in plans[first : first + 4] for ref in plan.samples)
-        assert used == Counter(dict.fromkeys(whole, 2))
+        assert used == Counter(dict.fromkeys(batch, 2))
         assert {plan.cut for plan in plans[first : first + 4]} == {plans[first].cut}
     assert [plan.policy_version for plan in plans] == list(range(8))
-    assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, 4, 8]
-    weights = [step.digests["weights"] for step in _of(log, StepCommitted)]
+    assert [c.policy_version for c in _of(whole, CheckpointWritten)] == [0, 4, 8]
+    weights = [step.digests["weights"] for step in _of(whole, StepCommitted)]
     assert len(set(weights)) == 8
 
 
-def test_ratios_are_taken_to_the_batchs_beginning(fabric: Any, recorded: Stores, settings: Any) -> None:
+def test_ratios_are_taken_to_the_batchs_beginning(whole: Store) -> None:
     """The first step's ratio is 1 and its reference the run's model; the later ones move away from
     both."""
-    log = recorded()
-    fabric.train(log, settings)
-    metrics = [step.metrics for step in _of(log, StepCommitted)]
+    metrics = [step.metrics for step in _of(whole, StepCommitted)]
     for first in (0, 4):
         for ratio in ("ratio_min", "ratio_max"):  # other padding, other sums
             assert metrics[first][ratio] == pytest.approx(1, abs=1e-5)
         assert metrics[first]["old_kl"] < 1e-10 < metrics[first + 1]["old_kl"]
     assert metrics[0]["kl"] < 1e-10
     assert 0 < metrics[1]["kl"] < metrics[7]["kl"]
-    digests = [step.digests for step in _of(log, StepCommitted)]
+    digests = [step.digests for step in _of(whole, StepCommitted)]
     assert all(
         {"proximal_logprobs", "reference_logprobs", "importance_weights"} <= one.keys() for one in digests
     )
-    inputs = [plan.input_digests for plan in _of(log, StepPlanned)]
+    inputs = [plan.input_digests for plan in _of(whole, StepPlanned)]
     assert {one["reference_weights"] for one in inputs} == {inputs[0]["input_weights"]}
 
 
 @pytest.mark.parametrize("step", [0, 2, 3, 6])
-def test_every_step_replays(fabric: Any, recorded: Stores, settings: Any, step: int) -> None:
+def test_every_step_replays(fabric: Any, whole: Store, step: int) -> None:
     """From the checkpoint before its rollout batch, with the same experience."""
-    log = recorded()
-    fabric.train(log, settings)
-    result = replay_step(log, step)
+    result = replay_step(whole, step)
     assert result.bit_for_bit, result.differs_in
     assert (result.from_version, result.reran) == (step // 4 * 4, list(range(step // 4 * 4, step + 1)))
-    assert result.metrics == fabric.computed(fabric.steps_of(log).steps[step].committed.metrics)
+    assert result.metrics == fabric.computed(fabric.steps_of(whole).steps[step].committed.metrics)
 
 
 @pytest.mark.parametrize("killed_at", range(1, 8))
 def test_a_kill_in_the_middle_changes_nothing(
-    fabric: Any, recorded: Stores, settings: Any, killed_at: int
+    fabric: Any, recorded: Stores, whole: Store, settings: Any, killed_at: int
 ) -> None:
     """The restart goes on with the batch in hand: the same plans and weights as without the kill."""
-    whole, broken = recorded("whole"), recorded("broken")
-    fabric.train(whole, settings)
+    broken = recorded()
     with fabric.killed_at(killed_at, Killed):
         fabric.train(broken, settings)
     fabric.train(broken, settings)

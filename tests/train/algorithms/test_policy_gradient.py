@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from rollbook import store as rb
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepPlanned
@@ -22,11 +25,23 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-def _trained(fabric: Any, log: Store, algorithm: dict[str, Any]) -> list[Any]:
-    fabric.train(
-        log, fabric.config(fabric.GRPO, steps=2, algorithm={"groups": 2, "group_size": 4} | algorithm)
-    )
-    return _of(log, StepCommitted)
+@pytest.fixture(scope="module")
+def trained_by(
+    fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Store]:
+    """Gives the store of two steps by a table of keys, each trained once. Read it; never write."""
+    folder, made = tmp_path_factory.mktemp("trained"), dict[str, Store]()
+
+    def trained(name: str, **keys: Any) -> Store:
+        key = repr((name, keys))
+        if key not in made:
+            log = rb.open(shutil.copytree(recorded_path, folder / str(len(made))))
+            algorithm = {"name": name, "groups": 2, "group_size": 4} | keys
+            fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm))
+            made[key] = log
+        return made[key]
+
+    return trained
 
 
 def test_there_are_these() -> None:
@@ -38,32 +53,30 @@ def test_there_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_trains_and_replays(fabric: Any, recorded: Callable[..., Store], name: str) -> None:
+def test_each_trains_and_replays(trained_by: Callable[..., Store], name: str) -> None:
     """Two steps of two groups of four; the manifest holds every key; the last step replays."""
-    log = recorded()
-    steps = _trained(fabric, log, {"name": name})
-    plans = _of(log, StepPlanned)
+    log = trained_by(name)
+    steps, plans = _of(log, StepCommitted), _of(log, StepPlanned)
     expected = ALGORITHMS[name].model_validate({"name": name, "groups": 2, "group_size": 4})
     assert [plan.algorithm for plan in plans] == [expected.model_dump()] * 2
     assert all(step.metrics["gradient_norm"] > 0 for step in steps)
     assert replay_step(log, plans[-1].step).bit_for_bit
 
 
-def test_all_defaults_are_grpo(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_all_defaults_are_grpo(trained_by: Callable[..., Store]) -> None:
     """One loss, up to the rounding of advantages; the gradient's norm too."""
-    found = _trained(fabric, recorded("ours"), {"name": "policy_gradient"})
-    expected = _trained(fabric, recorded("grpo"), {"name": "grpo"})
+    found = _of(trained_by("policy_gradient"), StepCommitted)
+    expected = _of(trained_by("grpo"), StepCommitted)
     for ours, grpo in zip(found, expected, strict=True):
         for metric in ("loss", "gradient_norm"):
             assert ours.metrics[metric] == pytest.approx(grpo.metrics[metric], rel=1e-4, abs=1e-6)
 
 
-def test_the_normalizer_scales_the_loss(fabric: Any, recorded: Callable[..., Store]) -> None:
+def test_the_normalizer_scales_the_loss(trained_by: Callable[..., Store]) -> None:
     """A constant of 1 sums over tokens: the loss of the mean, times tokens a sample."""
-    mean = _trained(fabric, recorded("mean"), {"name": "policy_gradient"})[0].metrics
-    total = _trained(
-        fabric, recorded("total"), {"name": "policy_gradient", "normalizer": "constant", "constant_length": 1}
-    )[0].metrics
+    mean = _of(trained_by("policy_gradient"), StepCommitted)[0].metrics
+    by_one = trained_by("policy_gradient", normalizer="constant", constant_length=1)
+    total = _of(by_one, StepCommitted)[0].metrics
     scale = mean["trained_tokens"] / mean["samples"]
     assert total["gradient_norm"] == pytest.approx(scale * mean["gradient_norm"], rel=1e-4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,23 @@ from rollbook.store.fold.trajectory import fold
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.samples import all_samples
+from rollbook.train.data.samples import Sample, all_samples
 
 GRPO = {"name": "grpo", "groups": 1, "group_size": 2}
 SFT = {"name": "sft", "batch_size": 4}
 
 
-def _filled(fabric: Any, path: Path, seed: int, *, sealed: bool) -> Store:
-    """Two lanes of forests, some of them open."""
-    rng = np.random.default_rng(seed)
-    log = rb.open(path, create=True)
+@pytest.fixture(scope="module", params=[0, 1], ids=lambda seed: f"seed {seed}")
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of the forests, and of what was used of them."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["sealed", "live"])
+def filled(request: pytest.FixtureRequest, fabric: Any, seed: int, tmp_path_factory: Any) -> Store:
+    """Two lanes of forests, some of them open; half of them in sealed units, or none. Never write to it."""
+    sealed, rng = request.param, np.random.default_rng(seed)
+    log = rb.open(tmp_path_factory.mktemp("filled") / "store", create=True)
     for half in range(2):
         for lane in ("a", "b"):
             with log.writer(lane, SMALL) as writer:
@@ -38,13 +44,20 @@ def _filled(fabric: Any, path: Path, seed: int, *, sealed: bool) -> Store:
     return log
 
 
-def _history(fabric: Any, log: Store, seed: int, *, grouped: bool) -> History:
+@pytest.fixture(scope="module")
+def samples(filled: Store) -> list[list[Sample]]:
+    """Those that may be trained on, of each finished trajectory of split train."""
+    return [
+        [s for s in all_samples([trajectory]) if s.trained or s.erased]
+        for trajectory in fold(filled.events()).values()
+        if trajectory.finished is not None and trajectory.opened.split == "train"
+    ]
+
+
+def _history(fabric: Any, samples: list[list[Sample]], seed: int, *, grouped: bool) -> History:
     """A training that used a quarter of the samples, and dropped some of them."""
     rng, history = np.random.default_rng(seed), History(fabric.RUN, "actor")
-    for trajectory in fold(log.events()).values():
-        if trajectory.finished is None or trajectory.opened.split != "train":
-            continue
-        trained = [s for s in all_samples([trajectory]) if s.trained or s.erased]
+    for trained in samples:
         all_or_none = rng.random()
         for sample in trained:
             draw = all_or_none if grouped else rng.random()
@@ -69,23 +82,20 @@ def _taken(source: QueueSource, version: int) -> list[Any]:
     return [*found, sorted((d.sample.leaf_turn_id, d.rule, repr(d.detail)) for d in drops)]
 
 
-@pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("algorithm", [GRPO, SFT], ids=["groups", "samples"])
 @pytest.mark.parametrize("order", ["windowed", "fifo"])
-@pytest.mark.parametrize("seed", [0, 1])
 def test_the_same_as_from_events(
-    fabric: Any, tmp_path: Path, sealed: bool, algorithm: dict[str, Any], order: str, seed: int
+    fabric: Any, filled: Store, samples: Any, algorithm: dict[str, Any], order: str, seed: int
 ) -> None:
     """Whatever was used before: the same samples in the same steps, and the same drops."""
-    log = _filled(fabric, tmp_path / "store", seed, sealed=sealed)
     grouped = "groups" in algorithm
-    history = _history(fabric, log, seed, grouped=grouped)
+    history = _history(fabric, samples, seed, grouped=grouped)
     values = {"algorithm": algorithm, "recipe": {"max_staleness": 8}, "admission": {"order": order}}
     config = fabric.config(fabric.GRPO if grouped else fabric.SFT, **values)
-    head = log.head()
-    polls = iter([list(log.events(head))])
+    head = filled.head()
+    polls = iter([list(filled.events(head))])
     seen = QueueSource(config, history, lambda: next(polls, None), lambda: head, live=False)
-    backlog = Backlog(log, head, config, history)
+    backlog = Backlog(filled, head, config, history)
     found = QueueSource(config, history, lambda: None, lambda: head, backlog, live=False)
     taken = _taken(found, 9)
     assert taken == _taken(seen, 9)

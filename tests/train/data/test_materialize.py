@@ -18,7 +18,7 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CorruptionError
-from rollbook.store.fold.trajectory import fold
+from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log import turn_tokens
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_trajectory
@@ -33,11 +33,11 @@ SPLITS = ("train", "teacher")
 Usage = namedtuple("Usage", "total used free")
 
 
-@pytest.fixture(params=["live", "sealed", "both"])
-def recorded_forests(request: Any, fabric: Any, tmp_path: Path) -> Store:
-    """A store with 120 forests in two lanes: in the WAL, in sealed units, or in part."""
+@pytest.fixture(scope="module", params=["live", "sealed", "both"])
+def recorded_forests(request: Any, fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with 120 forests in two lanes: in the WAL, in sealed units, or in part. Never write to it."""
     rng = np.random.default_rng(7)
-    log = rb.open(tmp_path / "store", create=True)
+    log = rb.open(tmp_path_factory.mktemp("forests") / "store", create=True)
     for half in range(2):
         for lane in ("a", "b"):
             with log.writer(lane, SMALL) as writer:
@@ -52,8 +52,17 @@ def recorded_forests(request: Any, fabric: Any, tmp_path: Path) -> Store:
     return log
 
 
-def _folded(log: Store, paths: Paths = "all") -> dict[str, Sample]:
-    finished = [t for t in fold(log.events()).values() if t.finished is not None and t.run == "demo"]
+@pytest.fixture(scope="module")
+def finished(recorded_forests: Store) -> list[Trajectory]:
+    """The finished trajectories among the forests, folded from the log's events."""
+    return _finished(recorded_forests)
+
+
+def _finished(log: Store) -> list[Trajectory]:
+    return [t for t in fold(log.events()).values() if t.finished is not None and t.run == "demo"]
+
+
+def _folded(finished: list[Trajectory], paths: Paths = "all") -> dict[str, Sample]:
     samples = [s for trajectory in finished for s in samples_of(trajectory, paths=paths)]
     return {s.leaf_turn_id: s for s in samples if s.split in SPLITS}
 
@@ -76,9 +85,11 @@ def _same(one: Sample, other: Sample) -> None:
 
 
 @pytest.mark.parametrize("paths", ["all", "last", "longest"])
-def test_samples_from_columns_are_those_of_the_fold(recorded_forests: Store, paths: Paths) -> None:
+def test_samples_from_columns_are_those_of_the_fold(
+    recorded_forests: Store, finished: list[Trajectory], paths: Paths
+) -> None:
     """Every array of every sample bit for bit, each once, trajectories by name and leaves in turn order."""
-    folded = _folded(recorded_forests, paths)
+    folded = _folded(finished, paths)
     references, samples = _found(recorded_forests, paths)
     assert len(references) > 120
     assert sorted(s.leaf_turn_id for s in samples) == sorted(folded)
@@ -90,7 +101,7 @@ def test_samples_from_columns_are_those_of_the_fold(recorded_forests: Store, pat
 
 @pytest.mark.parametrize("disk", ["roomy", "full", "short of room"])
 def test_tokens_are_read_again_from_scratch(
-    recorded_forests: Store, monkeypatch: pytest.MonkeyPatch, disk: str
+    recorded_forests: Store, finished: list[Trajectory], monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Another pass over row groups that memory had no room for gives the same, whatever the disk holds."""
     kept = list[int]()
@@ -109,7 +120,7 @@ def test_tokens_are_read_again_from_scratch(
     head = recorded_forests.head()
     references = find_references(recorded_forests, head, "demo", RecipeConfig(splits=SPLITS))
     made = Materializer(recorded_forests, head, references, "demo")
-    folded = _folded(recorded_forests)
+    folded = _folded(finished)
     for _ in range(2):
         for number in range(len(references)):
             [sample] = made.samples([number])
@@ -137,11 +148,13 @@ def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.75, 1.0])
-def test_the_deciding_version_is_known_without_tokens(recorded_forests: Store, share: float) -> None:
+def test_the_deciding_version_is_known_without_tokens(
+    recorded_forests: Store, finished: list[Trajectory], share: float
+) -> None:
     """As the versions of tokens say, of turns that several versions sampled too."""
     recipe = RecipeConfig(splits=SPLITS, stale_share=share)
     references = find_references(recorded_forests, recorded_forests.head(), "demo", recipe)
-    folded, mixed = _folded(recorded_forests), 0
+    folded, mixed = _folded(finished), 0
     for ref in references.refs(np.arange(len(references))):
         sample = folded[ref.leaf_turn_id]
         assert ref.deciding_version(share) == sample.deciding_version(share)
@@ -156,7 +169,7 @@ def test_an_erased_trajectory_has_no_loss(fabric: Any, tmp_path: Path) -> None:
     _, before = _found(log)
     erase_trajectory(log, "g0.0", "asked", keep_tokens=False)
     references, after = _found(log)
-    folded = _folded(log)
+    folded = _folded(_finished(log))
     for sample in after:
         _same(sample, folded[sample.leaf_turn_id])
     erased = [s for s in after if s.trajectory_id == "g0.0"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -13,7 +14,11 @@ import orjson
 import pytest
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Store, format_cut
+from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.sandbox import Connection
+from rollbook.train.config.recipe import RecipeConfig
+from rollbook.train.data.references import References, find_references
 from rollbook.train.doctor.check import Check
 from rollbook.train.doctor.correction import kept_share
 from rollbook.train.doctor.preflight import preflight
@@ -149,6 +154,36 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def connection(log: Store) -> Iterator[Connection]:
+    """One connection to the recorded store's head, whose views are made once."""
+    with connect_at(log, format_cut(log.head())) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def references(fabric: Any, log: Store) -> Callable[..., References]:
+    """Finds the samples that a recipe may choose from in the recorded store, once for each recipe."""
+    found: dict[str, References] = {}
+
+    def find(asked: Store, cut: Any, run: str, recipe: RecipeConfig) -> References:
+        assert (asked, cut, run) == (log, log.head(), fabric.RUN)
+        key = recipe.model_dump_json()
+        if key not in found:
+            found[key] = find_references(log, cut, run, recipe)
+        return found[key]
+
+    return find
+
+
+@pytest.fixture
+def read_once(connection: Connection, references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations that ask the recorded store the same share one reading of it."""
+    monkeypatch.setattr("rollbook.train.doctor.recorded.connect_at", lambda *_: nullcontext(connection))
+    monkeypatch.setattr("rollbook.train.data.applied.find_references", references)
+
+
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize(("changes", "check", "verdict", "words"), CASES)
 def test_what_is_wrong_is_seen(
     fabric: Any, log: Store, changes: dict[str, Any], check: str, verdict: str, words: str
