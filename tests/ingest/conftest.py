@@ -304,7 +304,7 @@ def _tested(tokenizer: ChatTokenizer, policy: TreePolicy | None) -> Bridges:
     return Bridges.tested(tokenizer, policy)
 
 
-def tested_bridges(tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
+def bridges_of(tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
     """A tokenizer's bridges, tested once: the test takes longer than most of what a desk is made for.
 
     Each caller has its own, since a conversation may show that excerpts do not serve.
@@ -316,7 +316,7 @@ def make_turn_runner(
     recorder: Recorder, engine: Any, tokenizer: ChatTokenizer, policy: TreePolicy | None = None
 ) -> TurnRunner:
     """A turn turn_runner that reads replies in the Hermes form."""
-    return TurnRunner(recorder, engine, tested_bridges(tokenizer, policy), FAMILIES["hermes"])
+    return TurnRunner(recorder, engine, bridges_of(tokenizer, policy), FAMILIES["hermes"])
 
 
 class Desk:
