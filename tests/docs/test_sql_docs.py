@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.sql.docs import render
 from rollbook.store.sql.examples import EXAMPLES, Example
+from rollbook.store.sql.sandbox import Connection
 from rollbook.store.sql.views import VIEWS, View
 
 
@@ -28,10 +30,18 @@ def test_the_page_shows_every_view_and_question() -> None:
     assert len({e.question for e in EXAMPLES}) == len(EXAMPLES) >= 20
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]:
+    """A connection over a store without events, whose views are made once."""
+    store = rb.open(tmp_path_factory.mktemp("empty") / "store", create=True)
+    with rb.connect(store.path) as connection:
+        yield connection
+
+
 @pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
-def test_documented_columns_are_the_views_own(store: Store, view: View) -> None:
+def test_documented_columns_are_the_views_own(empty: Connection, view: View) -> None:
     """Names, order and types are what DuckDB says, already on an empty store; each has a meaning."""
-    found = rb.connect(store.path).execute(f'DESCRIBE "{view.name}"').fetchall()
+    found = empty.execute(f'DESCRIBE "{view.name}"').fetchall()
     assert [(c.name, c.type) for c in view.columns] == [(row[0], row[1]) for row in found]
     assert all(c.doc for c in view.columns)
 
@@ -43,19 +53,19 @@ def test_each_question_has_an_answer(one_of_everything: Store, example: Example)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.question)
-def test_each_question_may_be_asked_of_an_empty_store(store: Store, example: Example) -> None:
+def test_each_question_may_be_asked_of_an_empty_store(empty: Connection, example: Example) -> None:
     """The query gives no rows, and no error, before the first event."""
-    assert rb.connect(store.path).execute(example.sql).fetchall() == []
+    assert empty.execute(example.sql).fetchall() == []
 
 
-def _answer(store: Store, question: str) -> list[Any]:
+def _answer(connection: Connection, question: str) -> list[Any]:
     [example] = [e for e in EXAMPLES if question in e.question]
-    return rb.connect(store.path).execute(example.sql).fetchall()
+    return connection.execute(example.sql).fetchall()
 
 
 def test_computed_answers_are_right(one_of_everything: Store) -> None:
     """Where a query does more than look up, its numbers are right."""
-    ask = one_of_everything
+    ask = rb.connect(one_of_everything.path)
     assert _answer(ask, "reward move") == [
         (0, 3, pytest.approx(2 / 3), pytest.approx(2 / 3)),
         (1, 1, 1.0, 1.0),
@@ -84,3 +94,4 @@ def test_computed_answers_are_right(one_of_everything: Store) -> None:
     assert _answer(ask, "large requests") == [("d1", 20, 1, '"a long system prompt"')]
     assert _answer(ask, "upstream charge") == [("m", 2, 7, 4)]
     assert [row[0::3] for row in _answer(ask, "entropy")] == [(0, -12.0), (1, -0.5)]
+    ask.close()

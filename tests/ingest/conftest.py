@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -298,11 +299,24 @@ class NoisyEngine:
         return made
 
 
+@functools.cache
+def _tested(tokenizer: ChatTokenizer, policy: TreePolicy | None) -> Bridges:
+    return Bridges.tested(tokenizer, policy)
+
+
+def bridges_of(tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
+    """A tokenizer's bridges, tested once: the test takes longer than most of what a desk is made for.
+
+    Each caller has its own, since a conversation may show that excerpts do not serve.
+    """
+    return replace(_tested(tokenizer, policy))
+
+
 def make_turn_runner(
     recorder: Recorder, engine: Any, tokenizer: ChatTokenizer, policy: TreePolicy | None = None
 ) -> TurnRunner:
     """A turn turn_runner that reads replies in the Hermes form."""
-    return TurnRunner(recorder, engine, Bridges.tested(tokenizer, policy), FAMILIES["hermes"])
+    return TurnRunner(recorder, engine, bridges_of(tokenizer, policy), FAMILIES["hermes"])
 
 
 class Desk:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.ingest.conftest import bridges_of
 
 from rollbook.ingest.tokens.bridge import Bridges, NoBridge, bridge
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
@@ -73,7 +74,7 @@ def conversations(draw: Callable[[Any], Any]) -> tuple[list[Any], Any, list[Any]
 @pytest.fixture(scope="session")
 def excerpted(real_chat: Callable[[str], ChatTokenizer], templates: dict[str, str]) -> list[ChatTokenizer]:
     """The real templates whose bridges may be derived from excerpts."""
-    tested = [Bridges.tested(real_chat(name)) for name in templates if not name.endswith("_training")]
+    tested = [bridges_of(real_chat(name)) for name in templates if not name.endswith("_training")]
     assert [b.refused for b in tested] == [None] * len(tested)
     return [b.tokenizer for b in tested if b.by_excerpt]
 

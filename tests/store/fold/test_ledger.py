@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from rollbook.cli.ledger import comparison_line
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.cut import format_cut
+from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import SealSettings
@@ -28,19 +29,26 @@ ASK: Any = ("r", None, None, 0, [], {}, None, {}, {}, "c")
 
 
 class Log:
-    """A store that is told turns in a word each."""
+    """A store that is told turns in a word each. Its lanes stay open for writing until it is closed."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._time = 0
+        self._writers: dict[str, LaneWriter] = {}
 
     def add(self, lane: str, *records: Any, run: str = "demo") -> list[Event]:
         """Append them, each a second after the one before."""
         events = [Event(r, run, time_us=(self._time + i) * 1_000_000) for i, r in enumerate(records)]
         self._time += len(records)
-        with self.store.writer(lane) as writer:
-            writer.append(events).result(30)
+        if lane not in self._writers:
+            self._writers[lane] = self.store.writer(lane)
+        self._writers[lane].append(events).result(30)
         return events
+
+    def close(self) -> None:
+        """Close the lanes, as a sealer needs them; what is added later opens them anew."""
+        while self._writers:
+            self._writers.popitem()[1].close()
 
     def open(self, name: str, split: str = "train", lane: str = "serve") -> None:
         """Open a trajectory."""
@@ -106,9 +114,11 @@ class Log:
 
 
 @pytest.fixture
-def log(store: Store) -> Log:
+def log(store: Store) -> Iterator[Log]:
     """An empty store to tell things to."""
-    return Log(store)
+    made = Log(store)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -254,6 +264,7 @@ def test_turns_of_one_name(log: Log) -> None:
 
 def _sealed_paths(log: Log) -> list[tuple[Any, ...]]:
     """Seal and derive all of it: the rows of `internal.paths`, by trajectory and version."""
+    log.close()
     for lane in log.store.lanes():
         for unit in seal_closed(log.store.path, lane, SealSettings(), all_of_it=True):
             build_derived(log.store.path, unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,10 @@ def _fill(log: Store, lane: str, first: int) -> None:
             writer.append([Event(record, "r") for record in made]).result(30)
 
 
-@pytest.fixture(params=["live", "sealed", "both"])
-def log(request: Any, tmp_path: Path) -> Store:
-    """Two lanes of small segments, sealed, not sealed, or in part."""
-    log = rb.open(tmp_path / "store", create=True)
+@pytest.fixture(scope="module", params=["live", "sealed", "both"])
+def log(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Two lanes of small segments, sealed, not sealed, or in part; only read it."""
+    log = rb.open(tmp_path_factory.mktemp("filled") / "store", create=True)
     for half in (0, 60):
         for lane in ("a", "b"):
             _fill(log, lane, half)
@@ -61,21 +62,29 @@ def log(request: Any, tmp_path: Path) -> Store:
     return log
 
 
+@pytest.fixture(scope="module")
+def ranges(log: Store) -> list[tuple[dict[str, int], dict[str, int], list[Event]]]:
+    """(cut, start, all events between): at the head and within units and segments, each from two starts."""
+    head = log.head()
+    rng = np.random.default_rng(3)
+    cuts = [head, *({lane: int(rng.integers(0, end + 1)) for lane, end in head.items()} for _ in range(4))]
+    found: list[tuple[dict[str, int], dict[str, int], list[Event]]] = []
+    for cut in cuts:
+        starts = [{}, {lane: int(rng.integers(0, end + 1)) for lane, end in cut.items()}]
+        found += [(cut, start, list(log.events(cut, start))) for start in starts]
+    return found
+
+
 def _rows(events: Any) -> list[Any]:
     return [(e.lane, e.seq, e.event_id, row_of(e)) for e in events]
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted[0])
-def test_the_same_events_as_reading_all(log: Store, wanted: Collection[str]) -> None:
+def test_the_same_events_as_reading_all(log: Store, ranges: Any, wanted: Collection[str]) -> None:
     """At the head, at cuts within units and segments, and between two cuts: each in its place."""
-    head = log.head()
-    rng = np.random.default_rng(3)
-    cuts = [head, *({lane: int(rng.integers(0, end + 1)) for lane, end in head.items()} for _ in range(4))]
-    for cut in cuts:
-        starts = [{}, {lane: int(rng.integers(0, end + 1)) for lane, end in cut.items()}]
-        for start in starts:
-            expected = [e for e in log.events(cut, start) if e.kind in wanted]
-            assert _rows(log.events_of(wanted, cut, start)) == _rows(expected)
+    for cut, start, events in ranges:
+        expected = [e for e in events if e.kind in wanted]
+        assert _rows(log.events_of(wanted, cut, start)) == _rows(expected)
 
 
 def test_a_cut_that_holds_more_than_the_store(log: Store) -> None:
@@ -84,8 +93,9 @@ def test_a_cut_that_holds_more_than_the_store(log: Store) -> None:
         log.events_of(["run.opened"], {"a": 99999})
 
 
-def test_runs_are_those_of_configurations_and_trajectories(log: Store) -> None:
+def test_runs_are_those_of_configurations_and_trajectories(log: Store, tmp_path: Path) -> None:
     """Sealed or not, at any cut; a run that only other events name is none."""
+    log = rb.open(shutil.copytree(log.path, tmp_path / "store"))
     with log.writer("c", SMALL) as writer:
         writer.append([Event(kinds.RunOpened("train", {}), "opened")]).result(30)
         cut = log.head()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.errors import CutError
@@ -31,9 +34,13 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-@pytest.fixture
-def scattered(store: Store, story: Any) -> Store:
-    """The story with one event a segment, and a trajectory whose requests refer to bodies."""
+CUTS = {"head": None, **{str(n): {"serve": n} for n in (1, 4, 9, 14)}}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, story: Any) -> Store:
+    """The story with one event a segment, and a trajectory whose requests refer to bodies; only read it."""
+    store = rb.open(tmp_path_factory.mktemp("written") / "store", create=True)
     tiny = AppendSettings(segment_bytes=1, body_bytes=256)
     long = "you are careful. " * 40
     ask: Any = ("r", None, "first_turn", None, 0)
@@ -48,6 +55,18 @@ def scattered(store: Store, story: Any) -> Store:
             for event in events:
                 writer.append([event]).result(30)
     return store
+
+
+@pytest.fixture(scope="module")
+def folds(written: Store) -> dict[str, dict[str, Trajectory]]:
+    """The fold of each cut."""
+    return {name: fold(written.events(cut)) for name, cut in CUTS.items()}
+
+
+@pytest.fixture
+def scattered(written: Store, tmp_path: Path) -> Store:
+    """A copy of that store, to be sealed."""
+    return rb.open(shutil.copytree(written.path, tmp_path / "store"))
 
 
 def _seal(store: Store) -> None:
@@ -68,28 +87,33 @@ def _drop_wal(store: Store) -> None:
         remove_sealed_wal(store.path, lane, current_units(store.path, lane), 0)
 
 
-STATES: dict[str, list[Callable[[Store], None]]] = {
-    "live": [],
-    "sealed": [_seal],
-    "derived": [_seal, _derive],
-    "without WAL": [_seal, _derive, _drop_wal],
-    "without WAL and locations": [_seal, _drop_wal],
+STATES: dict[str, tuple[str, Callable[[Store], None]]] = {
+    "sealed": ("live", _seal),
+    "derived": ("sealed", _derive),
+    "without WAL": ("derived", _drop_wal),
+    "without WAL and locations": ("sealed", _drop_wal),
 }
+"""State -> the one before, and what is done then."""
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_a_trajectory_is_the_fold_of_its_events(scattered: Store, state: str) -> None:
+@pytest.fixture(scope="module")
+def states(written: Store, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
+    """That store in each state; only read them."""
+    made = {"live": written}
+    for state, (before, act) in STATES.items():
+        folder = tmp_path_factory.mktemp("state") / "store"
+        made[state] = rb.open(shutil.copytree(made[before].path, folder))
+        act(made[state])
+    return made
+
+
+@pytest.mark.parametrize("state", ["live", *STATES])
+def test_a_trajectory_is_the_fold_of_its_events(states: Any, folds: Any, state: str) -> None:
     """For every trajectory and many cuts, the point read equals the fold of the whole cut."""
-    folds: dict[str, dict[str, Trajectory]] = {}
-    cuts = {"head": None, **{str(n): {"serve": n} for n in (1, 4, 9, 14)}}
-    for name, cut in cuts.items():
-        folds[name] = fold(scattered.events(cut))
     assert set(folds["head"]) == {"t1", "t2", "t9"}
-    for act in STATES[state]:
-        act(scattered)
-    for name, cut in cuts.items():
+    for name, cut in CUTS.items():
         for trajectory_id in ("t1", "t2", "t9", "t0", "zz"):
-            found = scattered.trajectory(trajectory_id, cut)
+            found = states[state].trajectory(trajectory_id, cut)
             assert _plain(found) == _plain(folds[name].get(trajectory_id))
 
 
@@ -113,15 +137,15 @@ def test_a_cut_beyond_the_store_is_refused(scattered: Store) -> None:
         scattered.trajectory("t1", {"serve": 99})
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_an_opening_is_found_by_its_name(scattered: Store, state: str) -> None:
+@pytest.mark.parametrize("state", ["live", *STATES])
+def test_an_opening_is_found_by_its_name(scattered: Store, states: Any, state: str) -> None:
     """In whatever state its lane is, also when it was opened after the store was asked; and no other."""
     names = {"alpha": "t1", "beta": "t2", "long": "t9"}
     openings = [e for e in scattered.events() if isinstance(e.record, kinds.TrajectoryOpened)]
     assert {e.record.name: e.record.trajectory_id for e in openings} == names
     assert scattered.opening("demo", "new") is None
-    for act in STATES[state]:
-        act(scattered)
+    shutil.rmtree(scattered.path)
+    shutil.copytree(states[state].path, scattered.path)
     for event in openings:
         assert scattered.opening(event.run, event.record.name) == (event.record, event.lane)
     for run, name in (("demo", "t1"), ("demo", "alph"), ("other", "alpha"), ("demo", "")):
@@ -132,7 +156,7 @@ def test_an_opening_is_found_by_its_name(scattered: Store, state: str) -> None:
         assert scattered.opening("demo", "new") == (opened, "late")
 
 
-def test_units_without_locations_are_read_once(scattered: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_without_locations_are_read_once(states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for many trajectories does not read all of a unit for each, be it derived or not."""
     read: list[Any] = []
     whole = point_read.read_file
@@ -141,11 +165,10 @@ def test_units_without_locations_are_read_once(scattered: Store, monkeypatch: py
         read.append((unit.lane, unit.name, name, *columns))
         return whole(store, unit, name, columns)
 
-    _seal(scattered)
-    _drop_wal(scattered)
-    units = [unit for lane in scattered.lanes() for unit in current_units(scattered.path, lane)]
+    store = rb.open(states["without WAL and locations"].path)
+    units = [unit for lane in store.lanes() for unit in current_units(store.path, lane)]
     monkeypatch.setattr(point_read, "read_file", counted)
-    found = scattered.trajectories(None, ["t1", "t2", "t9", "zz"])
+    found = store.trajectories(None, ["t1", "t2", "t9", "zz"])
     assert set(found) == {"t1", "t2", "t9"}
     assert len(set(read)) == len(read), "some of it twice"
     located = {

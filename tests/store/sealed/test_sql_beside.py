@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from rollbook import store as rb
 from rollbook.store import Store, format_cut
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.sealed.unit import all_units, current_units
+from rollbook.store.upkeep.sealer import Sealer
 
 SECONDS = 8.0
 SETTINGS = """
@@ -140,16 +142,10 @@ def test_every_answer_is_the_fold_at_its_cut(store: Store, start_python: Any) ->
     assert _merged(store), "nothing was merged"
 
 
-@pytest.mark.parametrize(
-    ("query", "most"),
-    [
-        ("SELECT * FROM tokens WHERE trajectory_id = 't000030'", 200),
-        ("SELECT * FROM turns WHERE trajectory_id = 't000030'", 400),
-        ("SELECT count(*) FROM tokens WHERE policy_version = 3", 400),
-    ],
-)
-def test_a_filter_does_not_scan_the_world(store: Store, start_python: Any, query: str, most: int) -> None:
-    """A filter on a trajectory or a policy version reads the row groups that may hold it, not all rows."""
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory, start_python: Any) -> Store:
+    """A store of several thousand events, sealed as far as it can be; only read it."""
+    store = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
     (store.path / "store.toml").write_text(SETTINGS)
     go = store.path / "go"
     go.touch()
@@ -159,13 +155,24 @@ def test_a_filter_does_not_scan_the_world(store: Store, start_python: Any, query
         time.sleep(0.05)
     go.unlink()
     writer.communicate(timeout=60)
-    from rollbook.store.upkeep.sealer import Sealer
-
     Sealer(store).run_once()
-    connection = rb.connect(store.path, allow_files=True)
-    profile = store.path / "profile.json"
+    return store
+
+
+@pytest.mark.parametrize(
+    ("query", "most"),
+    [
+        ("SELECT * FROM tokens WHERE trajectory_id = 't000030'", 200),
+        ("SELECT * FROM turns WHERE trajectory_id = 't000030'", 400),
+        ("SELECT count(*) FROM tokens WHERE policy_version = 3", 400),
+    ],
+)
+def test_a_filter_does_not_scan_the_world(sealed: Store, tmp_path: Path, query: str, most: int) -> None:
+    """A filter on a trajectory or a policy version reads the row groups that may hold it, not all rows."""
+    connection = rb.connect(sealed.path, allow_files=True)
+    profile = tmp_path / "profile.json"
     connection.execute(f"PRAGMA enable_profiling = 'json'; PRAGMA profiling_output = '{profile}'")
     assert connection.execute(query).fetchall()
     found = orjson.loads(profile.read_bytes())["query"]
-    assert store.head()["serve"] >= 4000
+    assert sealed.head()["serve"] >= 4000
     assert found["total_rows_scanned"] < most, found
