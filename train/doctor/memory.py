@@ -8,7 +8,6 @@ import torch
 
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.doctor.check import Check, Verdict
 from rollbook.train.megatron.memory import Asked, Memory, Pass, memory_of, parameters, stages_of
 from rollbook.train.megatron.reshard import check_layout
@@ -27,15 +26,6 @@ def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Che
         return [Check("model", "red", str(error), "model")]
     said = f"{shape.family}, {parameters(shape):,} parameters"
     return [Check("model", "green", said), _memory(config, shape, longest, memory)]
-
-
-def limits_of(config: TrainConfig) -> ModelLimits | None:
-    """What the model can be given; None where it cannot be read."""
-    try:
-        shape = shape_to_train(config.model, config.algorithm.head_width)
-    except ModelError:
-        return None
-    return ModelLimits(shape.vocab, shape.context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.held_out import learns_from_samples
 from rollbook.train.doctor.check import Check, Fault, Verdict, check_of
-from rollbook.train.doctor.memory import limits_of
+from rollbook.train.doctor.limits import limits_of
 from rollbook.train.doctor.reward_statistics import RewardStatistics, equality, flatness, statistics_of
 
 

@@ -17,7 +17,7 @@ from rollbook.store.log.store import Store
 from rollbook.train.config.files import NamedRecipe, load_recipe
 from rollbook.train.data.applied import Applied, apply_recipe
 from rollbook.train.data.references import SampleRef
-from rollbook.train.doctor.memory import limits_of
+from rollbook.train.doctor.limits import limits_of
 
 SHOWN = 20
 """Samples listed on a terminal; `--json` has all."""
