@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from: the newest undamaged one."""
+"""Finds the checkpoint to resume from: the newest undamaged one; and whether its weights can be trained."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Store
-from rollbook.store.errors import ModelError, OutsideError
+from rollbook.store.errors import ModelError, OutsideError, TrainError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.shape import ModelShape, read_shape
 
 
@@ -55,6 +57,21 @@ def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str]
     there = "\n  ".join(damaged)
     what = f"no checkpoint that run {history.run!r} could go on from is whole"
     raise ModelError(f"{what}: restore one from a copy\n  {there}")
+
+
+def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) -> None:
+    """Check that weights in place are those of the version that they came from: a narrower type may have
+    rounded them.
+
+    Raises:
+        TrainError: they were rounded.
+    """
+    if config.dtype != "float32" and policy.weights_digest() != base.weights_digest:
+        raise TrainError(
+            f"version {base.policy_version} of run {config.run!r} has float32 weights, which "
+            f'dtype = "{config.dtype}" would round: train it on in float32, or begin a run of its own '
+            "with them (`rollbook export model`, and its folder as `model`)"
+        )
 
 
 def _read(log: Store, base: CheckpointWritten) -> WholeCheckpoint:

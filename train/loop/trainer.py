@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import AllRejectedError, NotFiniteError, ReplayError, TrainError
 from rollbook.store.events import (
-    CheckpointWritten,
     Json,
     Record,
     SampleDropped,
@@ -34,7 +30,7 @@ from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.loop.base import WholeCheckpoint, nearest_whole
+from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole
 from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished
 from rollbook.train.loop.critic import restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
@@ -42,6 +38,7 @@ from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
+from rollbook.train.loop.spent import Spent
 from rollbook.train.loop.step import run_step, step_seed
 from rollbook.train.megatron.model import Build, choose_device, set_deterministic
 from rollbook.train.megatron.policy import Policy
@@ -112,9 +109,7 @@ class Trainer:
         self._taken = 0
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
-        self._free, self._waited, self._published = time.perf_counter(), 0.0, 0.0
-        """When it was done with the last batch; how long it waited for the next one, and how long the last
-        version's checkpoint and sync took, until a step says so."""
+        self._spent = Spent()
         self.environment = self._fingerprint()
         """The fingerprint of what its steps run in."""
         if base.policy_version == self.version:
@@ -124,14 +119,8 @@ class Trainer:
         config = self._config
         if "values" not in config.algorithm.needs:
             return None
-        return restored_critic(
-            self._ranks,
-            whole.shape,
-            config.critic or CriticConfig(),
-            whole.held,
-            how,
-            goes_on=self._goes_on(whole),
-        )
+        made = (self._ranks, whole.shape, config.critic or CriticConfig(), whole.held, how)
+        return restored_critic(*made, goes_on=self._goes_on(whole))
 
     def _goes_on(self, whole: WholeCheckpoint) -> bool:
         """Whether the checkpoint holds the state of this same training."""
@@ -140,7 +129,7 @@ class Trainer:
     def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep]) -> None:
         base, held = whole.record, whole.held
         self.policy.load_weights(held.weights)
-        self._check_exact(base)
+        check_exact(self.policy, base, self._config)
         self.policy.load_optimizer_state(held.optimizer or {} if self._goes_on(whole) else {})
         remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
         try:
@@ -151,20 +140,6 @@ class Trainer:
             raise TrainError(f"run {self._config.run!r} cannot be resumed: {error}; {remedy}") from error
         set_deterministic(self._config.threads)
 
-    def _check_exact(self, base: CheckpointWritten) -> None:
-        """Check that the weights in place are those of the version: a narrower type may have rounded them.
-
-        Raises:
-            TrainError: they were rounded.
-        """
-        config = self._config
-        if config.dtype != "float32" and self.policy.weights_digest() != base.weights_digest:
-            raise TrainError(
-                f"version {base.policy_version} of run {config.run!r} has float32 weights, which "
-                f'dtype = "{config.dtype}" would round: train it on in float32, or begin a run of its own '
-                "with them (`rollbook export model`, and its folder as `model`)"
-            )
-
     def _fingerprint(self) -> Json:
         config = self._config
         return fingerprint(
@@ -172,10 +147,7 @@ class Trainer:
         )
 
     def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
-        here = differences(
-            between[-1].planned.environment,
-            self._fingerprint(),
-        )
+        here = differences(between[-1].planned.environment, self._fingerprint())
         return (
             f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
             f"{replayed.first_difference}. What differs here: "
@@ -204,7 +176,7 @@ class Trainer:
 
     def begin(self, selection: Selection) -> None:
         """Take a rollout batch in hand."""
-        self._waited = time.perf_counter() - self._free
+        self._spent.batch_came()
         demand = self._config.algorithm.demand
         parts = mini_batches(len(selection.samples), demand, step_seed(self._config.seed, self.step))
         compares = self._config.recipe.group_statistics == "all"
@@ -249,7 +221,7 @@ class Trainer:
             return None
         self._recorded_drops, self._held_back, self.skipped = [], [], 0
         self.version += 1
-        found = result.metrics | self._spent(counted)
+        found = result.metrics | self._spent.metrics(counted)
         outcome = StepOutcome(self.step, self.version, found, len(fresh))
         self.write(StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, found))
         self.step, self.done = self.step + 1, self.done + 1
@@ -258,12 +230,6 @@ class Trainer:
         self._taken = in_hand.committed
         self._end_batch()
         return outcome
-
-    def _spent(self, counted: Clock) -> Json:
-        """Metrics of what the step took: seconds by part, and memory."""
-        parts = {"publish": self._published, "wait": self._waited} | counted.now()
-        self._published = self._waited = 0.0
-        return {f"{part}_s": seconds for part, seconds in parts.items()} | {"memory_gib": _peak_gib()}
 
     def _end_batch(self) -> None:
         """Let go of the rollout batch if its last step was taken."""
@@ -383,8 +349,7 @@ class Trainer:
             sync=sync,
             critic=self.critic,
         )
-        self._free = time.perf_counter()
-        self._published = self._free - begun
+        self._spent.published(begun)
 
     def _due(self, every: int) -> bool:
         """Whether the steps on the last rollout batch reached or passed a multiple of `every`."""
@@ -422,13 +387,6 @@ class Trainer:
     def close(self) -> None:
         """Close connections."""
         self._publisher.close()
-
-
-def _peak_gib() -> float:
-    """The most memory of the GPU, where there is one, or of this process, so far."""
-    if torch.cuda.is_initialized():
-        return float(torch.cuda.max_memory_allocated()) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _adapted(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:

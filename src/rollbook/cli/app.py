@@ -252,9 +252,7 @@ def train(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Processes to train with, on this host; absent: as many as [parallel] needs."
-        ),
+        typer.Option(min=1, help="Processes, on this host; absent: as many as [parallel] needs."),
     ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")

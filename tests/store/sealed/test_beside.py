@@ -73,7 +73,7 @@ class _Threads:
 
         self._threads.append(threading.Thread(target=run, name=name))
 
-    def run(self, seconds: float, enough: Callable[[], bool], at_most: float = 120.0) -> None:
+    def run(self, seconds: float, enough: Callable[[], bool], at_most: float = 180.0) -> None:
         """For so many seconds, and until there was enough: a busy machine takes longer for it."""
         for thread in self._threads:
             thread.start()
