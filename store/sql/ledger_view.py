@@ -93,6 +93,9 @@ _OWNER = """
     )"""
 """A trajectory's only leaf owns all its turns (`single`); of several, `owner` says which."""
 
+_RULE = "coalesce(min(rule) FILTER (rule <> 'other_path'), min(rule))"
+"""What a sample was dropped by, if by several rules: it being on another path says least."""
+
 _USE = f"""
     attempt AS MATERIALIZED (
       SELECT run, policy, step, attempt, cut, manifest,
@@ -133,7 +136,7 @@ _USE = f"""
       WHERE v.kind = 'turn.delivered'
     ), decided AS MATERIALIZED (
       SELECT v.trajectory_id, v.turn_id, coalesce(bool_or(x.rule IS NULL), false) AS trained,
-             coalesce(min(x.rule) FILTER (x.rule <> 'other_path'), min(x.rule)) AS rule
+             {_RULE} AS rule
       FROM (
         SELECT u.trajectory_id, NULL AS turn_id, u.cut, u.rule
         FROM use u
@@ -208,12 +211,12 @@ _TURN = """
       LEFT JOIN used_whole w ON w.trajectory_id = d.trajectory_id AND w.turn_id = d.turn_id
     )"""
 
-_PATH = """
+_PATH = f"""
     path AS MATERIALIZED (
       SELECT p.*, u.trajectory_id IS NOT NULL AS used, u.rule AS dropped_by,
              coalesce(u.trained, false) AS trained
       FROM internal.paths p LEFT JOIN (
-        SELECT trajectory_id, leaf_turn_id, min(rule) AS rule, bool_or(rule IS NULL) AS trained
+        SELECT trajectory_id, leaf_turn_id, {_RULE} AS rule, bool_or(rule IS NULL) AS trained
         FROM any_use GROUP BY trajectory_id, leaf_turn_id
       ) u ON u.trajectory_id = p.trajectory_id AND u.leaf_turn_id = p.leaf_turn_id
     ), path_share AS (

@@ -12,7 +12,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ledger_history import History
 
@@ -105,6 +105,7 @@ def _history(seed: int, size: int = 60, **options: Any) -> History:
 
 
 @given(SEEDS)
+@example(6260098).via("a sample dropped by two rules, one of which is another path")
 @settings(max_examples=40)
 def test_the_view_and_the_fold_are_one(asked: Asked, seed: int) -> None:
     """Over any history, at its end and at any cut, both say the same, and no token is unaccounted for."""

@@ -119,8 +119,8 @@ class Trainer:
         config = self._config
         if "values" not in config.algorithm.needs:
             return None
-        made = (self._ranks, whole.shape, config.critic or CriticConfig(), whole.held, how)
-        return restored_critic(*made, goes_on=self._goes_on(whole))
+        wanted, goes_on = config.critic or CriticConfig(), self._goes_on(whole)
+        return restored_critic(self._ranks, whole.shape, wanted, whole.held, how, goes_on=goes_on)
 
     def _goes_on(self, whole: WholeCheckpoint) -> bool:
         """Whether the checkpoint holds the state of this same training."""
@@ -380,9 +380,6 @@ class Trainer:
         if time.monotonic() - self._looked > LOOK_S:
             self._publisher.keep_served(self.policy, self.version, self._like, self._phase)
             self._looked = time.monotonic()
-        self._free, self._waited, self._published = time.perf_counter(), 0.0, 0.0
-        """When it was done with the last batch; how long it waited for the next one, and how long the last
-        version's checkpoint and sync took, until a step says so."""
 
     def close(self) -> None:
         """Close connections."""

@@ -14,7 +14,7 @@ import torch
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron.reshard import RankLayout, equal_stages, holds, part_of, tied_output
 from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.megatron.weight_names import plan
+from rollbook.train.megatron.weight_names import plan, weight_shapes
 
 LOGIT_BYTES = 16
 """Of a logit while a micro-batch runs: itself, its logprob, their gradients."""
@@ -79,7 +79,7 @@ class Asked:
 
 def parameters(shape: ModelShape) -> int:
     """How many numbers the model's weights are."""
-    return sum(prod(dims) for weight in plan(shape) for dims in weight.shapes)
+    return sum(prod(dims) for dims in weight_shapes(shape).values())
 
 
 def parameters_of(shape: ModelShape, layout: RankLayout) -> int:

@@ -72,12 +72,12 @@ def read_checkpoint(path: Path, version: int | None) -> Checkpoint:
     own, expected = published_version(path)
     if expected is not None and version not in (None, own):
         raise ModelError(f"{path} is version {own} of its policy, not {version}")
-    stored = read_weights(path)
-    if expected is not None and digest_tensors(stored) != expected:
+    tensors = widened(read_weights(path))
+    digest = digest_tensors(tensors)
+    if expected not in (None, digest):
         raise ModelError(f"{path}: the weights are not those its manifest names; copy it anew")
-    tensors = widened(stored)
     named = own if version is None and expected is not None else version
-    return Checkpoint(path, named, tensors, digest_tensors(tensors))
+    return Checkpoint(path, named, tensors, digest)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from rollbook.store.events import (
     SyncFailed,
     SyncFinished,
 )
+from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.loop.watcher import TrainingStart
 
@@ -49,7 +50,7 @@ EVALUATED = {
 }
 """The metrics of an evaluation that are shown."""
 IN_BAR = {name: SHOWN[name] for name in ("loss", "reward", "tokens_s", "memory_gib")}
-PARTS = ("publish", "wait", "data", "scoring", "forward", "backward", "optimizer", "manifest")
+PARTS = tuple(column.name.removesuffix("_s") for column in RECORDED if column.name.endswith("_s"))
 """Where the time of a step goes, in the order in which it is shown."""
 
 
@@ -142,9 +143,8 @@ def line_of(record: Record) -> str | None:
     """The line for an event of a training; None for events that are not shown."""
     match record:
         case StepCommitted():
-            measured = _with_speed(record.metrics)
             made = f"step {record.step}: version {record.policy_version}"
-            return "  ".join([made, *_said(measured, SHOWN), *_times(measured)])
+            return "  ".join([made, *_said(_with_speed(record.metrics), SHOWN), *_times(record.metrics)])
         case EvalFinished():
             of = [f"{record.samples} samples"] if record.samples else []
             of += [f"{record.trajectories} trajectories"] if record.trajectories else []
@@ -164,15 +164,20 @@ def line_of(record: Record) -> str | None:
     return None
 
 
+def _seconds(metrics: Json) -> dict[str, float]:
+    """What each part of a step took; all 0 of steps that do not say."""
+    return {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
+
+
 def _with_speed(metrics: Json) -> Json:
     """With the trained tokens in a second of all that a step took."""
-    seconds = sum(metrics.get(f"{part}_s") or 0.0 for part in PARTS)
-    return metrics | {"tokens_s": metrics["trained_tokens"] / seconds} if seconds else metrics
+    total = sum(_seconds(metrics).values())
+    return metrics | {"tokens_s": metrics["trained_tokens"] / total} if total else metrics
 
 
 def _times(metrics: Json) -> list[str]:
     """Where the time went: the parts that took a twentieth of it or more; empty of steps that do not say."""
-    seconds = {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
+    seconds = _seconds(metrics)
     total = sum(seconds.values())
     shown = [f"{part} {took:.2g}" for part, took in seconds.items() if took >= total / 20]
     return [f"{total:.2g} s ({', '.join(shown)})"] if total else []

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scattered import scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -18,9 +19,8 @@ from rollbook.store.errors import CutError
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.sealed import point_read
 from rollbook.store.sealed.derived import build_derived
-from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
+from rollbook.store.sealed.seal import remove_sealed_wal
 from rollbook.store.sealed.unit import MARKS, TURNS, current_units
-from rollbook.store.settings import AppendSettings, SealSettings
 
 
 def _plain(value: Any) -> Any:
@@ -41,7 +41,6 @@ CUTS = {"head": None, **{str(n): {"serve": n} for n in (1, 4, 9, 14)}}
 def written(tmp_path_factory: pytest.TempPathFactory, story: Any) -> Store:
     """The story with one event a segment, and a trajectory whose requests refer to bodies; only read it."""
     store = rb.open(tmp_path_factory.mktemp("written") / "store", create=True)
-    tiny = AppendSettings(segment_bytes=1, body_bytes=256)
     long = "you are careful. " * 40
     ask: Any = ("r", None, "first_turn", None, 0)
     rest: Any = ({"tools": [{"name": long}]}, None, {}, {}, "c")
@@ -50,11 +49,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, story: Any) -> Store:
         kinds.TurnRequested("t9", "v1", *ask, [{"role": "system", "content": long}], *rest),
         kinds.TurnRequested("t9", "v2", *ask, [{"role": "system", "content": long}], *rest),
     ]
-    for lane, events in {**story, "other": [Event(r, "demo") for r in more]}.items():
-        with store.writer(lane, tiny) as writer:
-            for event in events:
-                writer.append([event]).result(30)
-    return store
+    return scatter(store, {**story, "other": [Event(r, "demo") for r in more]}, body_bytes=256)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +66,7 @@ def scattered(written: Store, tmp_path: Path) -> Store:
 
 def _seal(store: Store) -> None:
     for lane in store.lanes():
-        numbers = closed_segments(store.path, lane)
-        for i in range(0, len(numbers), 3):
-            seal_segments(store.path, lane, numbers[i : i + 3], SealSettings(row_group=2))
+        seal_in_units(store, lane, at_once=3)
 
 
 def _derive(store: Store) -> None:

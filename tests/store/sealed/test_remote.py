@@ -7,28 +7,27 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
+from scattered import answers, scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import ConfigError, CorruptionError, NotAStoreError, RemoteError, StoreError
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened, TurnFailed
-from rollbook.store.sealed import projections
 from rollbook.store.sealed.derived import DERIVED, build_derived
 from rollbook.store.sealed.leases import take_lease
 from rollbook.store.sealed.remote import place
-from rollbook.store.sealed.seal import closed_segments, remove_sealed_wal, seal_segments
+from rollbook.store.sealed.seal import remove_sealed_wal
 from rollbook.store.sealed.unit import all_units, current_units, unit_folder
-from rollbook.store.settings import AppendSettings, RemoteSettings, SealSettings
+from rollbook.store.settings import RemoteSettings
 from rollbook.store.sql.object_storage import file_system, outage
-from rollbook.store.sql.views import VIEWS
 from rollbook.store.upkeep.attach import attach
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
@@ -36,14 +35,10 @@ from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.upload import remote_folder, upload_units
 from rollbook.store.upkeep.verify import verify_store
 
+pytestmark = pytest.mark.usefixtures("some_tokens_are_outliers")
+
 LANES = ("serve", "train", "upkeep")
 CUTS = ["head", *[f"serve={n},train=4" for n in (1, 8, 13)]]
-
-
-def _answers(store: Store, cut: str = "head") -> dict[str, list[Any]]:
-    with rb.connect(store.path, as_of=cut) as connection:
-        rows = {v.name: connection.execute(f'SELECT * FROM "{v.name}"').fetchall() for v in VIEWS}
-    return {name: sorted(map(repr, found)) for name, found in rows.items()}
 
 
 def _configure(store: Store, storage: Any, uri: str | None = None, more: str = "") -> None:
@@ -51,32 +46,19 @@ def _configure(store: Store, storage: Any, uri: str | None = None, more: str = "
     (store.path / "store.toml").write_text(text)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _some_tokens_are_outliers() -> Iterator[None]:
-    """The story's tokens are likely ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(projections, "OUTLIER_BELOW", -1.5)
-        yield
-
-
 @pytest.fixture(scope="module")
 def sealed_once(tmp_path_factory: pytest.TempPathFactory, story: Any, upkeep: Any) -> Store:
     """The story, one event a segment, most of it sealed five segments to a unit; only read it."""
     store = rb.open(tmp_path_factory.mktemp("sealed") / "store", create=True)
-    for lane, events in {**story, "upkeep": upkeep}.items():
-        with store.writer(lane, AppendSettings(segment_bytes=1)) as writer:
-            for event in events:
-                writer.append([event]).result(30)
-        numbers = closed_segments(store.path, lane)
-        for i in range(0, len(numbers), 5):
-            seal_segments(store.path, lane, numbers[i : i + 5], SealSettings(row_group=2))
+    for lane in scatter(store, {**story, "upkeep": upkeep}).lanes():
+        seal_in_units(store, lane, at_once=5)
     return store
 
 
 @pytest.fixture(scope="module")
 def before(sealed_once: Store) -> dict[str, dict[str, list[Any]]]:
     """The answers at each cut while everything is here."""
-    return {cut: _answers(sealed_once, cut) for cut in CUTS}
+    return {cut: answers(sealed_once, cut) for cut in CUTS}
 
 
 @pytest.fixture
@@ -119,12 +101,12 @@ def test_no_answer_changes(sealed: Store, storage: Any, before: Any, plain: Call
     there = {key.removeprefix(f"{base}/sealed/") for key in storage.objects()} - {f"{base}/STORE.json"}
     assert there == local | {f"{u.lane}/{u.name}/UNIT.json" for u in units}
     for cut in CUTS:
-        assert _answers(sealed, cut) == before[cut]
+        assert answers(sealed, cut) == before[cut]
     assert [plain(event) for event in sealed.events()] == events
     assert repr(rb.open(sealed.path).trajectory("t1")) == repr(folded)
     for unit in _units(sealed):
         assert build_derived(sealed.path, unit) == list(DERIVED)
-    assert _answers(sealed) == before["head"]
+    assert answers(sealed) == before["head"]
     assert repr(rb.open(sealed.path).trajectory("t1")) == repr(folded)
     assert [lane.fault for lane in verify_store(sealed)] == [None, None, None]
     rebuilt = rebuild_catalog(sealed)
@@ -209,7 +191,7 @@ def test_another_machine_reads_the_same(
     assert report.lanes == other.head() == ends
     assert (other.store_id, report.units) == (sealed.store_id, len(_units(sealed)))
     assert [plain(e) for e in other.events()] == [plain(e) for e in sealed.events(ends)]
-    assert _answers(other) == _answers(sealed, cut)
+    assert answers(other) == answers(sealed, cut)
     assert [lane.fault for lane in verify_store(other)] == [None, None, None]
     assert rebuild_catalog(other).events == sum(ends.values())
     with pytest.raises(ConfigError, match="names no place"):
@@ -285,7 +267,7 @@ def test_units_in_object_storage_are_merged(sealed: Store, storage: Any, before:
     names = {key.removeprefix(prefix).split("/")[0] for key in storage.objects() if key.startswith(prefix)}
     assert names == {u.name for u in all_units(sealed.path, "serve")}
     assert not names & (old - {u.name for u in current_units(sealed.path, "serve")})
-    assert _answers(sealed) == before["head"]
+    assert answers(sealed) == before["head"]
 
 
 @pytest.mark.crashes

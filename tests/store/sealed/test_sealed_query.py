@@ -3,58 +3,34 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scattered import SEAL, answers, scatter, seal_in_units
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.store.sealed import projections
 from rollbook.store.sealed.derived import DERIVED, build_derived
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import current_units
-from rollbook.store.settings import AppendSettings, SealSettings
-from rollbook.store.sql.views import VIEWS
 
-SEAL = SealSettings(row_group=2)
-
+pytestmark = pytest.mark.usefixtures("some_tokens_are_outliers")
 
 CUTS = ["head", *[f"serve={n},train=4" for n in (3, 8, 13)]]
-
-
-def _answers(store: Store, cut: str = "head") -> dict[str, list[Any]]:
-    """Every row of every view, in an order that does not depend on where it was read."""
-    with rb.connect(store.path, as_of=cut) as connection:
-        rows = {v.name: connection.execute(f'SELECT * FROM "{v.name}"').fetchall() for v in VIEWS}
-    return {name: sorted(map(repr, found)) for name, found in rows.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _some_tokens_are_outliers() -> Iterator[None]:
-    """The story's tokens are likely ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(projections, "OUTLIER_BELOW", -1.5)
-        yield
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, story: Any, upkeep: Any) -> Store:
     """The story with one event a segment, so that every turn and trajectory lies in several; only read it."""
     store = rb.open(tmp_path_factory.mktemp("written") / "store", create=True)
-    tiny = AppendSettings(segment_bytes=1)
-    for lane, events in {**story, "upkeep": upkeep}.items():
-        with store.writer(lane, tiny) as writer:
-            for event in events:
-                writer.append([event]).result(30)
-    return store
+    return scatter(store, {**story, "upkeep": upkeep})
 
 
 @pytest.fixture(scope="module")
 def before(written: Store) -> dict[str, dict[str, list[Any]]]:
     """The answers at each cut, of which nothing is sealed."""
-    return {cut: _answers(written, cut) for cut in CUTS}
+    return {cut: answers(written, cut) for cut in CUTS}
 
 
 @pytest.fixture
@@ -63,53 +39,44 @@ def scattered(written: Store, tmp_path: Path) -> Store:
     return rb.open(shutil.copytree(written.path, tmp_path / "store"))
 
 
-def _seal(store: Store, lane: str, *, at_once: int) -> None:
-    """Seal the lane's closed segments, `at_once` to a unit."""
-    from rollbook.store.sealed.seal import closed_segments, seal_segments
-
-    numbers = closed_segments(store.path, lane)
-    for i in range(0, len(numbers), at_once):
-        seal_segments(store.path, lane, numbers[i : i + at_once], SEAL)
-
-
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_no_answer_changes(scattered: Store, before: Any, at_once: int) -> None:
     """All views say the same before sealing, after it, with derived files, and without the WAL."""
     assert all(len(rows) > 0 for name, rows in before["head"].items()), "a view without rows proves nothing"
-    _seal(scattered, "serve", at_once=at_once)
-    _seal(scattered, "train", at_once=at_once)
+    seal_in_units(scattered, "serve", at_once=at_once)
+    seal_in_units(scattered, "train", at_once=at_once)
     assert len(current_units(scattered.path, "serve")) > 0
     for cut in CUTS:
-        assert _answers(scattered, cut) == before[cut]
+        assert answers(scattered, cut) == before[cut]
     for lane in ("serve", "train"):
         for unit in current_units(scattered.path, lane):
             assert build_derived(scattered.path, unit) == list(DERIVED)
     for cut in CUTS:
-        assert _answers(scattered, cut) == before[cut]
+        assert answers(scattered, cut) == before[cut]
     for lane in ("serve", "train"):
         assert remove_sealed_wal(scattered.path, lane, current_units(scattered.path, lane), 0)
     for cut in CUTS:
-        assert _answers(scattered, cut) == before[cut]
+        assert answers(scattered, cut) == before[cut]
 
 
 def test_derived_files_can_be_deleted(scattered: Store, before: Any) -> None:
     """Without some of its derived files a unit gives the same answers, and each comes back the same."""
-    _seal(scattered, "serve", at_once=4)
+    seal_in_units(scattered, "serve", at_once=4)
     units = current_units(scattered.path, "serve")
     for unit in units:
         build_derived(scattered.path, unit)
-    assert _answers(scattered) == before["head"]
+    assert answers(scattered) == before["head"]
     for name in DERIVED:
         files = {p: p.read_bytes() for p in (scattered.path / "derived").rglob(name)}
         assert len(files) == len(units), name
         for path in list(files)[::2]:
             path.unlink()
-        assert _answers(scattered) == before["head"], f"without {name}"
+        assert answers(scattered) == before["head"], f"without {name}"
         for unit in units:
             build_derived(scattered.path, unit)
         assert {p: p.read_bytes() for p in files} == files, name
     shutil.rmtree(scattered.path / "derived")
-    assert _answers(scattered) == before["head"]
+    assert answers(scattered) == before["head"]
 
 
 def test_sealed_files_are_what_any_reader_expects(scattered: Store) -> None:
@@ -117,7 +84,7 @@ def test_sealed_files_are_what_any_reader_expects(scattered: Store) -> None:
     import duckdb
     import pyarrow.parquet as pq
 
-    _seal(scattered, "serve", at_once=100)
+    seal_in_units(scattered, "serve", at_once=100)
     [unit] = current_units(scattered.path, "serve")
     folder = scattered.path / "sealed" / "serve" / unit.name
     kinds = "SELECT DISTINCT kind FROM read_parquet('{}') ORDER BY kind"
