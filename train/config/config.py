@@ -231,9 +231,15 @@ class TrainConfig(Table):
                 "[sync]: engines serve policies, and "
                 f"{self.algorithm.algorithm_name} trains a reward model: leave the table out"
             )
-        if "muon" in (self.optimizer.name, self.critic and self.critic.name) and self.parallel.tensor > 1:
+        names = {self.optimizer.name, self.critic and self.critic.name}
+        if "muon" in names and self.parallel.tensor > 1:
             raise ValueError(
                 'optimizer.name "muon" takes whole matrices: leave parallel.tensor 1, or take "adamw"'
+            )
+        if "muon" in names and self.parallel.distributed_optimizer:
+            raise ValueError(
+                'optimizer.name "muon" takes whole matrices: leave parallel.distributed_optimizer out, or '
+                'take "adamw"'
             )
         steps = self.algorithm.demand.steps
         if self.steps % steps:

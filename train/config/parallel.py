@@ -25,6 +25,9 @@ class ParallelConfig(Table):
     """Data-parallel ranks that share the experts of each layer (arXiv:2006.16668)."""
     expert_tensor: Positive | None = None
     """Ranks that share each matrix of an expert: as many as `tensor`, or 1; absent: as many."""
+    distributed_optimizer: bool = False
+    """Data-parallel ranks share the optimizer's state (arXiv:1910.02054): each steps a part of the weights
+    and gathers the others. Steps are the same, and checkpoints too; a rank needs less memory."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest wait of one rank for another within a step: then the step fails, and names who was waited
     for."""
@@ -80,6 +83,8 @@ class ParallelConfig(Table):
             said["expert"] = self.expert
         if self.expert_tensor is not None and self.expert_tensor != self.tensor:
             said["expert_tensor"] = self.expert_tensor
+        if self.distributed_optimizer:
+            said["distributed_optimizer"] = True
         return said
 
 

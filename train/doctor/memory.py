@@ -46,11 +46,15 @@ class Need:
         return ranks // len(self.stages) * sum(getattr(stage, part) for stage in self.stages)
 
 
-def need_of(config: TrainConfig, shape: ModelShape, longest: int) -> Need:
+def need_of(config: TrainConfig, shape: ModelShape, longest: int, ranks: int) -> Need:
     """What a training of this shape needs.
 
     Args:
         longest: tokens of the longest sample.
+
+    Raises:
+        ConfigError: the ranks cannot be shared out as [parallel] says.
+        ModelError: the model cannot be split so.
     """
     needs, sizes = config.algorithm.needs, config.parallel
     most, lever = config.tokens_per_micro_batch, "tokens_per_micro_batch"
@@ -66,6 +70,7 @@ def need_of(config: TrainConfig, shape: ModelShape, longest: int) -> Need:
         recompute=config.recompute,
         critic="values" in needs,
         reference="reference" in needs,
+        sharing=sizes.copies(ranks) if sizes.distributed_optimizer else 1,
     )
     stages = stages_of(shape, sizes)
     for stage in stages:
@@ -75,7 +80,7 @@ def need_of(config: TrainConfig, shape: ModelShape, longest: int) -> Need:
 
 def _memory(config: TrainConfig, shape: ModelShape, longest: int, memory: int) -> Check:
     try:
-        need = need_of(config, shape, longest)
+        need = need_of(config, shape, longest, config.parallel.fewest)
     except ModelError as error:
         return Check("memory", "red", str(error), "parallel")
     parts = ("state", "activations", "logits")

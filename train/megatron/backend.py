@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -14,14 +14,16 @@ from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.model import Build, MegatronParts, build
-from rollbook.train.megatron.muon import main_of
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
-from rollbook.train.megatron.reshard import rank_weights
+from rollbook.train.megatron.reshard import Piece, rank_weights
 from rollbook.train.megatron.shape import ModelShape
+from rollbook.train.megatron.stepped import stepped_of
 from rollbook.train.megatron.weight_names import stream_weights
 
 T = TypeVar("T")
+Kind = Literal["weights", "gradients", "state"]
+"""Of what a rank holds."""
 MAIN = "main"
 """Field of an optimizer's state: the float32 weights of a parameter that the model has in bfloat16."""
 
@@ -40,15 +42,8 @@ class TrainablePolicy:
         self._parts: MegatronParts = build(shape, optimizer, how)
         self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
         self._wanted = optimizer
-        self._names = {p: name for name, p in self._parts.module.named_parameters()}
-        self._stepped = {main_of(p): name for p, name in self._names.items()}
-        self.layout = self._parts.layout
-        self._optimizer_of = {
-            parameter: optimizer
-            for optimizer in self._parts.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        self._stepped = stepped_of(self._parts.module, self._parts.optimizers)
+        self.layout, self.distributed_optimizer = self._parts.layout, how.distributed_optimizer
         self._aside: list[torch.Tensor] = []
 
     @property
@@ -84,7 +79,7 @@ class TrainablePolicy:
 
     def gradients(self) -> Tensors:
         """The accumulated gradients, before clipping, under Megatron's names."""
-        return {name: p.main_grad.detach() for p, name in self._names.items()}
+        return {name: p.main_grad.detach() for name, p in self._parts.module.named_parameters()}
 
     def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The accumulated gradients, before clipping, under Megatron's names."""
@@ -93,49 +88,56 @@ class TrainablePolicy:
     def optimizer_state(self) -> Tensors:
         """Adam's moments and step counts, and the float32 weights where the model's are narrower,
         `parameter.field`; empty before the first step."""
-        state: Tensors = {}
-        for optimizer in self._parts.optimizers:
-            for stepped, fields in optimizer.state.items():
-                name = self._stepped[stepped]
-                for field, value in fields.items():
-                    state[f"{name}.{field}"] = torch.as_tensor(value).detach()
-                if stepped not in self._names:
-                    state[f"{name}.{MAIN}"] = stepped.detach()
-        return state
+        held = self.pieces("state").items()
+        return {f"{name}.{field}": piece.whole() for name, of in held for field, piece in of.items()}
+
+    def pieces(self, kind: Kind) -> dict[str, dict[str, Piece]]:
+        """What this rank holds, by Megatron's name and field; weights and gradients have one field, "". Of
+        gradients and state it is what its optimizer steps."""
+        if kind == "weights":
+            return {name: {"": Piece.all_of(tensor)} for name, tensor in self.own_weights().items()}
+        stepped = self._stepped.items()
+        if kind == "gradients":
+            return {name: {"": of.piece(of.gradient)} for name, of in stepped}
+        held = {}
+        for name, of in stepped:
+            if fields := dict(of.state):
+                fields |= {MAIN: of.tensor} if of.narrow else {}
+                held[name] = {field: of.piece(torch.as_tensor(value)) for field, value in fields.items()}
+        return held
 
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place; an empty one starts Adam anew."""
         self.forget_optimizer_state()
         for key, value in state.items():
             name, _, field = key.rpartition(".")
-            self.put_optimizer_state(name, field, value.clone())
+            self.put_optimizer_state(name, field, value)
 
     def forget_optimizer_state(self) -> None:
         """Start the optimizer anew."""
         for optimizer in self._parts.optimizers:
-            optimizer.state.clear()
+            optimizer.optimizer.state.clear()
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Put the weight of one of Megatron's names in place. Those that stand in for others that are aside
         are not the optimizer's."""
-        parameter = self._parameter(name)
+        parameter, of = self._parts.module.get_parameter(name), self._stepped.get(name)
         with torch.no_grad():
             parameter.copy_(value)
-            if not self._aside and (main := main_of(parameter)) is not parameter:
-                main.copy_(parameter)
+            if not self._aside and of is not None and of.narrow:
+                of.tensor.copy_(of.own(parameter))
 
     def put_optimizer_state(self, name: str, field: str, value: torch.Tensor) -> None:
-        """Put one field of the optimizer's state of a parameter in place."""
-        stepped = main_of(self._parameter(name))
+        """Put one field of the optimizer's state of a parameter in place, laid as the parameter; of it this
+        rank takes what its optimizer steps."""
+        if (of := self._stepped.get(name)) is None:
+            return
+        own = of.own(value) if value.dim() else value
         if field == MAIN:
             with torch.no_grad():
-                stepped.copy_(value)
-        else:
-            self._optimizer_of[stepped].state[stepped][field] = value
-
-    def _parameter(self, name: str) -> torch.nn.Parameter:
-        found: torch.nn.Parameter = self._parts.module.get_parameter(name)
-        return found
+                of.tensor.copy_(own)
+        else:  # a copy each, since torch counts steps in place
+            of.optimizer.state[of.tensor][field] = own.clone()
 
     def weights_digest(self) -> str:
         """Digest of the weights, as in checkpoints and engines."""

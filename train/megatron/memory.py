@@ -69,12 +69,14 @@ class Asked:
     Attributes:
         dtype: of weights and activations; recompute: as of `Build`.
         critic, reference: whether it has them.
+        sharing: data-parallel copies that share the optimizer's state; 1: each has its own.
     """
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     critic: bool = False
     reference: bool = False
+    sharing: int = 1
 
 
 def parameters(shape: ModelShape) -> int:
@@ -84,14 +86,26 @@ def parameters(shape: ModelShape) -> int:
 
 def parameters_of(shape: ModelShape, layout: RankLayout) -> int:
     """How many of them a rank holds; a copy of the embedding, as the output of another stage, counts too."""
-    count = 0
+    return sum(_held(shape, layout))
+
+
+def _held(shape: ModelShape, layout: RankLayout) -> tuple[int, int]:
+    """The numbers that a rank holds: of experts, and all others."""
+    count = {True: 0, False: 0}
     for weight in plan(shape):
         copies = holds(weight, shape, layout) + tied_output(weight, shape, layout)
         if copies:
             names = zip(weight.huggingface, weight.shapes, strict=True)
             whole = {name: torch.empty(dims, device="meta") for name, dims in names}
-            count += copies * part_of(weight, whole, shape, layout).numel()
-    return count
+            count[weight.expert is not None] += copies * part_of(weight, whole, shape, layout).numel()
+    return count[True], count[False]
+
+
+def _stepped(shape: ModelShape, layout: RankLayout, sharing: int) -> int:
+    """How many numbers a rank's optimizer has the state of."""
+    experts, others = _held(shape, layout)
+    of_experts = sharing * layout.tensor // (layout.expert_tensor * layout.spread)
+    return -(-others // sharing) + -(-experts // max(of_experts, 1))
 
 
 def memory_of(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> Memory:
@@ -104,7 +118,7 @@ def memory_of(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) 
         parameters=count,
         weights=models * count * width,
         gradients=models * count * FLOAT32,
-        optimizer=models * count * (MOMENTS + mains),
+        optimizer=models * _stepped(shape, layout, asked.sharing) * (MOMENTS + mains),
         reference=asked.reference * count * (width + FLOAT32),
         activations=under_way * kept,
         logits=given.tokens * shape.outputs * LOGIT_BYTES if layout.last else 0,

@@ -43,6 +43,7 @@ class Build:
         threads: of torch, on the CPU.
         dtype: of weights and activations: float32, or bfloat16, with float32 main weights and gradients.
         recompute: whether activations are not kept but computed again in the backward pass.
+        distributed_optimizer: whether data-parallel copies share the optimizer's state.
     """
 
     steps: int
@@ -51,6 +52,7 @@ class Build:
     threads: int
     dtype: str = "float32"
     recompute: bool = False
+    distributed_optimizer: bool = False
 
     @property
     def type(self) -> torch.dtype:
@@ -73,8 +75,8 @@ class MegatronParts:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The torch optimizers: one, and where experts are spread over ranks one for them."""
-        return [one.optimizer for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+        """Megatron's: one, and where experts are spread over ranks one for them."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -139,7 +141,7 @@ def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Megatron
     start_ranks(how.device, how.seed)
     layout = layout_here(shape)
     module = build_module(shape, layout, how.type, recompute=how.recompute).to(how.device)
-    return _wrap(module, layout, optimizer, how.device)
+    return _wrap(module, layout, optimizer, how)
 
 
 def build_module(
@@ -246,7 +248,7 @@ def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
     }
 
 
-def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, device: torch.device) -> MegatronParts:
+def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, how: Build) -> MegatronParts:
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -255,8 +257,10 @@ def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, device: torc
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
-    config = module.config
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    config, distributed = module.config, how.distributed_optimizer
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed
+    )
     wrapped = DistributedDataParallel(config, ddp, module)
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = wrapped.no_sync
@@ -272,7 +276,7 @@ def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, device: torc
             clip_grad=wanted.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=distributed,
         ),
         [wrapped],
     )
@@ -280,4 +284,4 @@ def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, device: torc
         inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
         inner.optimizer = MuonBesideAdam(inner.optimizer, module, wanted)
     places = OutputPlaces(getattr(module, "output_layer", None))
-    return MegatronParts(module, wrapped, optimizer, layout, device, places)
+    return MegatronParts(module, wrapped, optimizer, layout, how.device, places)

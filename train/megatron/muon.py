@@ -7,16 +7,10 @@ from typing import Any
 import torch
 
 from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.megatron.stepped import main_of
 
 LAYERS = "decoder.layers."
 """What Megatron's names of hidden layers begin with."""
-
-
-def main_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What the optimizer steps: the parameter, or the float32 weights that Megatron keeps of a narrower
-    one."""
-    main: torch.Tensor = getattr(parameter, "main_param", parameter)
-    return main
 
 
 class MuonBesideAdam:

@@ -174,6 +174,7 @@ class Ranks:
             ModelError: the model cannot be spread so.
             RankError: a rank does not come.
         """
+        how = replace(how, distributed_optimizer=self.parallel.distributed_optimizer)
         check_layout(shape, self._layout(shape))
         if self.count == 1:
             return TrainablePolicy(shape, optimizer, how)

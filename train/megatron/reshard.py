@@ -65,6 +65,29 @@ class RankLayout:
         return self.last and self.tensor_rank == 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What a rank gives of its part of a tensor: some of the numbers, or all.
+
+    Attributes:
+        dims: shape of the part.
+        numbers: [count] of it, laid flat, from `start` on.
+    """
+
+    dims: tuple[int, ...]
+    start: int
+    numbers: torch.Tensor
+
+    @classmethod
+    def all_of(cls, part: torch.Tensor) -> Piece:
+        """The whole part; a view, where it lies in one piece."""
+        return cls(tuple(part.shape), 0, part.detach().reshape(-1))
+
+    def whole(self) -> torch.Tensor:
+        """The part, which this is all of."""
+        return self.numbers.view(self.dims)
+
+
 def equal_stages(layers: int, count: int) -> tuple[int, ...]:
     """Layers of `count` pipeline stages of one depth; more layers than there are, where that cannot be."""
     return (-(-layers // count),) * count
@@ -150,19 +173,20 @@ def holds(weight: Weight, shape: ModelShape, layout: RankLayout) -> bool:
     return weight.expert is None or _expert_rank_of(weight, shape, layout) == layout.expert_rank
 
 
-def givers(weight: Weight, shape: ModelShape, layouts: Sequence[RankLayout]) -> list[int]:
-    """The ranks whose tensors are the weight's parts, in order: of several that hold the same, the first.
+def givers(weight: Weight, shape: ModelShape, layouts: Sequence[RankLayout]) -> list[list[int]]:
+    """The ranks that hold each of the weight's parts, in order, a rank of every copy: they sum its gradients,
+    and may share its optimizer state.
 
     Args:
         layouts: of all ranks, by number.
     """
-    found: dict[int, int] = {}
+    found: dict[int, dict[int, int]] = {}
     for rank, layout in enumerate(layouts):
         copy = layout.copy if weight.expert is None else layout.expert_copy
         part = layout.tensor_rank if _split_over(weight, layout) > 1 else 0
-        if copy == 0 and holds(weight, shape, layout):
-            found.setdefault(part, rank)
-    return [found[part] for part in sorted(found)]
+        if holds(weight, shape, layout):
+            found.setdefault(part, {}).setdefault(copy, rank)
+    return [[copies[copy] for copy in sorted(copies)] for _, copies in sorted(found.items())]
 
 
 def part_of(

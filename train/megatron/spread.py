@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -15,11 +16,12 @@ from rollbook.ingest.engines.weights.digests import Tensors, digest_stream
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
-from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.backend import Kind, TrainablePolicy
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import (
     OUTPUT,
+    Piece,
     RankLayout,
     givers,
     holds,
@@ -45,8 +47,10 @@ class Ask(Protocol):
 
 Named = tuple[str, tuple[int, ...], torch.dtype]
 """What a tensor that is sent is called, its shape and its type."""
-Fields = dict[str, torch.Tensor]
-"""What a rank holds of a weight, by field; the only one of weights and gradients is called ""."""
+Held = dict[str, dict[str, Piece]]
+"""What a rank holds, by Megatron's name and field."""
+Givers = Sequence[tuple[Weight, list[list[int]]]]
+"""Of each weight the ranks that send each of its parts."""
 
 
 class Part:
@@ -102,20 +106,18 @@ class Part:
 
     # Tensors ----------------------------------------------------------------------------------
 
-    def stream(self, kind: str) -> Iterator[tuple[Weight, str, list[torch.Tensor]]]:
+    def stream(self, kind: Kind) -> Iterator[tuple[Weight, str, list[torch.Tensor]]]:
         """On rank 0: of each weight and field the parts that the ranks hold, one after the other. Others send
-        theirs, and yield nothing.
-
-        Args:
-            kind: weights, gradients or state.
-        """
-        held = self._held(kind)
-        said = {n: [(f, tuple(t.shape), t.dtype) for f, t in sorted(of.items())] for n, of in held.items()}
-        all_said: list[dict[str, list[Named]]] | None = [said] * len(self.layouts) if self.rank == 0 else None
+        theirs, and yield nothing."""
+        held = self.policy.pieces(kind)
+        said = {name: {field: _announced(of[field]) for field in of} for name, of in held.items()}
+        all_said: list[Held] | None = [said] * len(self.layouts) if self.rank == 0 else None
         dist.gather_object(said, all_said, dst=0)
+        shared = kind != "weights" and self.policy.distributed_optimizer
+        of_first = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in self._givers]
         if all_said is None:
-            return self._sending(held)
-        self._streaming = self._receiving(held, all_said)
+            return self._sending(held, of_first)
+        self._streaming = self._receiving([held, *all_said[1:]], of_first)
         return self._streaming
 
     def drain(self) -> None:
@@ -124,43 +126,39 @@ class Part:
             pass
         self._streaming = None
 
-    def _sending(self, held: dict[str, Fields]) -> Iterator[Any]:
-        for weight, ranks in self._givers:
-            if self.rank not in ranks:
+    def _sending(self, held: Held, from_: Givers) -> Iterator[Any]:
+        for weight, of_parts in from_:
+            if not any(self.rank in copies for copies in of_parts):
                 continue
-            for _, tensor in sorted(held.get(local_name(weight, self.shape, self.layout), {}).items()):
-                if tensor.dim() or self.rank == ranks[0]:
-                    dist.send(tensor.contiguous(), dst=0)
+            for _, piece in sorted(held.get(local_name(weight, self.shape, self.layout), {}).items()):
+                if piece.dims:
+                    dist.send(piece.numbers.contiguous(), dst=0)
         return iter(())
 
     def _receiving(
-        self, held: dict[str, Fields], said: Sequence[dict[str, list[Named]]]
+        self, held: Sequence[Held], from_: Givers
     ) -> Iterator[tuple[Weight, str, list[torch.Tensor]]]:
-        for weight, ranks in self._givers:
-            name = local_name(weight, self.shape, self.layouts[ranks[0]])
-            for field, dims, _ in said[ranks[0]].get(name, ()):
-                shards = []
-                for rank in ranks if dims else ranks[:1]:
-                    if rank == 0:
-                        shards.append(held[name][field])
-                        continue
-                    own = local_name(weight, self.shape, self.layouts[rank])
-                    _, shape, dtype = next(one for one in said[rank][own] if one[0] == field)
-                    shards.append(torch.empty(shape, dtype=dtype, device=self.policy.device))
-                    dist.recv(shards[-1], src=rank)
-                yield weight, field, shards
+        for weight, of_parts in from_:
+            names = [local_name(weight, self.shape, layout) for layout in self.layouts]
+            at = [{rank: held[rank].get(names[rank], {}) for rank in copies} for copies in of_parts]
+            for field in sorted({field for part in at for fields in part.values() for field in fields}):
+                pieces = ({rank: of[field] for rank, of in part.items() if field in of} for part in at)
+                yield weight, field, [self._whole(of) for of in pieces]
 
-    def _held(self, kind: str) -> dict[str, Fields]:
-        policy = self.policy
-        if kind == "weights":
-            return {name: {"": tensor} for name, tensor in policy.own_weights().items()}
-        if kind == "gradients":
-            return {name: {"": tensor} for name, tensor in policy.gradients().items()}
-        found: dict[str, Fields] = {}
-        for key, tensor in policy.optimizer_state().items():
-            name, _, field = key.rpartition(".")
-            found.setdefault(name, {})[field] = tensor
-        return found
+    def _whole(self, pieces: dict[int, Piece]) -> torch.Tensor:
+        """A part, of what is this rank's own and what others send of it."""
+        some = next(iter(pieces.values()))
+        count = prod(some.dims)
+        if not some.dims or (0 in pieces and len(some.numbers) == count):
+            return some.whole()
+        whole = torch.empty(count, dtype=some.numbers.dtype, device=self.policy.device)
+        for rank, piece in pieces.items():
+            into = whole[piece.start : piece.start + len(piece.numbers)]
+            if rank:
+                dist.recv(into, src=rank)
+            else:
+                into.copy_(piece.numbers)
+        return whole.view(some.dims)
 
     def take_weights(self, said: Sequence[Named]) -> None:
         """Put the rank's part of weights in place, which it gets from rank 0 whole.
@@ -202,10 +200,10 @@ class Part:
             if tied_output(weight, self.shape, self.layout):
                 names.append(OUTPUT)
             for name in names:
-                part = tensor.clone()
+                part = tensor
                 if tensor.dim():
                     split = dict(zip(weight.huggingface, parts(weight, [tensor], self.shape), strict=True))
-                    part = part_of(weight, split, self.shape, self.layout).clone()
+                    part = part_of(weight, split, self.shape, self.layout)
                 self.policy.put_optimizer_state(name, field, part)
 
     # What needs nothing of others -------------------------------------------------------------
@@ -225,6 +223,11 @@ class Part:
     def put_back(self) -> None:
         """As the policy's."""
         self.policy.put_back()
+
+
+def _announced(piece: Piece) -> Piece:
+    """What is said of a piece before it is sent: all but the numbers; a single number is said."""
+    return replace(piece, numbers=piece.numbers.to("meta")) if piece.dims else piece
 
 
 def _even(shares: list[list[MicroBatch]], copy: int) -> tuple[list[MicroBatch], int]:

@@ -36,7 +36,7 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     shape = shape_to_train(config.model, config.algorithm.head_width)
     seen = read_recorded(log, log.cut(as_of, config.run), config)
     longest = seen.longest or shape.context
-    need = need_of(config, shape, longest)
+    need = need_of(config, shape, longest, count)
     if as_json:
         print_json(_as_json(need, count, copies, longest))
         return

@@ -120,3 +120,22 @@ def test_ranks_share_it(shape: str) -> None:
         [spread] = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(expert=2))]
         experts = wanted.layers * wanted.experts.count * 3 * wanted.hidden * wanted.experts.ffn
         assert spread == whole - experts // 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_copies_share_the_state(shape: str) -> None:
+    """Of four copies each has a quarter of the moments; of experts that two ranks share, a half of those that
+    it holds."""
+    wanted = SHAPES[shape]
+    for sizes, experts_among in ((ParallelConfig(), 4), (ParallelConfig(expert=2), 2)):
+        if experts_among == 2 and not wanted.experts:
+            continue
+        [layout] = stages_of(wanted, sizes)
+        alone, shared = (memory_of(wanted, layout, Pass(1), Asked(sharing=n)) for n in (1, 4))
+        of_experts = 0
+        if wanted.experts:
+            of_experts = wanted.layers * wanted.experts.count * 3 * wanted.hidden * wanted.experts.ffn
+            of_experts //= layout.spread
+        others = alone.parameters - of_experts
+        assert shared.optimizer == 8 * (others // 4 + of_experts // experts_among)
+        assert (shared.weights, shared.gradients) == (alone.weights, alone.gradients)

@@ -18,6 +18,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import Predictions
+from rollbook.train.megatron.memory import Asked, Pass, memory_of
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
@@ -26,8 +27,8 @@ from rollbook.train.megatron.weight_names import weight_shapes
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "expert 2": (2, {"expert": 2}),
-    "data 2, tensor 2": (4, {"tensor": 2}),
+    "expert 2": (2, {"expert": 2, "distributed_optimizer": True}),
+    "data 2, tensor 2": (4, {"tensor": 2, "distributed_optimizer": True}),
     "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
 }
 pytestmark = pytest.mark.ranks
@@ -134,6 +135,19 @@ def spread(request: pytest.FixtureRequest, of_one: Any) -> Iterator[tuple[str, R
         yield request.param, ranks
 
 
+def _moments(ranks: Ranks) -> int:
+    """Bytes that rank 0 holds of them."""
+    held = ranks._parts["actor"].policy.pieces("state").values()
+    return sum(of[field].numbers.nbytes for of in held for field in ("exp_avg", "exp_avg_sq"))
+
+
+def _moments_said(ranks: Ranks) -> int:
+    """What `rollbook train --plan` says of them."""
+    part = ranks._parts["actor"]
+    sharing = ranks.copies if ranks.parallel.distributed_optimizer else 1
+    return memory_of(part.shape, part.layout, Pass(1), Asked(sharing=sharing)).optimizer
+
+
 def _fits(layout: str, model: str) -> bool:
     return "expert" not in layout or model == "qwen3_moe"
 
@@ -165,6 +179,7 @@ def test_it_computes_what_one_rank_does(
             assert float(apart.max()) <= 0.04, name
             assert float((apart > 1e-5).float().mean()) < 0.02, name
         _close(one.state, found.state, 1e-4)
+        assert _moments(ranks) == pytest.approx(_moments_said(ranks), rel=0.02), model
 
 
 def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Path) -> None:
