@@ -49,7 +49,7 @@ def _shown(*, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: p
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     with TrainingProgress() as progress:
-        progress.begun(TrainingStart("r", "sft", None, 4, 4, 9))
+        progress.begun(TrainingStart("r", "sft", None, 4, 4, 4, 9))
         progress.tell(COMMITTED, HELD, KEPT, EVALUATED)
         progress.committed(5, 4, METRICS)
         progress.tell(FAILED, LOST)

@@ -25,6 +25,9 @@ class ParallelConfig(Table):
     """Data-parallel ranks that share the experts of each layer (arXiv:2006.16668)."""
     expert_tensor: Positive | None = None
     """Ranks that share each matrix of an expert: as many as `tensor`, or 1; absent: as many."""
+    sequence: bool = False
+    """Ranks that share each matrix share the tokens between them, too, in norms and residuals
+    (arXiv:2205.05198): less memory; a mixture of experts needs it where `tensor` is above 1."""
     distributed_optimizer: bool = False
     """Data-parallel ranks share the optimizer's state (arXiv:1910.02054): each steps a part of the weights
     and gathers the others. Steps are the same, and checkpoints too; a rank needs less memory."""
@@ -39,6 +42,8 @@ class ParallelConfig(Table):
                 f"context {self.context}: attention without TransformerEngine takes whole samples; "
                 "leave it 1, and share matrices (tensor) or layers (pipeline) instead"
             )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence: it goes with tensor above 1, whose ranks share the tokens")
         if self.expert_tensor not in (None, 1, self.tensor):
             raise ValueError(
                 f"expert_tensor {self.expert_tensor}: choose 1, or as many as tensor ({self.tensor})"
@@ -83,6 +88,8 @@ class ParallelConfig(Table):
             said["expert"] = self.expert
         if self.expert_tensor is not None and self.expert_tensor != self.tensor:
             said["expert_tensor"] = self.expert_tensor
+        if self.sequence:
+            said["sequence"] = True
         if self.distributed_optimizer:
             said["distributed_optimizer"] = True
         return said

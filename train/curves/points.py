@@ -50,6 +50,8 @@ def read_points(log: Store, cut: Cut, run: str, policy: str) -> list[Point]:
     Raises:
         CorruptionError: a file is damaged.
     """
+    if next(log.events_of([StepCommitted.KIND, EvalFinished.KIND], cut), None) is None:
+        return []
     abandoned = [event for event in log.events_of([StepAbandoned.KIND], cut) if event.run == run]
     records = [e.record for e in abandoned if isinstance(e.record, StepAbandoned)]
     gone = gone_versions(record for record in records if record.policy == policy)
@@ -59,17 +61,6 @@ def read_points(log: Store, cut: Cut, run: str, policy: str) -> list[Point]:
         found = [point for point in found if point.version not in gone]
         found += _rows(connection, _STEPS, STEPS, OF_STEPS, asked)
     return sorted(found, key=lambda point: (point.step, point.kind != HELD_OUT, point.version))
-
-
-def next_step(log: Store, cut: Cut, run: str, policy: str) -> int:
-    """The number of a policy's next step at a cut.
-
-    Raises:
-        CorruptionError: a file is damaged.
-    """
-    with connect_at(log, format_cut(cut)) as connection:
-        row = connection.execute(f"SELECT {_NEXT}", {"run": run, "policy": policy}).fetchone()
-    return int(row[0]) if row else 0
 
 
 def _rows(

@@ -22,7 +22,7 @@ from rollbook.store.redaction import Scrubber
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.curves.event_file import FOLDER, EventFile
-from rollbook.train.curves.points import Following, Point, next_step, read_points
+from rollbook.train.curves.points import Following, Point, read_points
 from rollbook.train.curves.wandb_run import WandbRun, is_asked_for
 from rollbook.train.loop.watcher import TrainingStart, Watcher
 
@@ -104,14 +104,14 @@ class Reporter:
         """Start the sinks, and pass it on."""
         self._shown.begun(start)
         try:
-            self._begin()
+            self._begin(start)
         except Exception as error:
             self._shown.warn(f"no curves are written: {error}")
 
-    def _begin(self) -> None:
+    def _begin(self, start: TrainingStart) -> None:
         log, config = store.open(self._path), self._config
         cut, whose = log.head(), (config.run, config.policy)
-        self._following = Following(config.policy, next_step(log, cut, *whose))
+        self._following = Following(config.policy, start.step)
 
         def past() -> list[Point]:
             return read_points(log, cut, *whose)

@@ -246,6 +246,7 @@ def _start(trainer: Trainer, config: TrainConfig, source: str, cut: Cut) -> Trai
         run=config.run,
         algorithm=config.algorithm.algorithm_name,
         cut=None if source == "tail" else format_cut(cut),
+        step=trainer.step,
         version=trainer.version,
         done=trainer.done,
         steps=config.steps,

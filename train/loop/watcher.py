@@ -14,13 +14,14 @@ class TrainingStart:
 
     Attributes:
         cut: of the log that it takes samples from; None for the tail.
-        version: policy version that its next step starts from.
+        step: number of the step that comes next, and the policy version that it starts from.
         done, steps: of this configuration: committed before, and asked for.
     """
 
     run: str
     algorithm: str
     cut: str | None
+    step: int
     version: int
     done: int
     steps: int

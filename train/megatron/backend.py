@@ -257,12 +257,19 @@ class TrainablePolicy:
         if micro.lengths is not None:
             return self._packed_outputs(model, micro)
         tokens = torch.from_numpy(micro.tokens).to(self.device)
+        length = tokens.shape[1]
+        tokens = torch.nn.functional.pad(tokens, (0, -length % self._multiple))
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         outputs: torch.Tensor = model(tokens, positions, None)
-        return outputs[..., : self.shape.outputs] if self.layout.last else outputs
+        return outputs[:, :length, : self.shape.outputs] if self.layout.last else outputs
+
+    @property
+    def _multiple(self) -> int:
+        """What the length of a forward pass is a multiple of."""
+        return self.layout.tensor if self.layout.sequence else 1
 
     def _packed_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
-        of = pack(micro, self.device)
+        of = pack(micro, self.device, self._multiple)
         places = None if self.shape.scores else of.before_trained
         with self._parts.output_places.only(places):
             given: torch.Tensor = model(of.tokens, of.positions, None, packed_seq_params=of.documents)
@@ -272,7 +279,8 @@ class TrainablePolicy:
         if not self.shape.scores:
             return outputs
         placed = outputs.new_zeros((*micro.tokens.shape, self.shape.scores))
-        return placed.index_put((of.rows, of.positions[0]), outputs)
+        count = len(of.rows)
+        return placed.index_put((of.rows, of.positions[0, :count]), outputs[:count])
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of which no step is taken."""

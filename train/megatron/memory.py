@@ -6,7 +6,7 @@ torch and Megatron as they are, not of a paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -158,5 +158,11 @@ def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dt
 def stages_of(shape: ModelShape, sizes: ParallelConfig) -> list[RankLayout]:
     """The layout of one rank of every pipeline stage; all ranks of a stage hold as much."""
     depths = equal_stages(shape.layers, sizes.pipeline)
-    shared = {"tensor": sizes.tensor, "expert_tensor": sizes.expert_tensor or sizes.tensor}
-    return [RankLayout(depths, stage, spread=sizes.expert, **shared) for stage in range(sizes.pipeline)]
+    of_first = RankLayout(
+        depths,
+        tensor=sizes.tensor,
+        expert_tensor=sizes.expert_tensor or sizes.tensor,
+        spread=sizes.expert,
+        sequence=sizes.sequence,
+    )
+    return [replace(of_first, stage=stage) for stage in range(sizes.pipeline)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Build:
         threads: of torch, on the CPU.
         dtype: of weights and activations: float32, or bfloat16, with float32 main weights and gradients.
         recompute: whether activations are not kept but computed again in the backward pass.
+        sequence: whether ranks that share each tensor share the tokens, too.
         distributed_optimizer: whether data-parallel copies share the optimizer's state.
     """
 
@@ -52,6 +53,7 @@ class Build:
     threads: int
     dtype: str = "float32"
     recompute: bool = False
+    sequence: bool = False
     distributed_optimizer: bool = False
 
     @property
@@ -103,7 +105,7 @@ def start_ranks(device: torch.device, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def layout_here(shape: ModelShape) -> RankLayout:
+def layout_here(shape: ModelShape, *, sequence: bool = False) -> RankLayout:
     """The layout of this process in Megatron's groups, stages of equal depth.
 
     Raises:
@@ -121,6 +123,7 @@ def layout_here(shape: ModelShape) -> RankLayout:
         expert_rank=ranks.get_expert_model_parallel_rank(),
         copy=ranks.get_data_parallel_rank(),
         expert_copy=ranks.get_expert_data_parallel_rank(),
+        sequence=sequence,
     )
     check_layout(shape, layout)
     return layout
@@ -139,7 +142,7 @@ def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Megatron
     """This rank's part of a model as megatron's GPTModel, with megatron's DDP and Adam."""
     set_deterministic(how.threads)
     start_ranks(how.device, how.seed)
-    layout = layout_here(shape)
+    layout = layout_here(shape, sequence=how.sequence)
     module = build_module(shape, layout, how.type, recompute=how.recompute).to(how.device)
     return _wrap(module, layout, optimizer, how)
 
@@ -154,8 +157,10 @@ def build_module(
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from rollbook.train.megatron.attention import PackedAttention
+    from rollbook.train.megatron.norm import Norm
 
     check_layout(shape, layout)
     config = _transformer_config(shape, layout, dtype, recompute=recompute)
@@ -167,10 +172,14 @@ def build_module(
         qk_layernorm=shape.qk_norm,
         normalization="RMSNorm",
     )
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    within, norms = layer.submodules, {"q_layernorm": Norm, "k_layernorm": Norm} if shape.qk_norm else {}
+    attention = replace(within.self_attention.submodules, core_attention=PackedAttention, **norms)
+    within.self_attention.submodules = attention
+    layer.submodules = replace(within, input_layernorm=Norm, pre_mlp_layernorm=Norm)
+    layers = TransformerBlockSubmodules([layer] * layout.stages[layout.stage], Norm)
     module = GPTModel(
         config=config,
-        transformer_layer_spec=layer,
+        transformer_layer_spec=layers,
         vocab_size=shape.padded_vocab,
         max_sequence_length=shape.context,
         pre_process=layout.first,
@@ -219,6 +228,7 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence,
         pipeline_model_parallel_size=len(layout.stages),
         variable_seq_lengths=len(layout.stages) > 1,
         moe_token_dispatcher_type="alltoall",
@@ -283,5 +293,5 @@ def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, how: Build) 
     if wanted.name == "muon":
         inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
         inner.optimizer = MuonBesideAdam(inner.optimizer, module, wanted)
-    places = OutputPlaces(getattr(module, "output_layer", None))
+    places = OutputPlaces(getattr(module, "output_layer", None), sequence=layout.sequence)
     return MegatronParts(module, wrapped, optimizer, layout, how.device, places)

@@ -16,13 +16,13 @@ from rollbook.train.data.batch import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The P tokens of a micro-batch's samples, one sample after the other.
+    """The S tokens of a micro-batch's samples, one sample after the other, and P - S more of nothing.
 
     Attributes:
         tokens, positions: int64 [1, P]; positions begin anew with each sample.
         documents: where samples begin and end, as Megatron's attention takes it.
         before_trained: int64 [N], the places whose next token is trained.
-        rows: int64 [P], the sample of each token.
+        rows: int64 [S], the sample of each token.
     """
 
     tokens: torch.Tensor
@@ -32,15 +32,22 @@ class Pack:
     rows: torch.Tensor
 
 
-def pack(micro: MicroBatch, device: torch.device) -> Pack:
-    """The samples of a micro-batch as one row."""
+def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
+    """The samples of a micro-batch as one row.
+
+    Args:
+        multiple: what the row's length is one of: as many zeros as it takes follow, as one more document.
+    """
     assert micro.lengths is not None
     real = np.arange(micro.tokens.shape[1]) < micro.lengths[:, None]
     rows, columns = np.nonzero(real)
     next_trained = np.zeros_like(real)
     next_trained[:, :-1] = micro.loss_mask[:, 1:]
-    ends = np.cumsum([0, *micro.lengths])
-    places = (micro.tokens[real], columns, np.flatnonzero(next_trained[real]), rows)
+    more = -len(rows) % multiple
+    ends = np.cumsum([0, *micro.lengths, *([more] if more else [])])
+    row = np.append(micro.tokens[real], np.zeros(more, micro.tokens.dtype))
+    places_ = np.append(columns, np.arange(more))
+    places = (row, places_, np.flatnonzero(next_trained[real]), rows)
     tokens, positions, before, at = (torch.from_numpy(array).to(device) for array in places)
     return Pack(tokens[None], positions[None], documents(ends, device), before, at)
 
@@ -65,12 +72,21 @@ def documents(ends: npt.NDArray[np.int64], device: torch.device) -> Any:
 
 class OutputPlaces:
     """Has an output layer compute some places of a pack only: the vocabulary is wide, and of prompts and of
-    tools' results nothing is asked."""
+    tools' results nothing is asked.
 
-    def __init__(self, layer: torch.nn.Module | None) -> None:
+    Args:
+        layer: Megatron's; None where it is another stage's.
+        sequence: ranks have some of the tokens each: here all are gathered, in place of in the layer.
+    """
+
+    def __init__(self, layer: Any, *, sequence: bool) -> None:
         self._places: torch.Tensor | None = None
-        if layer is not None:  # on the last pipeline stage
-            layer.register_forward_pre_hook(self._choose)
+        self._sequence = sequence
+        if layer is None:
+            return
+        layer.register_forward_pre_hook(self._choose)
+        if sequence:
+            vars(layer).update(sequence_parallel=False, allreduce_dgrad=True)
 
     @contextlib.contextmanager
     def only(self, places: torch.Tensor | None) -> Iterator[None]:
@@ -82,4 +98,10 @@ class OutputPlaces:
             self._places = None
 
     def _choose(self, _: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return given if self._places is None else (given[0][self._places], *given[1:])
+        hidden, *rest = given
+        if self._sequence:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # Every rank has the whole gradient of the layer's input, and keeps that of its own tokens.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden if self._places is None else hidden[self._places], *rest

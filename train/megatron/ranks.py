@@ -174,7 +174,8 @@ class Ranks:
             ModelError: the model cannot be spread so.
             RankError: a rank does not come.
         """
-        how = replace(how, distributed_optimizer=self.parallel.distributed_optimizer)
+        sizes = self.parallel
+        how = replace(how, sequence=sizes.sequence, distributed_optimizer=sizes.distributed_optimizer)
         check_layout(shape, self._layout(shape))
         if self.count == 1:
             return TrainablePolicy(shape, optimizer, how)
@@ -197,6 +198,7 @@ class Ranks:
             tensor=sizes.tensor,
             expert_tensor=sizes.expert_tensor or sizes.tensor,
             spread=sizes.expert,
+            sequence=sizes.sequence,
         )
 
     def _await_others(self) -> None:

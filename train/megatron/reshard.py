@@ -30,7 +30,7 @@ class RankLayout:
     every pipeline stage, and this rank is in stage `stage`. The tensors of an expert are shared by
     `expert_tensor` ranks: as many as `tensor`, or 1. `spread` ranks share the experts of a layer, of which
     this one is `expert_rank`. `copy` numbers the ranks that hold the same part, `expert_copy` those that hold
-    the same experts.
+    the same experts. With `sequence` the ranks that share each tensor share the tokens between them.
     """
 
     stages: tuple[int, ...]
@@ -42,6 +42,7 @@ class RankLayout:
     expert_rank: int = 0
     copy: int = 0
     expert_copy: int = 0
+    sequence: bool = False
 
     @property
     def first(self) -> bool:
@@ -124,6 +125,11 @@ def _check_experts(shape: ModelShape, layout: RankLayout) -> None:
                 f"expert = {layout.spread}: the model has no experts to spread over ranks; leave it 1"
             )
         return
+    if layout.tensor > 1 and not layout.sequence:
+        raise ModelError(
+            f"a mixture of experts on {layout.tensor} tensor-parallel ranks: these must share the tokens, "
+            "too: set parallel.sequence = true"
+        )
     if layout.expert_tensor not in (1, layout.tensor) or experts.ffn % layout.expert_tensor:
         raise ModelError(
             f"experts of width {experts.ffn} on {layout.tensor} tensor-parallel ranks cannot be split "

@@ -80,6 +80,8 @@ def test_a_minimal_file_has_the_documented_defaults(tmp_path: Path) -> None:
         ({"optimizer": {"decay": "WSD"}}, "optimizer: wsd_decay_steps"),
         ({"optimizer": {"wsd_decay_steps": 3}}, "optimizer: wsd_decay_steps"),
         ({"sync": {}}, "sync.engines: is missing"),
+        ({"parallel": {"sequence": True}}, "parallel: sequence: it goes with tensor above 1"),
+        ({"parallel": {"context": 2}}, "parallel: context 2: attention without"),
     ],
 )
 def test_a_wrong_key_is_named(values: dict[str, Any], key: str) -> None:

@@ -111,6 +111,13 @@ def test_a_critic_may_have_it(fabric: Any, recorded: Stores) -> None:
     assert replay_step(log, 1).bit_for_bit
 
 
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"distributed_optimizer": True}])
+def test_it_takes_whole_matrices(fabric: Any, parallel: dict[str, Any]) -> None:
+    """Layouts in which a rank has some of one are refused."""
+    with pytest.raises(ConfigError, match=f"leave parallel.{next(iter(parallel))}"):
+        fabric.config(fabric.SFT, optimizer={"name": "muon"}, parallel=parallel)
+
+
 def test_its_keys_belong_to_it(fabric: Any) -> None:
     """They are refused beside Adam."""
     with pytest.raises(ConfigError, match='go with name = "muon"'):

@@ -117,7 +117,7 @@ def test_tensor_ranks_have_their_groups(model_folders: Path) -> None:
         (RankLayout((2,), tensor=4), "2 key-value heads cannot be split over 4 tensor-parallel ranks"),
         (RankLayout((1, 2)), r"2 layers cannot be \[1, 2\] per pipeline stage"),
         (RankLayout((2, 0)), "2 layers cannot be"),
-        (RankLayout((2,), tensor=2, expert_tensor=3), "split over 3"),
+        (RankLayout((2,), tensor=2, expert_tensor=3, sequence=True), "split over 3"),
     ],
 )
 def test_uneven_splits_are_refused(model_folders: Path, layout: RankLayout, reason: str) -> None:
@@ -137,7 +137,9 @@ def test_what_must_divide(model_folders: Path) -> None:
     moe = read_shape(model_folders / "qwen3_moe")
     assert moe.experts is not None
     odd = replace(moe, experts=replace(moe.experts, ffn=23))
-    check_layout(odd, RankLayout((2,), tensor=2, expert_tensor=1))
+    check_layout(odd, RankLayout((2,), tensor=2, expert_tensor=1, sequence=True))
     with pytest.raises(ModelError, match="experts of width 23"):
-        check_layout(odd, RankLayout((2,), tensor=2, expert_tensor=2))
+        check_layout(odd, RankLayout((2,), tensor=2, expert_tensor=2, sequence=True))
+    with pytest.raises(ModelError, match=r"must share the tokens, too: set parallel\.sequence = true"):
+        check_layout(odd, RankLayout((2,), tensor=2, expert_tensor=1))
     assert {w.kind for w in plan(moe) if w.expert is not None} == {"gate_up", "row"}
