@@ -11,8 +11,8 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
-# One process more than cores, since tests wait now and then.
-PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
+# Two processes more than cores, since tests wait now and then.
+PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 2) --maxprocesses 4 --dist loadfile
 INSTALL := $(UV) pip install --quiet
 EXACT := $(INSTALL) --no-deps
 
@@ -42,13 +42,13 @@ test: $(STAMP)  ## the tests, but for those below; those of one file stay togeth
 	$(PYTEST) -m "not crashes and not ranks"
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
-	$(PYTEST) -m crashes
+	$(PYTEST) -m crashes --dist load
 
 test-ranks: $(STAMP)  ## trainings over two and four ranks, and ranks that die or hang
-	$(BIN)/pytest -m ranks tests/train tests/docs --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -m ranks tests/train tests/docs --numprocesses 3 --dist loadfile
 
 test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model folders, planted secrets
-	$(PYTEST) tests/hostile
+	$(PYTEST) tests/hostile --dist load
 
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
 	$(PYTEST) tests/bench

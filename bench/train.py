@@ -36,9 +36,15 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often each side takes a step, after one that warms up."""
+    """How often each side takes a step, after one that warms up.
+
+    Attributes:
+        again: steps of a turn before the one that counts: memory that lay idle while others took theirs comes
+            back slowly. The larger model's step is long enough.
+    """
 
     rounds: int = 5
+    again: int = 1
 
     @property
     def steps(self) -> int:
@@ -87,6 +93,8 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
         manifest = []
         for number in range(plan.rounds):
             for name in order(names, number):
+                for _ in range(0 if name == LARGE else plan.again):
+                    sides[name].ask()
                 answer = sides[name].ask()
                 seconds[name].append(answer["seconds"])
                 if name == LARGE:

@@ -32,7 +32,7 @@ OURS, PADDED, BARE = "rollbook", "rollbook_padded", "rollbook_without_digests"
 RECOMPUTED = "rollbook_recomputed"
 ONE_RANK, TWO_RANKS = "one_rank", "two_ranks"
 """Of one thread each."""
-LARGE, LARGE_SAMPLES = "rollbook_100m", 8
+LARGE, LARGE_SAMPLES = "rollbook_100m", 16
 """A step of the larger model, on a few of the samples: a whole step of them takes minutes."""
 PLAIN, PLAIN_PACKED = "transformers", "transformers_packed"
 

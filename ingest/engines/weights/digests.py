@@ -6,7 +6,9 @@ Engines verify what they loaded with this, and the trainer what it wrote: one di
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,10 @@ from rollbook.store.events import Json
 
 Tensors = dict[str, torch.Tensor]
 MANIFEST = "rollbook.json"
+HASHERS = 2
+"""Threads that hash tensors."""
+LARGE = 1 << 20
+"""Bytes of a tensor that a thread is given."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -46,8 +52,19 @@ def digest_tensors(tensors: Tensors) -> str:
 
 
 def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The same of tensors that come one at a time."""
-    return combine(line_of(name, tensor) for name, tensor in tensors)
+    """The same of tensors that come one at a time; large ones are hashed by threads meanwhile."""
+    lines: list[str] = []
+    waiting: deque[Future[str]] = deque()
+    with ThreadPoolExecutor(HASHERS) as pool:
+        for name, tensor in tensors:
+            if tensor.nbytes < LARGE:
+                lines.append(line_of(name, tensor))
+                continue
+            waiting.append(pool.submit(line_of, name, tensor))
+            if len(waiting) > HASHERS:  # no more of them are kept in memory
+                lines.append(waiting.popleft().result())
+        lines += [line.result() for line in waiting]
+    return combine(lines)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:
