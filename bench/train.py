@@ -5,7 +5,7 @@ The samples have long-tailed lengths. Each side is a process of its own, and tak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +24,17 @@ from rollbook.bench.train_sides import (
     PLAIN,
     PLAIN_PACKED,
     RECOMPUTED,
-    SIDES,
     TWO_RANKS,
     make_model,
     samples,
 )
 
+RUNS = (
+    (PLAIN, PLAIN_PACKED, OURS, PADDED, RECOMPUTED, BARE),
+    (ONE_RANK, TWO_RANKS),
+    (LARGE,),
+)
+"""The sides that take turns, run by run: those that are compared, and no others' memory beside theirs."""
 CLOSE = 1e-3
 """By how much the sides' first losses may differ: they are of the same samples and weights."""
 
@@ -48,8 +53,8 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """The rounds, and the one that warms up."""
-        return self.rounds + 1
+        """The rounds of each run, and the one that warms up."""
+        return len(RUNS) * (self.rounds + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +83,38 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
     model, large = folder / "model", folder / "large"
     make_model(model)
     make_model(large, BIG)
-    names = list(SIDES)
-    with ExitStack() as stack:
-        sides = {
-            name: stack.enter_context(
-                Process(name, _words(name, large if name == LARGE else model), folder, some_cores(2))
-            )
-            for name in names
-        }
-        first = {name: side.ask() for name, side in sides.items()}
-        _check({name: answer["loss"] for name, answer in first.items() if name != LARGE})
-        on_round()
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        manifest = []
-        for number in range(plan.rounds):
-            for name in order(names, number):
-                for _ in range(0 if name == LARGE else plan.again):
-                    sides[name].ask()
-                answer = sides[name].ask()
-                seconds[name].append(answer["seconds"])
-                if name == LARGE:
-                    manifest.append(answer["manifest"])
+    found = Measured({}, [], {}, sum(sample.trained for sample in samples()))
+    losses: dict[str, float] = {}
+    for names in RUNS:
+        with ExitStack() as stack:
+            sides = {
+                name: stack.enter_context(
+                    Process(name, _words(name, large if name == LARGE else model), folder, some_cores(2))
+                )
+                for name in names
+            }
+            first = {name: side.ask() for name, side in sides.items()}
+            losses |= {name: answer["loss"] for name, answer in first.items() if name != LARGE}
+            _check(losses)
             on_round()
-        peaks = {name: side.peak_rss() - first[name]["resident"] for name, side in sides.items()}
-    return Measured(seconds, manifest, peaks, sum(sample.trained for sample in samples()))
+            _take_turns(sides, plan, found, on_round)
+            for name, side in sides.items():
+                found.peaks[name] = side.peak_rss() - first[name]["resident"]
+    return found
+
+
+def _take_turns(
+    sides: Mapping[str, Process], plan: Plan, found: Measured, on_round: Callable[[], None]
+) -> None:
+    for number in range(plan.rounds):
+        for name in order(list(sides), number):
+            for _ in range(0 if name == LARGE else plan.again):
+                sides[name].ask()
+            answer = sides[name].ask()
+            found.seconds.setdefault(name, []).append(answer["seconds"])
+            if name == LARGE:
+                found.manifest.append(answer["manifest"])
+        on_round()
 
 
 def _words(side: str, model: Path) -> list[str]:

@@ -101,6 +101,11 @@ def test_figures() -> None:
     assert found["train.replayability_share_6m"].value == pytest.approx(0.1)
 
 
+def test_every_side_takes_its_turns() -> None:
+    """In one of the runs."""
+    assert sorted(name for run in train.RUNS for name in run) == sorted(SIDES)
+
+
 def test_another_loss_is_no_figure() -> None:
     """A side that does other work is not measured."""
     with pytest.raises(BenchError, match=r"rollbook: its first loss is 9\.5, that of transformers 9\.0"):

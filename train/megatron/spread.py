@@ -110,11 +110,13 @@ class Part:
         """On rank 0: of each weight and field the parts that the ranks hold, one after the other. Others send
         theirs, and yield nothing."""
         held = self.policy.pieces(kind)
+        shared = kind != "weights" and self.policy.distributed_optimizer
+        of_first = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in self._givers]
+        if all(copies == [0] for _, of in of_first for copies in of):  # there is nothing to send
+            return self._receiving([held], of_first) if self.rank == 0 else iter(())
         said = {name: {field: _announced(of[field]) for field in of} for name, of in held.items()}
         all_said: list[Held] | None = [said] * len(self.layouts) if self.rank == 0 else None
         dist.gather_object(said, all_said, dst=0)
-        shared = kind != "weights" and self.policy.distributed_optimizer
-        of_first = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in self._givers]
         if all_said is None:
             return self._sending(held, of_first)
         self._streaming = self._receiving([held, *all_said[1:]], of_first)

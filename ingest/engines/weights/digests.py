@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 MANIFEST = "rollbook.json"
 HASHERS = 2
 """Threads that hash tensors."""
-LARGE = 1 << 20
+LARGE = 1 << 21
 """Bytes of a tensor that a thread is given."""
 
 
