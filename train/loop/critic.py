@@ -10,13 +10,14 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_tensors
+from rollbook.ingest.engines.weights.digests import digest_stream, digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
 from rollbook.train.data.batch import Batch, MicroBatch
-from rollbook.train.loop.finite import check_tokens, digest_stage
+from rollbook.train.loop.finite import check_tokens, finite_values
+from rollbook.train.megatron.kept_digests import looked_at
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
@@ -93,9 +94,10 @@ def run_critic(
     losses = critic.forward_backward(batch.micro_batches, ValueLoss(algorithm, tokens), batch.shares)
     if finite:
         check_tokens("value_losses", losses, batch, plan.partition)
-    gradients = digest_stage("critic_gradients", critic.stream_gradients(), finite=finite)
+    look = finite_values("critic_gradients") if finite else None
+    gradients = digest_stream(looked_at(critic.stream_gradients(), look))
     norm = critic.optimizer_step(plan.critic["learning_rate"])
-    weights = digest_stage("critic_weights", critic.stream_weights(), finite=finite)
+    weights = critic.weights_digest(finite_values("critic_weights") if finite else None)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "critic_gradients": gradients,

@@ -3,14 +3,14 @@ committed. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_stream
 from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.data.batch import Batch, Partition, micro_batches_of
+from rollbook.train.megatron.kept_digests import Look
 
 
 def check_batch(batch: Batch, *, exact: bool = True) -> None:
@@ -85,25 +85,20 @@ def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, par
             raise _error(stage, f"{stage} of {sample} is {float(tensor[tuple(place)])}")
 
 
-def digest_stage(stage: str, tensors: Iterable[tuple[str, torch.Tensor]], *, finite: bool) -> str:
-    """Digest of a stage's named tensors, which come one at a time.
-
-    Args:
-        finite: check that every value is.
+def finite_values(stage: str) -> Look:
+    """What looks at a stage's tensors, each of whose values is to be finite.
 
     Raises:
         NotFiniteError: it names the stage and the first tensor.
     """
-    return digest_stream(_checked(stage, tensors) if finite else tensors)
 
-
-def _checked(stage: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors:
+    def look(name: str, tensor: torch.Tensor) -> None:
         # The least and the greatest are NaN where one is: forty times as fast as looking at each.
         if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise _error(stage, f"{stage}: {bad} of {tensor.numel()} values of {name} are not finite")
-        yield name, tensor
+
+    return look
 
 
 def _sample(batch: Batch, at: int) -> str:

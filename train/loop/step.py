@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_tensors
+from rollbook.ingest.engines.weights.digests import digest_stream, digest_tensors
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
@@ -23,9 +23,10 @@ from rollbook.train.algorithms.shapes import shaped
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop import metrics
 from rollbook.train.loop.critic import run_critic
-from rollbook.train.loop.finite import check_batch, check_samples, check_tokens, digest_stage
+from rollbook.train.loop.finite import check_batch, check_samples, check_tokens, finite_values
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
+from rollbook.train.megatron.kept_digests import looked_at
 from rollbook.train.megatron.policy import Policy
 
 STAGES = (
@@ -136,12 +137,13 @@ def _run_policy(
     if finite:
         check(given, values, batch, plan.partition)
         check("losses", losses, batch, plan.partition)
-    gradients = digest_stage("gradients", policy.stream_gradients(), finite=finite)
+    look = finite_values("gradients") if finite else None
+    gradients = digest_stream(looked_at(policy.stream_gradients(), look))
     if plan.critic is not None and plan.critic["alone"]:
         norm = policy.gradient_norm()
     else:
         norm = policy.optimizer_step(plan.learning_rate)
-    weights = digest_stage("weights", policy.stream_weights(), finite=finite)
+    weights = policy.weights_digest(finite_values("weights") if finite else None)
     digests = batch.digests() | {
         given: digest_tensors({str(i): t for i, t in enumerate(values)}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),

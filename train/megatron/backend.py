@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors, digest_stream, digest_tensors
+from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
+from rollbook.train.megatron.kept_digests import KeptDigests, Look
 from rollbook.train.megatron.model import Build, MegatronParts, build
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
@@ -45,6 +46,7 @@ class TrainablePolicy:
         self._stepped = stepped_of(self._parts.module, self._parts.optimizers)
         self.layout, self.distributed_optimizer = self._parts.layout, how.distributed_optimizer
         self._aside: list[torch.Tensor] = []
+        self._digests = KeptDigests()
 
     @property
     def device(self) -> torch.device:
@@ -115,12 +117,14 @@ class TrainablePolicy:
 
     def forget_optimizer_state(self) -> None:
         """Start the optimizer anew."""
+        self._digests.changed("state")
         for optimizer in self._parts.optimizers:
             optimizer.optimizer.state.clear()
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Put the weight of one of Megatron's names in place. Those that stand in for others that are aside
         are not the optimizer's."""
+        self._digests.changed("weights", "state")
         parameter, of = self._parts.module.get_parameter(name), self._stepped.get(name)
         with torch.no_grad():
             parameter.copy_(value)
@@ -130,6 +134,7 @@ class TrainablePolicy:
     def put_optimizer_state(self, name: str, field: str, value: torch.Tensor) -> None:
         """Put one field of the optimizer's state of a parameter in place, laid as the parameter; of it this
         rank takes what its optimizer steps."""
+        self._digests.changed("state")
         if (of := self._stepped.get(name)) is None:
             return
         own = of.own(value) if value.dim() else value
@@ -139,13 +144,13 @@ class TrainablePolicy:
         else:  # a copy each, since torch counts steps in place
             of.optimizer.state[of.tensor][field] = own.clone()
 
-    def weights_digest(self) -> str:
-        """Digest of the weights, as in checkpoints and engines."""
-        return digest_stream(self.stream_weights())
+    def weights_digest(self, look: Look | None = None) -> str:
+        """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
+        return self._digests.of("weights", self.stream_weights, look)
 
     def optimizer_digest(self) -> str:
         """Digest of the optimizer state."""
-        return digest_tensors(self.optimizer_state())
+        return self._digests.of("state", lambda: iter(self.optimizer_state().items()))
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -247,6 +252,7 @@ class TrainablePolicy:
 
     def put_back(self) -> None:
         """Put the weights of the last `put_aside` in place."""
+        self._digests.changed("weights")
         with torch.no_grad():
             for parameter, value in zip(self._parts.module.parameters(), self._aside, strict=True):
                 parameter.copy_(value)
@@ -289,6 +295,7 @@ class TrainablePolicy:
 
     def optimizer_step(self, learning_rate: float) -> float:
         """Clip and take one Adam step; the gradient norm before clipping."""
+        self._digests.changed("weights", "state")
         for group in self._parts.optimizer.param_groups:
             group["lr"] = learning_rate
         with timed("optimizer"):

@@ -10,6 +10,7 @@ import torch
 
 from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.train.data.batch import MicroBatch
+from rollbook.train.megatron.kept_digests import Look
 from rollbook.train.megatron.shape import ModelShape
 
 T = TypeVar("T")
@@ -54,11 +55,15 @@ class Policy(Protocol):
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place; an empty one starts the optimizer anew."""
 
-    def weights_digest(self) -> str:
-        """Digest of the weights, as in checkpoints and engines."""
+    def weights_digest(self, look: Look | None = None) -> str:
+        """Digest of the weights, as in checkpoints and engines; kept until a method here changes them.
+
+        Args:
+            look: what is to look at each tensor first; it may raise.
+        """
 
     def optimizer_digest(self) -> str:
-        """Digest of the optimizer state."""
+        """Digest of the optimizer state, kept likewise."""
 
     def seed_step(self, seed: int) -> None:
         """Set every random generator for a step."""

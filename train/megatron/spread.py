@@ -12,11 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rollbook.ingest.engines.weights.digests import Tensors, digest_stream
+from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind, TrainablePolicy
+from rollbook.train.megatron.kept_digests import KeptDigests, Look
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import (
@@ -263,6 +264,7 @@ class SpreadPolicy:
     def __init__(self, part: Part, ask: Ask) -> None:
         self._part, self._ask = part, ask
         self.shape, self.device = part.shape, part.policy.device
+        self._digests = KeptDigests()
 
     def load_weights(self, tensors: Tensors) -> None:
         """Put Hugging Face weights in place, on each rank its part.
@@ -270,6 +272,7 @@ class SpreadPolicy:
         Raises:
             ModelError: they are another architecture's.
         """
+        self._digests.changed("weights", "state")
         fitting = checked(tensors, self.shape)
         names = [name for weight in plan(self.shape) for name in weight.huggingface]
         own = {name: fitting[name].contiguous() for name in names}
@@ -301,19 +304,20 @@ class SpreadPolicy:
 
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place, on each rank its part."""
+        self._digests.changed("state")
         number = {weight.megatron: at for at, weight in enumerate(plan(self.shape))}
         split = [(key.rpartition("."), value.contiguous()) for key, value in state.items()]
         own = [(number[name], field, value) for (name, _, field), value in split]
         said = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
         self._ask("take_state", said, own=lambda: self._part.spread_state(own))
 
-    def weights_digest(self) -> str:
-        """Digest of the weights, as in checkpoints and engines."""
-        return digest_stream(self.stream_weights())
+    def weights_digest(self, look: Look | None = None) -> str:
+        """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
+        return self._digests.of("weights", self.stream_weights, look)
 
     def optimizer_digest(self) -> str:
         """Digest of the optimizer state."""
-        return digest_stream(self._stream_state())
+        return self._digests.of("state", self._stream_state)
 
     def seed_step(self, seed: int) -> None:
         """Set every random generator of all ranks for a step."""
@@ -361,6 +365,7 @@ class SpreadPolicy:
             self.load_weights(weights)
             yield
         finally:
+            self._digests.changed("weights")
             self._ask("put_back")
 
     def gradient_norm(self) -> float:
@@ -369,5 +374,6 @@ class SpreadPolicy:
 
     def optimizer_step(self, learning_rate: float) -> float:
         """Clip and take one step; the gradient norm before clipping."""
+        self._digests.changed("weights", "state")
         norm: float = self._ask("optimizer_step", learning_rate)
         return norm

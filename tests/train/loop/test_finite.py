@@ -29,8 +29,9 @@ from rollbook.train.data.batch import Batch, build_batch, partition
 from rollbook.train.data.experience import experience_of
 from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop import trainer
-from rollbook.train.loop.finite import check_batch, check_tokens, digest_stage
+from rollbook.train.loop.finite import check_batch, check_tokens, finite_values
 from rollbook.train.megatron.backend import TrainablePolicy
+from rollbook.train.megatron.kept_digests import looked_at
 
 Stores = Callable[..., Store]
 GRPO = Grpo(name="grpo", group_size=4, groups=1)
@@ -57,7 +58,8 @@ def test_finite_numbers_pass(samples: list[Sample]) -> None:
     teacher = [replace(s, reward=None, logprobs=np.full(len(s), np.nan, np.float32)) for s in samples]
     check_batch(_batch(teacher, Sft(name="sft")))
     check_tokens("losses", [torch.zeros(4, 3)], _batch(samples), partition(4, None))
-    digest_stage("weights", [("a", torch.zeros(3))], finite=True)
+    finite_values("weights")("a", torch.zeros(3))
+    finite_values("weights")("none", torch.zeros(0))
 
 
 def test_a_reward_without_end(samples: list[Sample]) -> None:
@@ -102,8 +104,10 @@ def test_the_first_tensor_is_named() -> None:
     """With how much of it is lost."""
     tensors = [("a", torch.zeros(3)), ("b", torch.tensor([0.0, float("inf"), float("nan")]))]
     with pytest.raises(NotFiniteError, match="gradients: 2 of 3 values of b are not finite"):
-        digest_stage("gradients", tensors, finite=True)
-    assert digest_stage("gradients", tensors, finite=False)
+        dict(looked_at(iter(tensors), finite_values("gradients")))
+    for value in (float("inf"), -float("inf"), float("nan")):
+        with pytest.raises(NotFiniteError, match="1 of 2 values of c"):
+            finite_values("weights")("c", torch.tensor([1.0, value], dtype=torch.bfloat16))
 
 
 # A training ----------------------------------------------------------------------------------------
