@@ -25,8 +25,8 @@ from rollbook.store.fold.trajectory import prompt_sha256
 ROOT = Path(__file__).parents[1]
 BARE_NAMES = ("store", "ingest", "train", "replay")
 
-# A first call imports; a busy machine pauses. Neither is what a property says. A run takes the examples of the
-# last one, so that what fails is what was changed; `--hypothesis-profile search` looks for others.
+# A first call imports; a busy machine pauses. Neither is what a property says. A run takes the examples of
+# the last one, so that what fails is what was changed; `--hypothesis-profile search` looks for others.
 settings.register_profile("search", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same")
