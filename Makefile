@@ -42,13 +42,13 @@ test: $(STAMP)  ## the tests, but for those below; those of one file stay togeth
 	$(PYTEST) -m "not crashes and not ranks"
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
-	$(PYTEST) -m crashes --dist load
+	$(PYTEST) -m crashes
 
 test-ranks: $(STAMP)  ## trainings over two and four ranks, and ranks that die or hang
 	$(BIN)/pytest -m ranks tests/train tests/docs --numprocesses 3 --dist loadfile
 
 test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model folders, planted secrets
-	$(PYTEST) tests/hostile --dist load
+	$(PYTEST) tests/hostile
 
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
 	$(PYTEST) tests/bench
