@@ -41,15 +41,9 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often each side takes a step, after one that warms up.
-
-    Attributes:
-        again: steps of a turn before the one that counts: memory that lay idle while others took theirs comes
-            back slowly. The larger model's step is long enough.
-    """
+    """How often each side takes a step, after one that warms up."""
 
     rounds: int = 5
-    again: int = 1
 
     @property
     def steps(self) -> int:
@@ -108,7 +102,7 @@ def _take_turns(
 ) -> None:
     for number in range(plan.rounds):
         for name in order(list(sides), number):
-            for _ in range(0 if name == LARGE else plan.again):
+            if len(sides) > 1:  # memory that lay idle while others took their turns comes back slowly
                 sides[name].ask()
             answer = sides[name].ask()
             found.seconds.setdefault(name, []).append(answer["seconds"])

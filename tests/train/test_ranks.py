@@ -98,11 +98,17 @@ def test_a_training_is_that_of_one_rank(
     assert replayed.environment == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+NARROW = LAYOUTS | {
+    "data 2, distributed optimizer": (2, {"distributed_optimizer": True}),
+    "tensor 2, sequence": (2, {"tensor": 2, "sequence": True}),
+}
+
+
+@pytest.mark.parametrize("layout", NARROW)
 def test_bfloat16(fabric: Any, recorded: Stores, layout: str) -> None:
     """Near that of one rank, in whatever layout; one rank goes on from its checkpoint with the float32
     weights; every step replays."""
-    count, sizes = LAYOUTS[layout]
+    count, sizes = NARROW[layout]
     logs = [recorded("one"), recorded("ranks")]
     settings = [
         fabric.config(
@@ -128,14 +134,16 @@ def test_bfloat16(fabric: Any, recorded: Stores, layout: str) -> None:
         assert 0 < float((mains[1][name] - main).abs().max()) < 2e-4, name
 
 
-def test_ppo_with_its_critic(fabric: Any, recorded: Stores) -> None:
-    """On two data-parallel ranks, with mini-batches and a reference; replayed."""
+@pytest.mark.parametrize("sizes", [{}, {"distributed_optimizer": True}, {"tensor": 2, "sequence": True}])
+def test_ppo_with_its_critic(fabric: Any, recorded: Stores, sizes: dict[str, Any]) -> None:
+    """On two ranks, with mini-batches and a reference; replayed."""
     logs = []
     for ranks in (1, 2):
         log = recorded(f"ranks-{ranks}")
         algorithm = {"name": "ppo", "groups": 8, "mini_batches": 2, "kl": 0.1}
         changes = {"algorithm": algorithm, "steps": 2, "optimizer": SGD_LIKE, "critic": SGD_LIKE}
-        fabric.train(log, fabric.config(fabric.GRPO, **changes), ranks=ranks)
+        parallel = {} if ranks == 1 else sizes
+        fabric.train(log, fabric.config(fabric.GRPO, **changes, parallel=parallel), ranks=ranks)
         logs.append(log)
     _same(*logs)
     values = [[step.metrics["value_loss"] for step in _of(log, StepCommitted)] for log in logs]

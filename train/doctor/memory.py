@@ -9,8 +9,8 @@ import torch
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check, Verdict
-from rollbook.train.megatron.memory import Asked, Memory, Pass, memory_of, parameters, stages_of
-from rollbook.train.megatron.reshard import check_layout
+from rollbook.train.megatron.memory import Asked, Memory, Pass, memory_of, parameters
+from rollbook.train.megatron.reshard import check_layout, stages_of
 from rollbook.train.megatron.shape import ModelShape, shape_to_train
 
 

@@ -17,7 +17,6 @@ from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
 from rollbook.train.data.batch import Batch, MicroBatch
 from rollbook.train.loop.finite import check_tokens, finite_values
-from rollbook.train.megatron.kept_digests import looked_at
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
@@ -95,7 +94,7 @@ def run_critic(
     if finite:
         check_tokens("value_losses", losses, batch, plan.partition)
     look = finite_values("critic_gradients") if finite else None
-    gradients = digest_stream(looked_at(critic.stream_gradients(), look))
+    gradients = digest_stream(critic.stream_gradients(), look)
     norm = critic.optimizer_step(plan.critic["learning_rate"])
     weights = critic.weights_digest(finite_values("critic_weights") if finite else None)
     digests = {

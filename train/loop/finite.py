@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rollbook.ingest.engines.weights.digests import Look
 from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.data.batch import Batch, Partition, micro_batches_of
-from rollbook.train.megatron.kept_digests import Look
 
 
 def check_batch(batch: Batch, *, exact: bool = True) -> None:

@@ -26,7 +26,6 @@ from rollbook.train.loop.critic import run_critic
 from rollbook.train.loop.finite import check_batch, check_samples, check_tokens, finite_values
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
-from rollbook.train.megatron.kept_digests import looked_at
 from rollbook.train.megatron.policy import Policy
 
 STAGES = (
@@ -138,7 +137,7 @@ def _run_policy(
         check(given, values, batch, plan.partition)
         check("losses", losses, batch, plan.partition)
     look = finite_values("gradients") if finite else None
-    gradients = digest_stream(looked_at(policy.stream_gradients(), look))
+    gradients = digest_stream(policy.stream_gradients(), look)
     if plan.critic is not None and plan.critic["alone"]:
         norm = policy.gradient_norm()
     else:

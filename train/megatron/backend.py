@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
-from rollbook.train.megatron.kept_digests import KeptDigests, Look
+from rollbook.train.megatron.kept_digests import KeptDigests
 from rollbook.train.megatron.model import Build, MegatronParts, build
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
@@ -124,11 +124,12 @@ class TrainablePolicy:
     def put(self, name: str, value: torch.Tensor) -> None:
         """Put the weight of one of Megatron's names in place. Those that stand in for others that are aside
         are not the optimizer's."""
-        self._digests.changed("weights", "state")
+        self._digests.changed("weights")
         parameter, of = self._parts.module.get_parameter(name), self._stepped.get(name)
         with torch.no_grad():
             parameter.copy_(value)
             if not self._aside and of is not None and of.narrow:
+                self._digests.changed("state")
                 of.tensor.copy_(of.own(parameter))
 
     def put_optimizer_state(self, name: str, field: str, value: torch.Tensor) -> None:

@@ -6,13 +6,12 @@ torch and Megatron as they are, not of a paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.megatron.reshard import RankLayout, equal_stages, holds, part_of, tied_output
+from rollbook.train.megatron.reshard import RankLayout, holds, part_of, tied_output
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.weight_names import plan, weight_shapes
 
@@ -153,16 +152,3 @@ def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dt
     if given.padded_to is not None:  # Megatron's own attention holds the scores of all pairs
         found += (1 if wide else 3) * heads * given.padded_to
     return found
-
-
-def stages_of(shape: ModelShape, sizes: ParallelConfig) -> list[RankLayout]:
-    """The layout of one rank of every pipeline stage; all ranks of a stage hold as much."""
-    depths = equal_stages(shape.layers, sizes.pipeline)
-    of_first = RankLayout(
-        depths,
-        tensor=sizes.tensor,
-        expert_tensor=sizes.expert_tensor or sizes.tensor,
-        spread=sizes.expert,
-        sequence=sizes.sequence,
-    )
-    return [replace(of_first, stage=stage) for stage in range(sizes.pipeline)]

@@ -46,8 +46,8 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
     more = -len(rows) % multiple
     ends = np.cumsum([0, *micro.lengths, *([more] if more else [])])
     row = np.append(micro.tokens[real], np.zeros(more, micro.tokens.dtype))
-    places_ = np.append(columns, np.arange(more))
-    places = (row, places_, np.flatnonzero(next_trained[real]), rows)
+    columns = np.append(columns, np.arange(more))
+    places = (row, columns, np.flatnonzero(next_trained[real]), rows)
     tokens, positions, before, at = (torch.from_numpy(array).to(device) for array in places)
     return Pack(tokens[None], positions[None], documents(ends, device), before, at)
 

@@ -8,9 +8,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.data.batch import MicroBatch
-from rollbook.train.megatron.kept_digests import Look
 from rollbook.train.megatron.shape import ModelShape
 
 T = TypeVar("T")

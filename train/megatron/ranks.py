@@ -33,7 +33,7 @@ from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.launch import Launched
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
-from rollbook.train.megatron.reshard import RankLayout, check_layout, equal_stages
+from rollbook.train.megatron.reshard import check_layout, stages_of
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.spread import Part, SpreadPolicy
 
@@ -176,7 +176,7 @@ class Ranks:
         """
         sizes = self.parallel
         how = replace(how, sequence=sizes.sequence, distributed_optimizer=sizes.distributed_optimizer)
-        check_layout(shape, self._layout(shape))
+        check_layout(shape, stages_of(shape, sizes)[0])
         if self.count == 1:
             return TrainablePolicy(shape, optimizer, how)
         if not self._joined:
@@ -189,17 +189,6 @@ class Ranks:
         with self._heard():
             part = self._parts[name] = Part.made(shape, optimizer, how)
         return SpreadPolicy(part, functools.partial(self._ask, name))
-
-    def _layout(self, shape: ModelShape) -> RankLayout:
-        """Rank 0's layout."""
-        sizes = self.parallel
-        return RankLayout(
-            stages=equal_stages(shape.layers, sizes.pipeline),
-            tensor=sizes.tensor,
-            expert_tensor=sizes.expert_tensor or sizes.tensor,
-            spread=sizes.expert,
-            sequence=sizes.sequence,
-        )
 
     def _await_others(self) -> None:
         """Wait until every rank is there.

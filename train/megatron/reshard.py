@@ -9,11 +9,12 @@ ranks in order. The tensors of an expert are split like a dense layer's, or whol
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rollbook.store.errors import ModelError
+from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.weight_names import Weight, checked, parts, plan, shard
 
@@ -92,6 +93,19 @@ class Piece:
 def equal_stages(layers: int, count: int) -> tuple[int, ...]:
     """Layers of `count` pipeline stages of one depth; more layers than there are, where that cannot be."""
     return (-(-layers // count),) * count
+
+
+def stages_of(shape: ModelShape, sizes: ParallelConfig) -> list[RankLayout]:
+    """The layout of one rank of every pipeline stage; all ranks of a stage hold as much."""
+    depths = equal_stages(shape.layers, sizes.pipeline)
+    of_first = RankLayout(
+        depths,
+        tensor=sizes.tensor,
+        expert_tensor=sizes.expert_tensor or sizes.tensor,
+        spread=sizes.expert,
+        sequence=sizes.sequence,
+    )
+    return [replace(of_first, stage=stage) for stage in range(sizes.pipeline)]
 
 
 def check_layout(shape: ModelShape, layout: RankLayout) -> None:

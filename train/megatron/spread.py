@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind, TrainablePolicy
-from rollbook.train.megatron.kept_digests import KeptDigests, Look
+from rollbook.train.megatron.kept_digests import KeptDigests
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import (
@@ -112,15 +112,15 @@ class Part:
         theirs, and yield nothing."""
         held = self.policy.pieces(kind)
         shared = kind != "weights" and self.policy.distributed_optimizer
-        of_first = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in self._givers]
-        if all(copies == [0] for _, of in of_first for copies in of):  # there is nothing to send
-            return self._receiving([held], of_first) if self.rank == 0 else iter(())
+        from_ = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in self._givers]
+        if all(copies == [0] for _, of in from_ for copies in of):  # there is nothing to send
+            return self._receiving([held], from_) if self.rank == 0 else iter(())
         said = {name: {field: _announced(of[field]) for field in of} for name, of in held.items()}
         all_said: list[Held] | None = [said] * len(self.layouts) if self.rank == 0 else None
         dist.gather_object(said, all_said, dst=0)
         if all_said is None:
-            return self._sending(held, of_first)
-        self._streaming = self._receiving([held, *all_said[1:]], of_first)
+            return self._sending(held, from_)
+        self._streaming = self._receiving([held, *all_said[1:]], from_)
         return self._streaming
 
     def drain(self) -> None:
@@ -272,7 +272,11 @@ class SpreadPolicy:
         Raises:
             ModelError: they are another architecture's.
         """
-        self._digests.changed("weights", "state")
+        self._digests.changed("state")  # the float32 weights that it may have
+        self._put(tensors)
+
+    def _put(self, tensors: Tensors) -> None:
+        self._digests.changed("weights")
         fitting = checked(tensors, self.shape)
         names = [name for weight in plan(self.shape) for name in weight.huggingface]
         own = {name: fitting[name].contiguous() for name in names}
@@ -362,7 +366,7 @@ class SpreadPolicy:
         """
         self._ask("put_aside")
         try:
-            self.load_weights(weights)
+            self._put(weights)
             yield
         finally:
             self._digests.changed("weights")

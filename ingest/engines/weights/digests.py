@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
 
 Tensors = dict[str, torch.Tensor]
+Look = Callable[[str, torch.Tensor], None]
+"""Called with the name of a tensor and the tensor; it may raise."""
 MANIFEST = "rollbook.json"
 HASHERS = 2
 """Threads that hash tensors."""
@@ -51,12 +53,18 @@ def digest_tensors(tensors: Tensors) -> str:
     return digest_stream(tensors.items())
 
 
-def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The same of tensors that come one at a time; large ones are hashed by threads meanwhile."""
+def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> str:
+    """The same of tensors that come one at a time; large ones are hashed by threads meanwhile.
+
+    Args:
+        look: what is to look at each tensor first.
+    """
     lines: list[str] = []
     waiting: deque[Future[str]] = deque()
     with ThreadPoolExecutor(HASHERS) as pool:
         for name, tensor in tensors:
+            if look is not None:
+                look(name, tensor)
             if tensor.nbytes < LARGE:
                 lines.append(line_of(name, tensor))
                 continue

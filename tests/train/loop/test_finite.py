@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.ingest.engines.weights.digests import digest_stream, read_weights
 from rollbook.store import Store
 from rollbook.store.errors import NotFiniteError
 from rollbook.store.events import (
@@ -31,7 +31,6 @@ from rollbook.train.data.samples import Sample, all_samples
 from rollbook.train.loop import trainer
 from rollbook.train.loop.finite import check_batch, check_tokens, finite_values
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.kept_digests import looked_at
 
 Stores = Callable[..., Store]
 GRPO = Grpo(name="grpo", group_size=4, groups=1)
@@ -104,7 +103,8 @@ def test_the_first_tensor_is_named() -> None:
     """With how much of it is lost."""
     tensors = [("a", torch.zeros(3)), ("b", torch.tensor([0.0, float("inf"), float("nan")]))]
     with pytest.raises(NotFiniteError, match="gradients: 2 of 3 values of b are not finite"):
-        dict(looked_at(iter(tensors), finite_values("gradients")))
+        digest_stream(tensors, finite_values("gradients"))
+    assert digest_stream(tensors)
     for value in (float("inf"), -float("inf"), float("nan")):
         with pytest.raises(NotFiniteError, match="1 of 2 values of c"):
             finite_values("weights")("c", torch.tensor([1.0, value], dtype=torch.bfloat16))

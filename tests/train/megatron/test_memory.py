@@ -12,9 +12,10 @@ import torch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, parameters_of, stages_of
+from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, parameters_of
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.packed import documents
+from rollbook.train.megatron.reshard import stages_of
 from rollbook.train.megatron.shape import Experts, ModelShape
 
 CPU = torch.device("cpu")
