@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned

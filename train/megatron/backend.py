@@ -73,7 +73,9 @@ class TrainablePolicy:
         Most are views of the live weights: use or copy each before the next step.
         """
         own = stream_weights(self.own_weights(), self.shape)
-        return own if self.lora is None else merged(own, self.adapter(), self.lora.scale)
+        if self.lora is None or self._aside:  # others in their place come without factors
+            return own
+        return merged(own, self.adapter(), self.lora.scale)
 
     def load_adapter(self, tensors: Tensors) -> None:
         """Put low-rank factors in place, under PEFT's names.

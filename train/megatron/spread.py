@@ -275,6 +275,8 @@ class SpreadPolicy:
         self._part, self._ask = part, ask
         self.shape, self.device, self.lora = part.shape, part.policy.device, part.policy.lora
         self._digests = KeptDigests()
+        self._others = False
+        """Whether others are in the place of its own weights, which come without factors."""
 
     def load_weights(self, tensors: Tensors) -> None:
         """Put Hugging Face weights in place, on each rank its part. As `Policy`.
@@ -302,7 +304,9 @@ class SpreadPolicy:
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under Hugging Face names, one at a time, gathered from the ranks."""
         own = self._stream("weights")
-        return own if self.lora is None else merged(own, self.adapter(), self.lora.scale)
+        if self.lora is None or self._others:
+            return own
+        return merged(own, self.adapter(), self.lora.scale)
 
     def adapter(self) -> Tensors:
         """The low-rank factors, under PEFT's names, gathered from the ranks."""
@@ -389,10 +393,12 @@ class SpreadPolicy:
             ModelError: they are another architecture's.
         """
         self._ask("put_aside")
+        self._others = True
         try:
             self._spread("weights", checked(weights, self.shape))
             yield
         finally:
+            self._others = False
             self._digests.changed("weights")
             self._ask("put_back")
 
