@@ -334,12 +334,14 @@ def _meant(loc: Sequence[int | str]) -> str:
     }
     here = set(TABLES.get(table, {}).get(kind, TrainConfig).model_fields)
     where = f"[{table}]" if table else "the top of the file"
-    if near := difflib.get_close_matches(key, sorted(here), 1):
+    near = difflib.get_close_matches(key, sorted(here), 1)
+    elsewhere = [name for name, keys in held.items() if key in keys and name != table]
+    if near and not elsewhere:
         return f"did you mean {near[0]}?"
     others = TABLES.get(table, {}).items()
     if fitting := [other for other, model in others if key in model.model_fields]:
         return f'it goes with name = "{fitting[0]}"'
-    if elsewhere := [name for name, keys in held.items() if key in keys and name != table]:
+    if elsewhere:
         places = " and ".join(
             f"[{name}]" if name else "the top of the file, before all tables" for name in elsewhere
         )
