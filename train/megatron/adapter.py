@@ -39,11 +39,11 @@ class Factors(torch.nn.Module):
         }
         for name, (dims, split, dim) in made.items():
             parameter: Any = torch.nn.Parameter(torch.zeros(dims, dtype=like.dtype))
-            # By these Megatron counts what all ranks have once in the gradient's norm.
-            parameter.tensor_model_parallel = split and layout.tensor > 1
-            parameter.partition_dim, parameter.partition_stride = dim if split else -1, 1
-            parameter.allreduce = True
-            parameter.sequence_parallel = layout.sequence and not split
+            # By these Megatron counts what all ranks have once in the gradient's norm, and sums the rest.
+            marks = {"partition_dim": dim if split else -1, "partition_stride": 1, "allreduce": True}
+            marks |= {"tensor_model_parallel": split and layout.tensor > 1}
+            marks |= {"sequence_parallel": layout.sequence and not split}
+            vars(parameter).update(marks)
             self.register_parameter(name, parameter)
 
 
