@@ -188,6 +188,12 @@ class TrainConfig(Table):
     """What to do if a step's numbers are not finite: end with an error, or drop its samples by the rule
     `not_finite` and take the next batch (at most 8 times in a row). Weights that are not finite always end
     the training."""
+    mode: Literal["async", "hybrid"] = "async"
+    """How samples that agents finish meanwhile, with --source tail, become steps: a whole rollout batch is
+    awaited, then scored and trained on (async); or its parts are scored as they come (hybrid)."""
+    num_iters_per_train_update: Positive = 4
+    """With mode = "hybrid": parts in which a rollout batch is scored, with the weights of its first step. The
+    update is one, over all of it."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """With --source tail: end the training after this long without a full batch."""
     algorithm: AnyAlgorithm
