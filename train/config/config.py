@@ -188,9 +188,10 @@ class TrainConfig(Table):
     """What to do if a step's numbers are not finite: end with an error, or drop its samples by the rule
     `not_finite` and take the next batch (at most 8 times in a row). Weights that are not finite always end
     the training."""
-    mode: Literal["async", "hybrid"] = "async"
-    """How samples that agents finish meanwhile, with --source tail, become steps: a whole rollout batch is
-    awaited, then scored and trained on (async); or its parts are scored as they come (hybrid)."""
+    mode: Literal["async", "hybrid", "colocate"] = "async"
+    """How training and engines go together, with --source tail. async: each on devices of its own; a rollout
+    batch is awaited, then scored and trained on. hybrid: the same, but parts of the batch are scored as they
+    come. colocate: they share the devices, and take turns: who waits gives its memory away."""
     num_iters_per_train_update: Positive = 4
     """With mode = "hybrid": parts in which a rollout batch is scored, with the weights of its first step. The
     update is one, over all of it."""
@@ -253,6 +254,11 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _trained_fits(self) -> TrainConfig:
+        if self.mode == "colocate" and (self.sync is None or self.sync.sync_every > 1):
+            raise ValueError(
+                'mode "colocate": engines that gave their memory away are given weights after each rollout '
+                "batch: name them in [sync], with sync_every = 1"
+            )
         if self.lora is not None and self.algorithm.head_width:
             raise ValueError(
                 f"[lora]: {self.algorithm.algorithm_name} trains the head of a reward model, which has no "

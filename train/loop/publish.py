@@ -162,6 +162,10 @@ class Publisher:
                 raise
             self._note(record)
 
+    def has_checkpoint(self, version: int) -> bool:
+        """Whether there is one of this version, that training can resume from."""
+        return self._checkpointed == version
+
     def restored(self, version: int) -> None:
         """Note that training resumes from this version's checkpoint."""
         self._checkpointed = version
@@ -176,6 +180,7 @@ class Publisher:
         checkpoint: bool,
         sync: bool,
         critic: Policy | None = None,
+        before_cache: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a version's checkpoint if requested, and sync the engines to it.
 
@@ -184,6 +189,7 @@ class Publisher:
             checkpoint: write one with the optimizer's state, so that training can resume from it.
             sync: send it to the engines, if there are any.
             critic: its state goes into the checkpoint.
+            before_cache: as of `Syncer.sync`.
         """
         wanted = checkpoint and self._checkpointed != version
         sync = sync and self._config.sync is not None
@@ -193,17 +199,37 @@ class Publisher:
         if wanted:
             self._checkpointed = version
         if sync:
-            self._sync(policy, version, record)
+            self._sync(policy, version, record, before_cache=before_cache)
 
-    def keep_served(self, policy: Policy, version: int, like: Path, phase: str) -> None:
+    def rest(self, version: int) -> None:
+        """Have the engines give their memory away, until the sync of this version.
+
+        Raises:
+            EngineLostError: none of them can be reached for `wait_s`.
+            EngineError: one of them does not.
+        """
+        self._connected()
+        assert self._config.sync is not None
+        await_one(self._engines, self._config.sync.wait_s)
+        self._connected().rest(self._config.policy, version)
+
+    def lost(self) -> list[str]:
+        """Engines that were restarted since their last sync."""
+        return [] if self._syncer is None else self._syncer.lost()
+
+    def keep_served(self, policy: Policy, version: int, like: Path, phase: str, lost: Sequence[str]) -> None:
         """Sync the current version to engines that were restarted since their last sync."""
-        lost = [] if self._syncer is None else self._syncer.lost()
-        if lost:
-            with contextlib.suppress(EngineError):  # it became unreachable again, which the log records
-                self.sync_current(policy, version, like, phase, lost)
+        with contextlib.suppress(EngineError):  # it became unreachable again, which the log records
+            self.sync_current(policy, version, like, phase, lost)
 
     def sync_current(
-        self, policy: Policy, version: int, like: Path, phase: str, only: Sequence[str] = ()
+        self,
+        policy: Policy,
+        version: int,
+        like: Path,
+        phase: str,
+        only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
     ) -> None:
         """Sync the engines, or some of them, to the version that training resumes from."""
         if self._config.sync is None:
@@ -212,7 +238,7 @@ class Publisher:
         record = held[-1] if held else None
         if record is None and self._syncs_from_disk():
             record = self._write_checkpoint(policy, version, like, phase, whole=False)
-        self._sync(policy, version, record, only)
+        self._sync(policy, version, record, only, before_cache)
 
     def _write_checkpoint(
         self,
@@ -257,6 +283,7 @@ class Publisher:
         version: int,
         record: CheckpointWritten | None,
         only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
     ) -> None:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
@@ -270,7 +297,7 @@ class Publisher:
         begun = time.monotonic()
         while True:
             try:
-                syncer.sync(release, policy.stream_weights, only)
+                syncer.sync(release, policy.stream_weights, only, before_cache)
                 return
             except EngineLostError:
                 left = begun + sync.wait_s - time.monotonic()

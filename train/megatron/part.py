@@ -216,6 +216,14 @@ class Part:
         """As the policy's, of all ranks together."""
         return self.policy.optimizer_step(learning_rate)
 
+    def offload(self) -> None:
+        """As the policy's."""
+        self.policy.offload()
+
+    def onload(self) -> None:
+        """As the policy's."""
+        self.policy.onload()
+
     def put_aside(self) -> None:
         """As the policy's."""
         self.policy.put_aside()

@@ -171,6 +171,14 @@ class SpreadPolicy:
             self._digests.changed("weights")
             self._ask("put_back")
 
+    def offload(self) -> None:
+        """Give the memory that all ranks hold away, until `onload`."""
+        self._ask("offload")
+
+    def onload(self) -> None:
+        """Take it again; gradients are lost."""
+        self._ask("onload")
+
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of which no step is taken."""
         return float(torch.stack([gradient.norm() for _, gradient in self.stream_gradients()]).norm())
