@@ -125,15 +125,9 @@ def write_checkpoint(
         own = (optimizer, *(critic or (None, None)), adapter and adapter.tensors)
         beside = zip(_FILES.items(), own, strict=True)
         lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
-        record = CheckpointWritten(
-            policy=policy,
-            policy_version=version,
-            path=str(name),
-            weights_digest=combine(saved.values()),
-            optimizer_digest=combine(lines["optimizer"].values()) if "optimizer" in lines else None,
-            phase=phase,
-            bytes=sum(file.stat().st_size for file in building.iterdir()),
-        )
+        size = sum(file.stat().st_size for file in building.iterdir())
+        digests = [None if of is None else combine(of.values()) for of in (saved, lines.get("optimizer"))]
+        record = CheckpointWritten(policy, version, str(name), str(digests[0]), digests[1], phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}
         make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))

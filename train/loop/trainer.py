@@ -32,12 +32,12 @@ from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
 from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished
+from rollbook.train.loop.device_turns import DeviceTurns
 from rollbook.train.loop.experiences import oldest_of
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.restore import fingerprint_of, restored
 from rollbook.train.loop.spent import Spent
 from rollbook.train.loop.step import run_step, step_seed
-from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 
 SKIPS_IN_A_ROW = 8
@@ -78,16 +78,13 @@ class Trainer:
         self._publisher = Publisher(config, log, writer, history)
         if not history.checkpoints:
             self._publisher.adopt_model()
-        self._shares = config.mode == "colocate"
-        """Whether engines have the devices while it waits."""
-        self._away = False
-        """Whether they have them, and its own memory is given away."""
-        if self._shares:
-            self._publisher.rest(history.version)
+        self._turns = DeviceTurns(self._publisher, shares=config.mode == "colocate")
+        self._turns.take(history.version)
         made = restored(config, log, history, self._phase, ranks, warn)
         self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
         self._like, self._lora = made.base.path, made.lora
         self._publisher.lora = made.lora
+        self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
@@ -147,7 +144,7 @@ class Trainer:
         compares = self._config.recipe.group_statistics == "all"
         others = dropped_members(selection.samples, selection.drops) if compares else []
         drops = list(selection.drops)
-        self._take_devices(self.version + len(parts))
+        self._turns.take(self.version + len(parts))
         scored, iterations = self._experiences.came(selection.samples) or (None, [])
         self._batch = BatchInHand(
             selection.samples,
@@ -325,7 +322,7 @@ class Trainer:
             checkpoint=last or self._due(config.checkpoint_every),
             sync=sync,
             critic=self.critic,
-            before_cache=self._give_away,
+            before_cache=self._turns.offload,
         )
         self._spent.published(begun)
 
@@ -336,7 +333,7 @@ class Trainer:
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of this version, unless there is one."""
         if not self._publisher.has_checkpoint(self.version):
-            self._take_again()
+            self._turns.onload()
         self._publisher.publish(
             self.policy,
             self.version,
@@ -351,44 +348,24 @@ class Trainer:
         """Sync the engines to the version that training starts from."""
         self.served = self.version
         self._publisher.sync_current(
-            self.policy, self.version, self._like, self._phase, before_cache=self._give_away
+            self.policy, self.version, self._like, self._phase, before_cache=self._turns.offload
         )
 
     def wait_for_engines(self) -> None:
         """Let engines that share the devices with the training have them: it is going to wait for samples."""
-        if self._shares and not self._away:
+        if self._turns.shares and not self._turns.away:
             self.sync_current()
 
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
         """Within, the training has the devices, while it waits, too; engines that share them are given
         weights again afterwards."""
-        if not self._away:
+        if not self._turns.away:
             yield
             return
-        self._take_devices(self.version)
+        self._turns.take(self.version)
         yield
         self.sync_current()
-
-    def _take_devices(self, version: int) -> None:
-        """Have engines that share the devices give them up, until the sync of a version."""
-        if self._shares:
-            self._publisher.rest(version)
-            self._take_again()
-
-    def _give_away(self) -> None:
-        for policy in self._policies if self._shares else ():
-            policy.offload()
-        self._away = self._shares
-
-    def _take_again(self) -> None:
-        for policy in self._policies if self._away else ():
-            policy.onload()
-        self._away = False
-
-    @property
-    def _policies(self) -> list[Policy]:
-        return [policy for policy in (self.policy, self.critic) if policy is not None]
 
     def keep_served(self) -> None:
         """Sync the current version again to restarted engines, while the trainer waits for samples.
@@ -397,9 +374,9 @@ class Trainer:
         """
         if time.monotonic() - self._looked > LOOK_S:
             if lost := self._publisher.lost():
-                self._take_again()
+                self._turns.onload()
                 self._publisher.keep_served(self.policy, self.version, self._like, self._phase, lost)
-                self._give_away()
+                self._turns.offload()
             self._looked = time.monotonic()
 
     def close(self) -> None:

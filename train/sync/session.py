@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from rollbook.ingest.engines.sglang.protocol import release_of
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
@@ -36,16 +35,15 @@ from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.sync.control import (
     ASLEEP,
     EMBEDDED,
-    SESSIONS_SINCE,
     UNVERIFIED,
     WAKING,
     EngineControl,
     EngineInfo,
 )
-from rollbook.train.sync.fits import check_fits
+from rollbook.train.sync.fits import check_fits, check_transport
 from rollbook.train.sync.given_memory import GivenMemory
 from rollbook.train.sync.presence import looking_at
-from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
+from rollbook.train.sync.transports import Receiver, Transport, Weights
 
 DRAIN = "drain"
 POLL_S = 0.01
@@ -256,7 +254,8 @@ class Syncer:
         """Check, before anything is sent, that the engine can take the release, and read its description and
         ranks."""
         info, held = engine.info(), self._held.pop(engine.url, None)
-        self._memory.take_weights(engine, info)
+        if held is None or engine.url in self._begun:  # also of one that another trainer left
+            self._memory.take_weights(engine, info)
         if self._options.pause == "in_place" and info.overlap:
             # The step running at the pause uses the old weights, but SGLang attributes its token to the new
             # ones.
@@ -264,19 +263,10 @@ class Syncer:
                 f"engine {engine.url}: in_place would give one token of each running request a wrong version"
             )
             raise EngineError(f"{text}; start it with --disable-overlap-schedule, or pause by retract")
-        self._check_sessions(engine.url, info)
+        check_transport(engine.url, info, self._transport.name)
         ranks = engine.checksums() if held is None else held
         check_fits(engine.url, info, ranks, release.names, release.shape, release.dtype)
         return info, ranks
-
-    def _check_sessions(self, url: str, info: EngineInfo) -> None:
-        found = release_of(info.version)
-        too_old = info.kind != EMBEDDED and found is not None and found < (release_of(SESSIONS_SINCE) or ())
-        if self._transport.name != FromDisk.name and too_old:
-            raise EngineError(
-                f"engine {url}: SGLang {info.version} takes no weights by {self._transport.name}: use "
-                f'{SESSIONS_SINCE} or newer, or transport = "disk"'
-            )
 
     def _halt(self, attempt: SyncAttempt) -> None:
         """Pause the engine, after its requests are drained if the options say so."""
