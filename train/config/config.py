@@ -103,6 +103,9 @@ class SyncConfig(Table):
     broadcast."""
     sync_every: Positive = 1
     """Optimizer steps between syncs."""
+    overlap: bool = False
+    """Go on while weights travel: the next samples are gathered, scored and trained on meanwhile. It takes a
+    copy of the weights in the host's memory, unless they travel by disk."""
     partial_rollout: bool = False
     """Update weights while requests run; they continue with the new version. Otherwise requests finish
     first."""
@@ -254,6 +257,10 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _trained_fits(self) -> TrainConfig:
+        if self.mode == "colocate" and self.sync is not None and self.sync.overlap:
+            raise ValueError(
+                'sync.overlap: with mode "colocate" training waits while weights travel: leave it out'
+            )
         if self.mode == "colocate" and (self.sync is None or self.sync.sync_every > 1):
             raise ValueError(
                 'mode "colocate": engines that gave their memory away are given weights after each rollout '

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +21,7 @@ from rollbook.ingest.engines.weights.digests import (
     digest_tensors,
     read_manifest,
     read_weights,
+    stream_files,
 )
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.store import Event, Store
@@ -41,7 +44,7 @@ from rollbook.train.megatron.weight_names import checked, weight_shapes
 from rollbook.train.sync.control import EMBEDDED, EngineControl
 from rollbook.train.sync.presence import await_one
 from rollbook.train.sync.session import DRAIN, Release, Syncer, SyncOptions
-from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
+from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport, Weights
 
 ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
 
@@ -120,6 +123,9 @@ class Publisher:
         self._transport: Transport | None = None
         self.lora: LoraTraining | None = None
         """The training of low-rank factors, where it is one."""
+        self._sender = ThreadPoolExecutor(1, "rollbook-sync")
+        self._travels: Future[None] | None = None
+        """The sync that is under way while training goes on."""
         self._checkpointed: int | None = None
         """The newest version with a checkpoint that training can resume from."""
         self.on_written: Callable[..., None] = lambda *records: None
@@ -181,6 +187,7 @@ class Publisher:
         sync: bool,
         critic: Policy | None = None,
         before_cache: Callable[[], None] = lambda: None,
+        overlap: bool = False,
     ) -> None:
         """Write a version's checkpoint if requested, and sync the engines to it.
 
@@ -190,7 +197,12 @@ class Publisher:
             sync: send it to the engines, if there are any.
             critic: its state goes into the checkpoint.
             before_cache: as of `Syncer.sync`.
+            overlap: return while the sync is under way.
+
+        Raises:
+            EngineError: this sync, or one that was under way, gave no engine its version.
         """
+        self.settle()
         wanted = checkpoint and self._checkpointed != version
         sync = sync and self._config.sync is not None
         record = None
@@ -199,7 +211,22 @@ class Publisher:
         if wanted:
             self._checkpointed = version
         if sync:
-            self._sync(policy, version, record, before_cache=before_cache)
+            self._sync(policy, version, record, before_cache=before_cache, overlap=overlap)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a sync is."""
+        return self._travels is not None and not self._travels.done()
+
+    def settle(self) -> None:
+        """Wait for the sync that is under way.
+
+        Raises:
+            EngineError: it gave no engine its version.
+        """
+        if (travels := self._travels) is not None:
+            self._travels = None
+            travels.result()
 
     def rest(self, version: int) -> None:
         """Have the engines give their memory away, until the sync of this version.
@@ -215,10 +242,11 @@ class Publisher:
 
     def lost(self) -> list[str]:
         """Engines that were restarted since their last sync."""
-        return [] if self._syncer is None else self._syncer.lost()
+        return [] if self._syncer is None or self.under_way else self._syncer.lost()
 
     def keep_served(self, policy: Policy, version: int, like: Path, phase: str, lost: Sequence[str]) -> None:
         """Sync the current version to engines that were restarted since their last sync."""
+        self.settle()
         with contextlib.suppress(EngineError):  # it became unreachable again, which the log records
             self.sync_current(policy, version, like, phase, lost)
 
@@ -284,20 +312,39 @@ class Publisher:
         record: CheckpointWritten | None,
         only: Sequence[str] = (),
         before_cache: Callable[[], None] = lambda: None,
+        overlap: bool = False,
     ) -> None:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
         names = tuple(weight_shapes(policy.shape))
         own = (policy.shape.head_dim, self._config.run, names, policy.shape, self._config.dtype)
         release = Release(self._config.policy, version, digest, path, *own)
-        syncer, sync = self._connected(), self._config.sync
-        assert sync is not None
+        self._connected()
         if isinstance(self._transport, FromDisk):
             self._transport.path = place_inside(self._log.path, path)
+        if not overlap:
+            self._send(release, policy.stream_weights, only, before_cache)
+            return
+        if isinstance(self._transport, FromDisk):
+            weights: Weights = functools.partial(stream_files, self._transport.path)
+        else:  # the next step changes those that are in place
+            held = [(name, tensor.detach().cpu().clone()) for name, tensor in policy.stream_weights()]
+            weights = functools.partial(iter, held)
+        self._travels = self._sender.submit(self._send, release, weights)
+
+    def _send(
+        self,
+        release: Release,
+        weights: Weights,
+        only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
+    ) -> None:
+        sync = self._config.sync
+        assert sync is not None
         begun = time.monotonic()
         while True:
             try:
-                syncer.sync(release, policy.stream_weights, only, before_cache)
+                self._connected().sync(release, weights, only, before_cache)
                 return
             except EngineLostError:
                 left = begun + sync.wait_s - time.monotonic()
@@ -325,7 +372,8 @@ class Publisher:
         return self._syncer
 
     def close(self) -> None:
-        """Close connections."""
+        """Close connections, once what is under way has ended."""
+        self._sender.shutdown()
         if self._syncer is not None:
             self._syncer.close()
 

@@ -90,8 +90,7 @@ class Trainer:
         self.done = len(history.of_family(family))
         self._algorithm = _adapted(config.algorithm, history.of_family(family))
         self._batch = unfinished(log, history, self._phase, config)
-        self.served = self.version
-        """The version that the engines serve; without configured engines, the last published one."""
+        self._served = self._served_before = self.version
         self._held_back: list[Drop] = []
         """Drops of steps that were skipped, until a plan follows."""
         self._recorded_drops: list[Drop] = []
@@ -303,6 +302,11 @@ class Trainer:
             "alone": self.done < config.alone_steps,
         }
 
+    @property
+    def served(self) -> int:
+        """The version that the engines serve; without configured engines, the last published one."""
+        return self._served_before if self._publisher.under_way else self._served
+
     # Checkpoints and engines ------------------------------------------------------------------
 
     def publish(self) -> None:
@@ -313,7 +317,8 @@ class Trainer:
         begun = time.perf_counter()
         config, last = self._config, self.done >= self._config.steps
         sync = config.sync is not None and (last or self._due(config.sync.sync_every))
-        self.served = self.version if sync or config.sync is None else self.served
+        if sync or config.sync is None:
+            self._served_before, self._served = self.served, self.version
         self._publisher.publish(
             self.policy,
             self.version,
@@ -323,6 +328,7 @@ class Trainer:
             sync=sync,
             critic=self.critic,
             before_cache=self._turns.offload,
+            overlap=config.sync is not None and config.sync.overlap and not last,
         )
         self._spent.published(begun)
 
@@ -346,7 +352,7 @@ class Trainer:
 
     def sync_current(self) -> None:
         """Sync the engines to the version that training starts from."""
-        self.served = self.version
+        self._served_before = self._served = self.version
         self._publisher.sync_current(
             self.policy, self.version, self._like, self._phase, before_cache=self._turns.offload
         )
