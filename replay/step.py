@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 import torch
@@ -15,7 +15,9 @@ from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.lora import recorded_lora
 from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.loop.base import put_in_place
 from rollbook.train.loop.critic import recorded_critic, restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.experiences import Experiences
@@ -84,8 +86,9 @@ def replay_step(
     base, between = history.base_for(step, plan.phase)
     device = choose_device(str(plan.environment["device"]).split(":")[0])
     with Ranks(*recorded_parallel(plan.environment.get("parallel") or {})) as ranks:
-        trainable, critic = _restored(log, base, plan, device, ranks)
-        experiences = Experiences(trainable, References(log, history), critic)
+        references = References(log, history)
+        trainable, critic = _restored(log, base, plan, device, ranks, references)
+        experiences = Experiences(trainable, references, critic)
         reran, last = _run_until_different(log, trainable, experiences, [*between, target], history.run)
         layout = ranks.described
     return StepReplay(
@@ -114,7 +117,12 @@ def _differences(plan: StepPlanned, device: torch.device, layout: Json) -> list[
 
 
 def _restored(
-    log: Store, base: CheckpointWritten, plan: StepPlanned, device: torch.device, ranks: Ranks
+    log: Store,
+    base: CheckpointWritten,
+    plan: StepPlanned,
+    device: torch.device,
+    ranks: Ranks,
+    references: References,
 ) -> tuple[Policy, Policy | None]:
     """The policy, and the critic if the step has one, as they were when a checkpoint was written."""
     checkpoint = place_inside(log.path, base.path)
@@ -122,9 +130,9 @@ def _restored(
     how = Build(1, device, plan.seed, int(plan.environment["threads"]), plan.environment["dtype"])
     goes_on = base.phase == plan.phase
     optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
-    policy = ranks.policy("actor", shape, optimizer, how)
-    policy.load_weights(held.weights)
-    policy.load_optimizer_state(held.optimizer or {} if goes_on else {})
+    lora = None if plan.lora is None else recorded_lora(plan.lora)
+    policy = ranks.policy("actor", shape, optimizer, replace(how, lora=None if lora is None else lora.config))
+    put_in_place(policy, held, lora, references, goes_on=goes_on)
     if plan.critic is None:
         return policy, None
     return policy, restored_critic(ranks, shape, recorded_critic(plan), held, how, goes_on=goes_on)

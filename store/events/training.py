@@ -107,6 +107,9 @@ class StepPlanned:
     were compared with: each with its `trajectory_id`, `run`, `group`, `reward`, its `tokens` that could have
     been trained, and whether it was `truncated`. It is null where there is none, and after the first
     committed step on a rollout batch.
+    `lora` is null where the policy's weights are trained; otherwise low-rank factors beside those of version
+    `base_version` are: their `rank`, `alpha`, `targets` (null: all that there are), and the `seed` that they
+    began by.
     """
 
     KIND: ClassVar[str] = "step.planned"
@@ -131,6 +134,7 @@ class StepPlanned:
     critic: Json | None = None
     packed: bool = False
     others: list[Json] | None = None
+    lora: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ VERSIONS: Mapping[str, int] = {
     "policy.activated": 2,
     "reward.assigned": 2,
     "sample.dropped": 2,
-    "step.planned": 4,
+    "step.planned": 5,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
@@ -52,6 +52,11 @@ def _step_planned_2(values: Values) -> Values:
 def _step_planned_3(values: Values) -> Values:
     """Version 4 says which dropped members of their groups samples were compared with. Before, with none."""
     return values | {"others": None}
+
+
+def _step_planned_4(values: Values) -> Values:
+    """Version 5 says which low-rank factors were trained. Before, weights were."""
+    return values | {"lora": None}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -93,6 +98,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("step.planned", 1): _step_planned_1,
     ("step.planned", 2): _step_planned_2,
     ("step.planned", 3): _step_planned_3,
+    ("step.planned", 4): _step_planned_4,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,

@@ -47,4 +47,9 @@ def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) 
 
 def test_before_version_3_samples_were_padded() -> None:
     """There was no other way."""
-    assert upcast("step.planned", 2, {"step": 3}) == {"step": 3, "packed": False, "others": None}
+    assert upcast("step.planned", 2, {"step": 3}) == {
+        "step": 3,
+        "packed": False,
+        "others": None,
+        "lora": None,
+    }

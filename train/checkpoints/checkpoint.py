@@ -29,38 +29,58 @@ from rollbook.store.inside import place_inside, read_small
 from rollbook.store.permissions import make_empty
 from rollbook.train.checkpoints.building import building_beside
 from rollbook.train.checkpoints.tensor_file import TensorKind, kind_of, write_tensors
+from rollbook.train.config.lora import LoraTraining, recorded_lora
 from rollbook.train.megatron.shape import SCORE_LABELS, SCORES, read_shape
 from rollbook.train.megatron.weight_names import weight_shapes
 
 MANIFEST = "rollbook.json"
+LORA = "lora"
+"""The manifest's key of the training of low-rank factors."""
 MANIFEST_BYTES = 64 << 20
 """Largest size of the manifest, which has one line per tensor."""
 OPTIMIZER = "optimizer.safetensors"
 WEIGHTS = "model.safetensors"
 CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
+ADAPTER = "adapter.safetensors"
 _TENSORS = {
     "weights": "tensors",
     "optimizer": "optimizer_tensors",
     "critic": "critic_tensors",
     "critic_optimizer": "critic_optimizer_tensors",
+    "adapter": "adapter_tensors",
 }
 """The manifest's keys of the digests by tensor."""
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 """How transformers calls the classes of each family."""
-_FILES = {"optimizer": OPTIMIZER, "critic": CRITIC, "critic_optimizer": CRITIC_OPTIMIZER}
+_FILES = {
+    "optimizer": OPTIMIZER,
+    "critic": CRITIC,
+    "critic_optimizer": CRITIC_OPTIMIZER,
+    "adapter": ADAPTER,
+}
 """What a checkpoint may hold beside its weights, each in a file of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """Low-rank factors under PEFT's names, and the training that made them."""
+
+    tensors: Tensors
+    lora: LoraTraining
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """What a checkpoint holds. `optimizer` is None where only weights were written; so are the critic's
-    weights and optimizer, and also where the algorithm has no critic."""
+    weights and optimizer, and also where the algorithm has no critic. `adapter` is None where no low-rank
+    factors were trained; otherwise the weights have their products in them."""
 
     weights: Tensors
     optimizer: Tensors | None = None
     critic: Tensors | None = None
     critic_optimizer: Tensors | None = None
+    adapter: Adapter | None = None
 
 
 def checkpoint_name(run: str, policy: str, version: int) -> Path:
@@ -79,6 +99,7 @@ def write_checkpoint(
     like: Path,
     phase: str | None,
     critic: tuple[Tensors, Tensors] | None = None,
+    adapter: Adapter | None = None,
     scores: int = 0,
 ) -> CheckpointWritten:
     """Write a checkpoint durably; returns the event that records it.
@@ -87,6 +108,7 @@ def write_checkpoint(
         weights: named tensors, or a stream of all of them in the order of `weight_names.plan`.
         like: a model directory whose other files (config, tokenizer, template) are copied.
         critic: weights and optimizer state of the critic.
+        adapter: the low-rank factors whose products the weights have in them.
         scores: what the head of a reward model that is begun here gives; `like` may be a policy.
 
     Raises:
@@ -102,7 +124,8 @@ def write_checkpoint(
         if scores:
             _name_head(building / "config.json", scores)
         saved = _save_weights(weights, building, like)
-        beside = zip(_FILES.items(), (optimizer, *(critic or (None, None))), strict=True)
+        factors = None if adapter is None else adapter.tensors
+        beside = zip(_FILES.items(), (optimizer, *(critic or (None, None)), factors), strict=True)
         lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
         record = CheckpointWritten(
             policy=policy,
@@ -114,6 +137,8 @@ def write_checkpoint(
             bytes=sum(file.stat().st_size for file in building.iterdir()),
         )
         manifest = manifest_of(run, record, {"weights": saved} | lines)
+        if adapter is not None:
+            manifest[LORA] = adapter.lora.described
         make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
         _make_durable(building, target)
     return record
@@ -156,15 +181,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = orjson.loads(read_small(file, MANIFEST_BYTES))
         digests = {what: manifest[f"{what}_digest"] for what in ("weights", "optimizer")}
-        digests |= {what: manifest.get(f"{what}_digest") for what in ("critic", "critic_optimizer")}
+        later = ("critic", "critic_optimizer", "adapter")
+        digests |= {what: manifest.get(f"{what}_digest") for what in later}
+        lora = None if manifest.get(LORA) is None else recorded_lora(manifest[LORA])
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error!r}") from error
-    held = {"weights": read_weights(path)}
+    held: dict[str, Any] = {"weights": read_weights(path)}
     held |= {what: _load(path / file) for what, file in _FILES.items() if digests[what] is not None}
     for what, tensors in held.items():
         if digest_tensors(tensors) != digests[what]:
             raise ModelError(f"{path}: {what} damaged: {_damage(tensors, manifest.get(_TENSORS[what]))}")
-    return Checkpoint(**held)
+    factors = held.pop("adapter", None)
+    adapter = None if factors is None or lora is None else Adapter(factors, lora)
+    return Checkpoint(**held, adapter=adapter)
 
 
 def _damage(tensors: Tensors, recorded: Any) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a directory for others: configuration, tokenizer and weights, no optimizer."""
+"""A checkpoint as a directory for others: a model with configuration and tokenizer, or its adapter alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from rollbook.ingest.engines.weights.digests import line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
 from rollbook.store.errors import InterchangeError, ModelError
-from rollbook.store.events import CheckpointWritten
+from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.destination import destination
-from rollbook.train.checkpoints.checkpoint import MANIFEST, holds_weights, manifest_of
+from rollbook.train.checkpoints.checkpoint import (
+    MANIFEST,
+    Adapter,
+    holds_weights,
+    manifest_of,
+    read_checkpoint,
+)
+from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
+
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedModel:
-    """What was exported: `checkpoint` is the folder it comes from, `to` where it is, of `bytes` in all."""
+    """What was exported: `checkpoint` is the folder it comes from, `to` where it is, of `bytes` in all.
+    `weights_digest` is that of the version's weights; with an adapter they have its products in them."""
 
     run: str
     policy: str
@@ -58,6 +69,56 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         size = sum(file.stat().st_size for file in building.iterdir())
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
+
+
+def export_adapter(log: Store, out: Path, version: int | None, run: str | None, policy: str) -> ExportedModel:
+    """Write a version's low-rank factors as an adapter of PEFT, which is loaded beside the weights that they
+    were trained beside. Arguments as of `export_model`.
+
+    Raises:
+        InterchangeError: there is no such checkpoint, it has no factors, or `out` exists or cannot be
+            written.
+        ModelError: the checkpoint is damaged.
+    """
+    run, held = _of_run(_checkpoints(log, policy), run, policy)
+    record = _of_version(held, version, run)
+    adapter = read_checkpoint(place_inside(log.path, record.path)).adapter
+    if adapter is None:
+        raise InterchangeError(
+            f"version {record.policy_version} of policy {policy!r}, run {run!r}, has no adapter: it was "
+            "trained without [lora]; `rollbook export model` writes its weights"
+        )
+    base = held.get(adapter.lora.base_version)
+    beside = "" if base is None else str(place_inside(log.path, base.path))
+    kinds = {name: kind_of(tensor) for name, tensor in adapter.tensors.items()}
+    with destination(out, folder=True) as building:
+        write_tensors(building / PEFT_WEIGHTS, kinds, adapter.tensors.items())
+        said = orjson.dumps(peft_config(adapter, beside), option=orjson.OPT_INDENT_2)
+        (building / PEFT_CONFIG).write_bytes(said)
+        size = sum(file.stat().st_size for file in building.iterdir())
+    what = (run, policy, record.policy_version, record.weights_digest)
+    return ExportedModel(*what, record.path, str(out), size)
+
+
+def peft_config(adapter: Adapter, base: str) -> Json:
+    """What PEFT calls an adapter's `adapter_config.json`.
+
+    Args:
+        base: model directory that it is beside.
+    """
+    lora = adapter.lora.config
+    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.tensors}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 _Found = dict[str, dict[int, CheckpointWritten]]

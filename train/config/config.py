@@ -24,6 +24,7 @@ from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
 from rollbook.train.config.fitting import check_recipe
+from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
 from rollbook.train.table import Count, Positive, Table
@@ -199,6 +200,8 @@ class TrainConfig(Table):
     """The optimizer and its learning-rate schedule."""
     critic: CriticConfig | None = None
     """The critic of an algorithm that has one; absent: with all defaults."""
+    lora: LoraConfig | None = None
+    """Low-rank factors that are trained in place of the weights; absent: the weights are."""
     parallel: ParallelConfig = ParallelConfig()
     """How the training is spread over its ranks."""
     sync: SyncConfig | None = None
@@ -231,6 +234,24 @@ class TrainConfig(Table):
                 "[sync]: engines serve policies, and "
                 f"{self.algorithm.algorithm_name} trains a reward model: leave the table out"
             )
+        steps = self.algorithm.demand.steps
+        if self.steps % steps:
+            raise ValueError(
+                f"steps {self.steps} is no multiple of the {steps} steps that are taken on each rollout "
+                "batch (algorithm.epochs times algorithm.mini_batches)"
+            )
+        if self.algorithm.algorithm_name in ALGORITHMS:  # one of the user's own may measure what it likes
+            known = {column.name for column in RECORDED}
+            check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
+        return self
+
+    @model_validator(mode="after")
+    def _trained_fits(self) -> TrainConfig:
+        if self.lora is not None and self.algorithm.head_width:
+            raise ValueError(
+                f"[lora]: {self.algorithm.algorithm_name} trains the head of a reward model, which has no "
+                "factors: leave the table out"
+            )
         names = {self.optimizer.name, self.critic and self.critic.name}
         if "muon" in names and self.parallel.tensor > 1:
             raise ValueError(
@@ -241,15 +262,8 @@ class TrainConfig(Table):
                 'optimizer.name "muon" takes whole matrices: leave parallel.distributed_optimizer out, or '
                 'take "adamw"'
             )
-        steps = self.algorithm.demand.steps
-        if self.steps % steps:
-            raise ValueError(
-                f"steps {self.steps} is no multiple of the {steps} steps that are taken on each rollout "
-                "batch (algorithm.epochs times algorithm.mini_batches)"
-            )
-        if self.algorithm.algorithm_name in ALGORITHMS:  # one of the user's own may measure what it likes
-            known = {column.name for column in RECORDED}
-            check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
+        if self.lora is not None and self.optimizer.name == "muon":
+            raise ValueError('optimizer.name "muon" takes whole matrices: with [lora] take "adamw"')
         return self
 
     @property
@@ -287,6 +301,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "admission": {"": AdmissionConfig},
     "optimizer": {"": OptimizerConfig},
     "critic": {"": CriticConfig},
+    "lora": {"": LoraConfig},
     "parallel": {"": ParallelConfig},
     "sync": {"": SyncConfig},
     "evaluation": {"": EvaluationConfig},
@@ -319,12 +334,14 @@ def _meant(loc: Sequence[int | str]) -> str:
     }
     here = set(TABLES.get(table, {}).get(kind, TrainConfig).model_fields)
     where = f"[{table}]" if table else "the top of the file"
-    if near := difflib.get_close_matches(key, sorted(here), 1):
+    near = difflib.get_close_matches(key, sorted(here), 1)
+    elsewhere = [name for name, keys in held.items() if key in keys and name != table]
+    if near and not elsewhere:
         return f"did you mean {near[0]}?"
     others = TABLES.get(table, {}).items()
     if fitting := [other for other, model in others if key in model.model_fields]:
         return f'it goes with name = "{fitting[0]}"'
-    if elsewhere := [name for name, keys in held.items() if key in keys and name != table]:
+    if elsewhere:
         places = " and ".join(
             f"[{name}]" if name else "the top of the file, before all tables" for name in elsewhere
         )

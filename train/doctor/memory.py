@@ -71,6 +71,7 @@ def need_of(config: TrainConfig, shape: ModelShape, longest: int, ranks: int) ->
         critic="values" in needs,
         reference="reference" in needs,
         sharing=sizes.copies(ranks) if sizes.distributed_optimizer else 1,
+        lora=config.lora,
     )
     stages = stages_of(shape, sizes)
     for stage in stages:

@@ -127,6 +127,7 @@ def _write_again(config: TrainConfig, log: Store, base: CheckpointWritten, versi
         like=path,
         phase=base.phase,
         critic=None if held.critic is None else (held.critic, held.critic_optimizer or {}),
+        adapter=held.adapter,
     )
 
 

@@ -14,6 +14,9 @@ from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.lora import LoraTraining
+from rollbook.train.loop.scoring import References
+from rollbook.train.megatron.lora import fresh_factors
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.shape import ModelShape, read_shape
 
@@ -72,6 +75,30 @@ def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) ->
             f'dtype = "{config.dtype}" would round: train it on in float32, or begin a run of its own '
             "with them (`rollbook export model`, and its folder as `model`)"
         )
+
+
+def put_in_place(
+    policy: Policy, held: Checkpoint, lora: LoraTraining | None, references: References, *, goes_on: bool
+) -> None:
+    """Put what a checkpoint holds in place.
+
+    Args:
+        lora: the training of low-rank factors, if it is one.
+        references: by which the weights are read that factors are beside.
+        goes_on: whether the checkpoint is one of the same training; else it begins there.
+
+    Raises:
+        TrainError: there is no checkpoint of the weights that factors are beside.
+        ModelError: it is damaged.
+    """
+    if lora is None or not goes_on:
+        policy.load_weights(held.weights)
+    else:
+        policy.load_weights(references.read(lora.base_version, "the base of [lora]: version"))
+    if lora is not None:
+        went = held.adapter.tensors if goes_on and held.adapter is not None else None
+        policy.load_adapter(went or fresh_factors(policy.shape, lora.config, lora.seed))
+    policy.load_optimizer_state(held.optimizer or {} if goes_on else {})
 
 
 def _read(log: Store, base: CheckpointWritten) -> WholeCheckpoint:

@@ -31,8 +31,9 @@ from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
-from rollbook.train.checkpoints.checkpoint import write_checkpoint
+from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
 from rollbook.train.config.config import DTYPES, SyncConfig, TrainConfig
+from rollbook.train.config.lora import LoraTraining
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
@@ -117,6 +118,8 @@ class Publisher:
         self._engines: list[EngineControl] = []
         self._syncer: Syncer | None = None
         self._transport: Transport | None = None
+        self.lora: LoraTraining | None = None
+        """The training of low-rank factors, where it is one."""
         self._checkpointed: int | None = None
         """The newest version with a checkpoint that training can resume from."""
         self.on_written: Callable[..., None] = lambda *records: None
@@ -231,6 +234,7 @@ class Publisher:
             like=like,
             phase=phase,
             critic=(critic.weights(), critic.optimizer_state()) if whole and critic is not None else None,
+            adapter=None if self.lora is None else Adapter(policy.adapter(), self.lora),
         )
         self._note(record)
         return record

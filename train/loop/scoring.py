@@ -32,6 +32,8 @@ from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import sample_scores
 from rollbook.train.megatron.policy import Policy, Read
 
+REFERENCE = "algorithm.reference_version"
+
 
 @dataclass(slots=True)
 class References:
@@ -43,14 +45,14 @@ class References:
     _held: tuple[int, Tensors] | None = field(default=None)
 
     def weights(self, version: int) -> Tensors:
-        """The weights of a version.
+        """The weights of a version, as the algorithm's reference.
 
         Raises:
             TrainError: there is no checkpoint of it.
             ModelError: it is damaged.
         """
         if self._held is None or self._held[0] != version:
-            self._held = (version, self._read(version))
+            self._held = (version, self.read(version))
         return self._held[1]
 
     def digest(self, version: int) -> str:
@@ -59,20 +61,29 @@ class References:
         Raises:
             TrainError: there is no checkpoint of it.
         """
-        return self._record(version).weights_digest
+        return self._record(version, REFERENCE).weights_digest
 
-    def _record(self, version: int) -> CheckpointWritten:
+    def _record(self, version: int, what: str) -> CheckpointWritten:
         found = [c for c in self.history.checkpoints if c.policy_version == version]
         if not found:
             there = ", ".join(str(v) for v in sorted({c.policy_version for c in self.history.checkpoints}))
             raise TrainError(
-                f"algorithm.reference_version {version}: run {self.history.run!r} has no checkpoint of that "
+                f"{what} {version}: run {self.history.run!r} has no checkpoint of that "
                 f"version of policy {self.history.policy!r} (it has: {there or 'none'})"
             )
         return found[-1]
 
-    def _read(self, version: int) -> Tensors:
-        record = self._record(version)
+    def read(self, version: int, what: str = REFERENCE) -> Tensors:
+        """The weights of a version, from its checkpoint.
+
+        Args:
+            what: asks for it, for an error message.
+
+        Raises:
+            TrainError: there is no checkpoint of it.
+            ModelError: it is damaged.
+        """
+        record = self._record(version, what)
         path = place_inside(self.log.path, record.path)
         weights = read_checkpoint(path).weights
         if digest_tensors(weights) != record.weights_digest:

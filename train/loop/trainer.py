@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.store import Store, format_cut
@@ -24,13 +24,14 @@ from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.clock import Clock, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
+from rollbook.train.config.lora import LoraTraining
 from rollbook.train.data.batch import Partition, packed_partition, partition
 from rollbook.train.data.mini_batches import mini_batches
 from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole
+from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole, put_in_place
 from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished
 from rollbook.train.loop.critic import restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
@@ -89,10 +90,12 @@ class Trainer:
         how = Build(
             config.steps, self._device, config.seed, config.threads, config.dtype, recompute=config.recompute
         )
-        self.policy = ranks.policy("actor", whole.shape, config.optimizer, how)
+        self.policy = ranks.policy("actor", whole.shape, config.optimizer, replace(how, lora=config.lora))
         self.critic = self._restored_critic(whole, how)
-        self._experiences = Experiences(self.policy, References(log, history), self.critic)
-        self._restore(whole, between)
+        self._lora = self._publisher.lora = self._lora_training(whole)
+        references = References(log, history)
+        self._experiences = Experiences(self.policy, references, self.critic)
+        self._restore(whole, between, references)
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
@@ -126,11 +129,18 @@ class Trainer:
         """Whether the checkpoint holds the state of this same training."""
         return whole.record.phase == self._phase and whole.held.optimizer is not None
 
-    def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep]) -> None:
-        base, held = whole.record, whole.held
-        self.policy.load_weights(held.weights)
+    def _lora_training(self, whole: WholeCheckpoint) -> LoraTraining | None:
+        """The training of low-rank factors that goes on from a checkpoint, or begins there."""
+        if self._config.lora is None:
+            return None
+        if self._goes_on(whole) and whole.held.adapter is not None:
+            return whole.held.adapter.lora
+        return LoraTraining(self._config.lora, self._config.seed, whole.record.policy_version)
+
+    def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep], references: References) -> None:
+        base = whole.record
+        put_in_place(self.policy, whole.held, self._lora, references, goes_on=self._goes_on(whole))
         check_exact(self.policy, base, self._config)
-        self.policy.load_optimizer_state(held.optimizer or {} if self._goes_on(whole) else {})
         remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
         try:
             for replayed in rerun_steps(self._log, self.policy, self._experiences, between, self._config.run):
@@ -307,6 +317,7 @@ class Trainer:
             critic=self._critic_plan(),
             packed=config.packed,
             others=None if in_hand.committed else in_hand.others or None,
+            lora=None if self._lora is None else self._lora.described,
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:

@@ -14,6 +14,7 @@ from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.kept_digests import KeptDigests
+from rollbook.train.megatron.lora import ADAPTED, check_factors, factors, merged
 from rollbook.train.megatron.model import Build, MegatronParts, build
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
@@ -23,8 +24,9 @@ from rollbook.train.megatron.stepped import stepped_of
 from rollbook.train.megatron.weight_names import stream_weights
 
 T = TypeVar("T")
-Kind = Literal["weights", "gradients", "state"]
-"""Of what a rank holds."""
+Kind = Literal["weights", "adapter", "gradients", "state"]
+"""Of what a rank holds; `adapter`: low-rank factors. Gradients and state are of what is trained: the factors,
+or where there are none the weights."""
 MAIN = "main"
 """Field of an optimizer's state: the float32 weights of a parameter that the model has in bfloat16."""
 
@@ -44,6 +46,7 @@ class TrainablePolicy:
         self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
         self._wanted = optimizer
         self._stepped = stepped_of(self._parts.module, self._parts.optimizers)
+        self.lora = how.lora
         self.layout, self.distributed_optimizer = self._parts.layout, how.distributed_optimizer
         self._aside: list[torch.Tensor] = []
         self._digests = KeptDigests()
@@ -69,19 +72,50 @@ class TrainablePolicy:
 
         Most are views of the live weights: use or copy each before the next step.
         """
-        return stream_weights(self.own_weights(), self.shape)
+        own = stream_weights(self.own_weights(), self.shape)
+        if self.lora is None or self._aside:  # others in their place come without factors
+            return own
+        return merged(own, self.adapter(), self.lora.scale)
+
+    def load_adapter(self, tensors: Tensors) -> None:
+        """Put low-rank factors in place, under PEFT's names.
+
+        Raises:
+            ModelError: they are others than the policy has.
+        """
+        assert self.lora is not None
+        check_factors(tensors, self.shape, self.lora)
+        for factor in factors(self.shape, self.lora):
+            self.put(factor.megatron, tensors[factor.huggingface[0]])
+
+    def adapter(self) -> Tensors:
+        """The low-rank factors, under PEFT's names; none of a policy that is trained whole."""
+        if self.lora is None:
+            return {}
+        held = self.own_adapter()
+        return {factor.huggingface[0]: held[factor.megatron] for factor in factors(self.shape, self.lora)}
 
     def own_weights(self) -> Tensors:
-        """The weights that this rank holds, under Megatron's names."""
-        return {name: p.detach() for name, p in self._parts.module.named_parameters()}
+        """The weights that this rank holds, under Megatron's names; of a policy with low-rank factors those
+        that these are beside."""
+        return self._named(of_adapter=False)
+
+    def own_adapter(self) -> Tensors:
+        """The low-rank factors that this rank holds, or its parts of them, under Megatron's names."""
+        return self._named(of_adapter=True)
+
+    def _named(self, *, of_adapter: bool) -> Tensors:
+        held = self._parts.module.named_parameters()
+        return {name: p.detach() for name, p in held if (ADAPTED in name) == of_adapter}
 
     def weights(self) -> Tensors:
         """The weights under Hugging Face names (views where possible)."""
         return dict(self.stream_weights())
 
     def gradients(self) -> Tensors:
-        """The accumulated gradients, before clipping, under Megatron's names."""
-        return {name: p.main_grad.detach() for name, p in self._parts.module.named_parameters()}
+        """The accumulated gradients of what is trained, before clipping, under Megatron's names."""
+        held = self._parts.module.named_parameters()
+        return {name: p.main_grad.detach() for name, p in held if p.requires_grad}
 
     def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The accumulated gradients, before clipping, under Megatron's names."""
@@ -98,6 +132,8 @@ class TrainablePolicy:
         gradients and state it is what its optimizer steps."""
         if kind == "weights":
             return {name: {"": Piece.all_of(tensor)} for name, tensor in self.own_weights().items()}
+        if kind == "adapter":
+            return {name: {"": Piece.all_of(tensor)} for name, tensor in self.own_adapter().items()}
         stepped = self._stepped.items()
         if kind == "gradients":
             return {name: {"": of.piece(of.gradient)} for name, of in stepped}
@@ -248,8 +284,10 @@ class TrainablePolicy:
             self.put_back()
 
     def put_aside(self) -> None:
-        """Keep a copy of the weights in place, until `put_back`."""
+        """Keep a copy of the weights in place, until `put_back`; low-rank factors rest until then."""
         self._aside = [parameter.detach().clone() for parameter in self._parts.module.parameters()]
+        for adapter in self._parts.adapters:
+            adapter.active = False
 
     def put_back(self) -> None:
         """Put the weights of the last `put_aside` in place."""
@@ -258,6 +296,8 @@ class TrainablePolicy:
             for parameter, value in zip(self._parts.module.parameters(), self._aside, strict=True):
                 parameter.copy_(value)
         self._aside = []
+        for adapter in self._parts.adapters:
+            adapter.active = True
 
     def _outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         """Logits of the vocabulary's tokens, [B, T, V] or [N, V]; or the scores of each token."""

@@ -6,14 +6,17 @@ torch and Megatron as they are, not of a paper.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from rollbook.train.config.lora import LoraConfig
+from rollbook.train.megatron.lora import factors
 from rollbook.train.megatron.reshard import RankLayout, holds, part_of, tied_output
 from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.megatron.weight_names import plan, weight_shapes
+from rollbook.train.megatron.weight_names import Weight, plan, weight_shapes
 
 LOGIT_BYTES = 16
 """Of a logit while a micro-batch runs: itself, its logprob, their gradients."""
@@ -69,6 +72,8 @@ class Asked:
         dtype: of weights and activations; recompute: as of `Build`.
         critic, reference: whether it has them.
         sharing: data-parallel copies that share the optimizer's state; 1: each has its own.
+        lora: the low-rank factors that are trained in place of the policy's weights. A critic is trained
+            whole.
     """
 
     dtype: torch.dtype = torch.float32
@@ -76,6 +81,7 @@ class Asked:
     critic: bool = False
     reference: bool = False
     sharing: int = 1
+    lora: LoraConfig | None = None
 
 
 def parameters(shape: ModelShape) -> int:
@@ -85,13 +91,13 @@ def parameters(shape: ModelShape) -> int:
 
 def parameters_of(shape: ModelShape, layout: RankLayout) -> int:
     """How many of them a rank holds; a copy of the embedding, as the output of another stage, counts too."""
-    return sum(_held(shape, layout))
+    return sum(_held(plan(shape), shape, layout))
 
 
-def _held(shape: ModelShape, layout: RankLayout) -> tuple[int, int]:
-    """The numbers that a rank holds: of experts, and all others."""
+def _held(weights: Sequence[Weight], shape: ModelShape, layout: RankLayout) -> tuple[int, int]:
+    """The numbers that a rank holds of some weights: of experts, and all others."""
     count = {True: 0, False: 0}
-    for weight in plan(shape):
+    for weight in weights:
         copies = holds(weight, shape, layout) + tied_output(weight, shape, layout)
         if copies:
             names = zip(weight.huggingface, weight.shapes, strict=True)
@@ -100,24 +106,28 @@ def _held(shape: ModelShape, layout: RankLayout) -> tuple[int, int]:
     return count[True], count[False]
 
 
-def _stepped(shape: ModelShape, layout: RankLayout, sharing: int) -> int:
+def _stepped(trained: Sequence[Weight], shape: ModelShape, layout: RankLayout, sharing: int) -> int:
     """How many numbers a rank's optimizer has the state of."""
-    experts, others = _held(shape, layout)
+    experts, others = _held(trained, shape, layout)
     of_experts = sharing * layout.tensor // (layout.expert_tensor * layout.spread)
     return -(-others // sharing) + -(-experts // max(of_experts, 1))
 
 
 def memory_of(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> Memory:
     """What a rank's part of a training takes."""
-    count, width, models = parameters_of(shape, layout), asked.dtype.itemsize, 1 + asked.critic
+    count, width = parameters_of(shape, layout), asked.dtype.itemsize
+    trained = [plan(shape) if asked.lora is None else factors(shape, asked.lora)]
+    trained += [plan(shape)] * asked.critic
+    gradients = sum(sum(_held(weights, shape, layout)) for weights in trained)
+    beside = 0 if asked.lora is None else sum(_held(trained[0], shape, layout))
     mains = 0 if asked.dtype == torch.float32 else FLOAT32
     under_way = len(layout.stages) - layout.stage  # micro-batches, as a pipeline takes them in turns
     kept = _kept(shape, layout, given, asked)
     return Memory(
         parameters=count,
-        weights=models * count * width,
-        gradients=models * count * FLOAT32,
-        optimizer=models * _stepped(shape, layout, asked.sharing) * (MOMENTS + mains),
+        weights=((1 + asked.critic) * count + beside) * width,
+        gradients=gradients * FLOAT32,
+        optimizer=sum(_stepped(w, shape, layout, asked.sharing) for w in trained) * (MOMENTS + mains),
         reference=asked.reference * count * (width + FLOAT32),
         activations=under_way * kept,
         logits=given.tokens * shape.outputs * LOGIT_BYTES if layout.last else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.lora import LoraConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.muon import MuonBesideAdam
 from rollbook.train.megatron.packed import OutputPlaces
@@ -45,6 +47,7 @@ class Build:
         recompute: whether activations are not kept but computed again in the backward pass.
         sequence: whether ranks that share each tensor share the tokens, too.
         distributed_optimizer: whether data-parallel copies share the optimizer's state.
+        lora: the low-rank factors that are trained in place of its weights; None: these are.
     """
 
     steps: int
@@ -55,6 +58,7 @@ class Build:
     recompute: bool = False
     sequence: bool = False
     distributed_optimizer: bool = False
+    lora: LoraConfig | None = None
 
     @property
     def type(self) -> torch.dtype:
@@ -66,7 +70,7 @@ class Build:
 @dataclass(slots=True)
 class MegatronParts:
     """A rank's part of a model in training: the bare module, its data-parallel wrapper, the optimizer; where
-    it stands, and what its output layer computes."""
+    it stands, what its output layer computes, and its low-rank factors, if it is trained by them."""
 
     module: Any
     wrapped: Any
@@ -74,6 +78,7 @@ class MegatronParts:
     layout: RankLayout
     device: torch.device
     output_places: OutputPlaces
+    adapters: Sequence[Any] = ()
 
     @property
     def optimizers(self) -> list[Any]:
@@ -143,8 +148,15 @@ def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Megatron
     set_deterministic(how.threads)
     start_ranks(how.device, how.seed)
     layout = layout_here(shape, sequence=how.sequence)
-    module = build_module(shape, layout, how.type, recompute=how.recompute).to(how.device)
-    return _wrap(module, layout, optimizer, how)
+    module = build_module(shape, layout, how.type, recompute=how.recompute)
+    adapters: Sequence[Any] = ()
+    if how.lora is not None:
+        from rollbook.train.megatron.adapter import adapt
+
+        adapters = adapt(module, shape, how.lora, layout)
+    parts = _wrap(module.to(how.device), layout, optimizer, how)
+    parts.adapters = adapters
+    return parts
 
 
 def build_module(

@@ -30,7 +30,7 @@ class Policy(Protocol):
         """The architecture."""
 
     def load_weights(self, tensors: Tensors) -> None:
-        """Put Hugging Face weights in place.
+        """Put Hugging Face weights in place; of a policy with low-rank factors those that these are beside.
 
         Raises:
             ModelError: they are another architecture's.
@@ -44,6 +44,17 @@ class Policy(Protocol):
 
     def weights(self) -> Tensors:
         """The weights (views where possible)."""
+
+    def load_adapter(self, tensors: Tensors) -> None:
+        """Put low-rank factors in place, under PEFT's names.
+
+        Raises:
+            ModelError: they are others than the policy has.
+        """
+
+    def adapter(self) -> Tensors:
+        """The low-rank factors, under PEFT's names; none of a policy that is trained whole. The weights have
+        their products in them."""
 
     def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The accumulated gradients, before clipping."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind, TrainablePolicy
 from rollbook.train.megatron.kept_digests import KeptDigests
+from rollbook.train.megatron.lora import check_factors, factors, merged
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import (
@@ -60,7 +61,8 @@ class Part:
     def __init__(self, policy: TrainablePolicy, layouts: Sequence[RankLayout]) -> None:
         self.policy, self.layouts, self.rank = policy, layouts, dist.get_rank()
         self.shape, self.layout = policy.shape, policy.layout
-        self._givers = [(weight, givers(weight, self.shape, layouts)) for weight in plan(self.shape)]
+        self.factors = () if policy.lora is None else factors(self.shape, policy.lora)
+        self._givers = {kind: self._givers_of(self.named(kind)) for kind in ("weights", "state")}
         self._streaming: Iterator[Any] | None = None
 
     @classmethod
@@ -74,6 +76,13 @@ class Part:
         layouts: list[RankLayout] = [policy.layout] * dist.get_world_size()
         dist.all_gather_object(layouts, policy.layout)
         return cls(policy, layouts)
+
+    def named(self, kind: Kind) -> tuple[Weight, ...]:
+        """All that there is of a kind, in the order in which it is streamed."""
+        return plan(self.shape) if kind == "weights" or not self.factors else self.factors
+
+    def _givers_of(self, weights: Sequence[Weight]) -> Givers:
+        return [(weight, givers(weight, self.shape, self.layouts)) for weight in weights]
 
     @property
     def copies(self) -> int:
@@ -111,8 +120,9 @@ class Part:
         """On rank 0: of each weight and field the parts that the ranks hold, one after the other. Others send
         theirs, and yield nothing."""
         held = self.policy.pieces(kind)
-        shared = kind != "weights" and self.policy.distributed_optimizer
-        from_ = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in self._givers]
+        shared = kind in ("gradients", "state") and self.policy.distributed_optimizer
+        all_givers = self._givers["weights" if kind == "weights" else "state"]
+        from_ = [(w, [copies if shared else copies[:1] for copies in of]) for w, of in all_givers]
         if all(copies == [0] for _, of in from_ for copies in of):  # there is nothing to send
             return self._receiving([held], from_) if self.rank == 0 else iter(())
         said = {name: {field: _announced(of[field]) for field in of} for name, of in held.items()}
@@ -163,17 +173,17 @@ class Part:
                 into.copy_(piece.numbers)
         return whole.view(some.dims)
 
-    def take_weights(self, said: Sequence[Named]) -> None:
-        """Put the rank's part of weights in place, which it gets from rank 0 whole.
+    def take(self, kind: Kind, said: Sequence[Named]) -> None:
+        """Put the rank's part of weights, or of low-rank factors, in place, which it gets from rank 0 whole.
 
         Args:
-            said: of every Hugging Face tensor, in the order of the plan.
+            said: of every Hugging Face tensor, in the order of `named`.
         """
-        self.spread_weights({name: torch.empty(dims, dtype=dtype) for name, dims, dtype in said})
+        self.spread(kind, {name: torch.empty(dims, dtype=dtype) for name, dims, dtype in said})
 
-    def spread_weights(self, tensors: Tensors) -> None:
+    def spread(self, kind: Kind, tensors: Tensors) -> None:
         """The same on rank 0, which has them."""
-        for weight in plan(self.shape):
+        for weight in self.named(kind):
             whole = {name: tensors[name] for name in weight.huggingface}
             for tensor in whole.values():
                 dist.broadcast(tensor, src=0)
@@ -187,7 +197,7 @@ class Part:
         """Put the rank's part of an optimizer's state in place, which it gets from rank 0 whole.
 
         Args:
-            said: number of the weight in the plan, field, shape and type, of each tensor.
+            said: number of the weight in `named`, field, shape and type, of each tensor.
         """
         self.spread_state([(at, f, torch.empty(dims, dtype=dtype)) for at, f, dims, dtype in said])
 
@@ -196,7 +206,7 @@ class Part:
         self.policy.forget_optimizer_state()
         for at, field, tensor in state:
             dist.broadcast(tensor, src=0)
-            weight = plan(self.shape)[at]
+            weight = self.named("state")[at]
             names = []
             if holds(weight, self.shape, self.layout):
                 names.append(local_name(weight, self.shape, self.layout))
@@ -263,29 +273,47 @@ class SpreadPolicy:
 
     def __init__(self, part: Part, ask: Ask) -> None:
         self._part, self._ask = part, ask
-        self.shape, self.device = part.shape, part.policy.device
+        self.shape, self.device, self.lora = part.shape, part.policy.device, part.policy.lora
         self._digests = KeptDigests()
+        self._others = False
+        """Whether others are in the place of its own weights, which come without factors."""
 
     def load_weights(self, tensors: Tensors) -> None:
-        """Put Hugging Face weights in place, on each rank its part.
+        """Put Hugging Face weights in place, on each rank its part. As `Policy`.
 
         Raises:
             ModelError: they are another architecture's.
         """
         self._digests.changed("state")  # the float32 weights that it may have
-        self._put(tensors)
+        self._spread("weights", checked(tensors, self.shape))
 
-    def _put(self, tensors: Tensors) -> None:
+    def _spread(self, kind: Kind, tensors: Mapping[str, torch.Tensor]) -> None:
         self._digests.changed("weights")
-        fitting = checked(tensors, self.shape)
-        names = [name for weight in plan(self.shape) for name in weight.huggingface]
-        own = {name: fitting[name].contiguous() for name in names}
+        names = [name for weight in self._part.named(kind) for name in weight.huggingface]
+        own = {name: tensors[name].contiguous() for name in names}
         said = [(n, tuple(t.shape), t.dtype) for n, t in own.items()]
-        self._ask("take_weights", said, own=lambda: self._part.spread_weights(own))
+        self._ask("take", kind, said, own=lambda: self._part.spread(kind, own))
+
+    def load_adapter(self, tensors: Tensors) -> None:
+        """Put low-rank factors in place, on each rank its part. As `Policy`."""
+        assert self.lora is not None
+        check_factors(tensors, self.shape, self.lora)
+        self._digests.changed("state")
+        self._spread("adapter", tensors)
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under Hugging Face names, one at a time, gathered from the ranks."""
-        for weight, _, shards in self._ask("stream", "weights"):
+        own = self._stream("weights")
+        if self.lora is None or self._others:
+            return own
+        return merged(own, self.adapter(), self.lora.scale)
+
+    def adapter(self) -> Tensors:
+        """The low-rank factors, under PEFT's names, gathered from the ranks."""
+        return {} if self.lora is None else dict(self._stream("adapter"))
+
+    def _stream(self, kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight, _, shards in self._ask("stream", kind):
             yield from zip(weight.huggingface, parts(weight, shards, self.shape), strict=True)
 
     def weights(self) -> Tensors:
@@ -309,7 +337,7 @@ class SpreadPolicy:
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place, on each rank its part."""
         self._digests.changed("state")
-        number = {weight.megatron: at for at, weight in enumerate(plan(self.shape))}
+        number = {weight.megatron: at for at, weight in enumerate(self._part.named("state"))}
         split = [(key.rpartition("."), value.contiguous()) for key, value in state.items()]
         own = [(number[name], field, value) for (name, _, field), value in split]
         said = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
@@ -365,10 +393,12 @@ class SpreadPolicy:
             ModelError: they are another architecture's.
         """
         self._ask("put_aside")
+        self._others = True
         try:
-            self._put(weights)
+            self._spread("weights", checked(weights, self.shape))
             yield
         finally:
+            self._others = False
             self._digests.changed("weights")
             self._ask("put_back")
 

@@ -19,12 +19,13 @@ from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.store.errors import ModelError
 from rollbook.train.megatron.shape import ModelShape
 
-Kind = Literal["replicated", "vocab", "qkv", "gate_up", "row"]
+Kind = Literal["replicated", "vocab", "qkv", "gate_up", "row", "column"]
 """How a Megatron tensor is made, and split over tensor-parallel ranks.
 
 `replicated`: one tensor, whole on every rank. `vocab`: rows, zero rows added at the end. `qkv`: per
 key-value group the rows of its query heads, its key head, its value head; split by groups. `gate_up`:
-gate's rows, then up's; each split on its own. `row`: split by columns, as its input is.
+gate's rows, then up's; each split on its own. `row`: split by columns, as its input is. `column`: split by
+rows, as its output is.
 """
 
 
@@ -193,6 +194,8 @@ def shard(
     if weight.kind == "vocab":
         return _vocab_rows(whole[0], shape.padded_vocab // size, rank)
     mine = [tensor.chunk(size)[rank] for tensor in whole]
+    if weight.kind == "column":
+        return mine[0]
     if weight.kind == "gate_up":
         return torch.cat(mine)
     grouped = [t.view(shape.kv_heads // size, -1, *t.shape[1:]) for t in mine]
@@ -219,6 +222,8 @@ def parts(weight: Weight, shards: Sequence[torch.Tensor], shape: ModelShape) -> 
             yield shards[0]
         elif weight.kind == "row":
             yield _joined(shards, 1)
+        elif weight.kind == "column":
+            yield _joined(shards)
         elif weight.kind == "gate_up":
             yield _joined([s.chunk(2)[i] for s in shards])
         elif weight.kind == "vocab":

@@ -37,7 +37,7 @@ class _TrajectoriesUnlessNamed(TyperGroup):
 export_app = typer.Typer(
     cls=_TrajectoriesUnlessNamed,
     no_args_is_help=True,
-    help="Write what the store holds to files for others: trajectories, or a model.\n\n"
+    help="Write what the store holds to files for others: trajectories, a model, or its adapter.\n\n"
     "Options alone are those of trajectories: rollbook export --to out --format jsonl.",
 )
 
@@ -82,6 +82,27 @@ def model(
     run_export_model(store, to, version, run, policy, json)
 
 
+@export_app.command("adapter")
+def adapter(
+    store: StoreOption,
+    to: Annotated[Path, typer.Option("--to", "-o", help="Folder to make; one that is there must be empty.")],
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, help="Policy version; default: the newest that has a checkpoint."),
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Run, where several have checkpoints.")] = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    json: AsJson = False,
+) -> None:
+    """Write the factors of a training with [lora] as an adapter for PEFT, vLLM or SGLang.
+
+    It is loaded beside the weights that it was trained beside; `export model` writes both in one.
+
+    rollbook export adapter --store runs --version 50 -o my-adapter-50
+    """
+    run_export_adapter(store, to, version, run, policy, json)
+
+
 def run_export(
     store: Path, out: Path, format_: str, as_of: str, run: str | None, split: str | None, as_json: bool
 ) -> None:
@@ -121,4 +142,27 @@ def run_export_model(
     say(
         f"wrote {out}: version {done.policy_version} of policy {done.policy}, run {done.run} "
         f"({done.bytes / 2**20:.1f} MiB); its weights are those that the log names"
+    )
+
+
+def run_export_adapter(
+    store: Path, out: Path, version: int | None, run: str | None, policy: str, as_json: bool
+) -> None:
+    """Export an adapter, and print what it is."""
+    from dataclasses import asdict
+
+    from rollbook.cli.runs import of_run
+    from rollbook.cli.terminal import print_json, say
+    from rollbook.store.open import open_store
+    from rollbook.train.checkpoints.export import export_adapter
+
+    log = open_store(store)
+    with of_run(log, run):
+        done = export_adapter(log, out, version, run, policy)
+    if as_json:
+        print_json(asdict(done))
+        return
+    say(
+        f"wrote {out}: the adapter of version {done.policy_version} of policy {done.policy}, run {done.run} "
+        f"({done.bytes / 2**20:.2f} MiB)"
     )

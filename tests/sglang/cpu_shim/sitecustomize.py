@@ -35,8 +35,24 @@ def _register_no_host_memory(module: ModuleType | None) -> None:
     module._cuda_host_register = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
+def _pin_no_memory(_: ModuleType | None) -> None:
+    """Adapters are prepared in pinned memory, which only a driver has."""
+    import torch
+    from torch.utils._device import _device_constructors  # type: ignore[attr-defined]
+
+    _device_constructors()  # kept by torch from its first use on: of the functions as they are
+    for name in ("arange", "empty", "ones", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, pin_memory=False, **more: make(*given, **more)
+
+
 BEFORE: dict[str, Callable[[ModuleType | None], None]] = {
-    "torchvision._meta_registrations": _declare_vision_operators
+    "sglang.srt.lora.layers": _pin_no_memory,
+    "torchvision._meta_registrations": _declare_vision_operators,
 }
 AFTER: dict[str, Callable[[ModuleType | None], None]] = {
     "sglang.srt.mem_cache.pool_host.common": _register_no_host_memory

@@ -26,9 +26,11 @@ pytestmark = pytest.mark.crashes
 # the store (0: never). Imports are done once, and no thread is started before the fork.
 UPLOADERS = """
 import os, signal, sys
-import duckdb, pyarrow.parquet
+import duckdb, pyarrow, pyarrow.parquet
 from rollbook import store as rb
 from rollbook.store.upkeep import sealer
+
+pyarrow.scalar(0)  # imports pandas, where it is installed
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
@@ -155,7 +157,7 @@ def test_killed_before_any_operation_here(start: _Start, uploaders: Any) -> None
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        if count % 2 == 0:
+        if count % 3 == 0:
             start.finishes(store)
     start.finishes(store)
     assert count > 30

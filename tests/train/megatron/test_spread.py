@@ -15,9 +15,11 @@ import torch
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import Predictions
+from rollbook.train.megatron.lora import fresh_factors, merged
 from rollbook.train.megatron.memory import Asked, Pass, memory_of
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
@@ -33,7 +35,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2, pipeline 2, sequence": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
 }
 pytestmark = pytest.mark.ranks
-MODELS = ("qwen2", "qwen3-tied", "qwen3_moe")
+LORA = LoraConfig(rank=4, alpha=8.0)
+ADAPTED = "qwen3-tied with factors"
+MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", ADAPTED)
 OPTIMIZER = OptimizerConfig(lr=0.01, weight_decay=0.01)
 
 
@@ -74,10 +78,24 @@ def _loss(batch: tuple[MicroBatch, ...]) -> Nll:
     return Nll(sum(int(micro.loss_mask.sum()) for micro in batch))
 
 
-def _policy(ranks: Ranks, folder: Path) -> Policy:
-    made = ranks.policy("actor", read_shape(folder), OPTIMIZER, Build(9, CPU, 0, 1))
+def _folder(folders: Path, model: str) -> Path:
+    return folders / model.partition(" ")[0]
+
+
+def _policy(ranks: Ranks, folders: Path, model: str) -> Policy:
+    folder, lora = _folder(folders, model), LORA if model == ADAPTED else None
+    made = ranks.policy("actor", read_shape(folder), OPTIMIZER, Build(9, CPU, 0, 1, lora=lora))
     made.load_weights(read_weights(folder))
+    if lora is not None:
+        made.load_adapter(_factors(folder))
     return made
+
+
+def _factors(folder: Path) -> dict[str, torch.Tensor]:
+    """Factors in the middle of a training: none is 0."""
+    generator = torch.Generator().manual_seed(5)
+    fresh = fresh_factors(read_shape(folder), LORA, 0).items()
+    return {name: torch.randn(t.shape, generator=generator) / 10 if not t.any() else t for name, t in fresh}
 
 
 def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], most: float) -> None:
@@ -97,6 +115,7 @@ class Course:
     gradients: dict[str, torch.Tensor]
     norms: list[float]
     weights: dict[str, torch.Tensor]
+    adapter: dict[str, torch.Tensor]
     state: dict[str, torch.Tensor]
     next_losses: torch.Tensor
     next_weights: dict[str, torch.Tensor]
@@ -111,8 +130,9 @@ def _course(policy: Policy) -> Course:
     packed = policy.forward_backward(PACKED, _loss(PACKED))
     norms.append(policy.optimizer_step(0.01))
     weights = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+    adapter = {name: tensor.clone() for name, tensor in policy.adapter().items()}
     state = {name: tensor.clone() for name, tensor in policy.optimizer_state().items()}
-    return Course(logits, losses, packed, gradients, norms, weights, state, *_next(policy))
+    return Course(logits, losses, packed, gradients, norms, weights, adapter, state, *_next(policy))
 
 
 def _next(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -125,7 +145,7 @@ def _next(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="session")
 def of_one(model_folders: Path) -> dict[str, Course]:
     """Each model's course on one rank; before the others, since this process is rank 0 of those."""
-    return {name: _course(_policy(Ranks(), model_folders / name)) for name in MODELS}
+    return {name: _course(_policy(Ranks(), model_folders, name)) for name in MODELS}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -146,7 +166,8 @@ def _moments_said(ranks: Ranks) -> int:
     """What `rollbook train --plan` says of them."""
     part = ranks._parts["actor"]
     sharing = ranks.copies if ranks.parallel.distributed_optimizer else 1
-    return memory_of(part.shape, part.layout, Pass(1), Asked(sharing=sharing)).optimizer
+    asked = Asked(sharing=sharing, lora=part.policy.lora)
+    return memory_of(part.shape, part.layout, Pass(1), asked).optimizer
 
 
 def _fits(layout: str, model: str) -> bool:
@@ -166,7 +187,7 @@ def test_it_computes_what_one_rank_does(
     """Logits, losses, gradients, norms, and the weights and moments after two steps."""
     layout, ranks = spread
     for model in _models(layout):
-        found, one = _course(_policy(ranks, model_folders / model)), of_one[model]
+        found, one = _course(_policy(ranks, model_folders, model)), of_one[model]
         for ours, theirs, most in (
             (found.logits, one.logits, 1e-5),
             (found.losses, one.losses, 1e-5),
@@ -192,7 +213,11 @@ def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Pat
     """Bit for bit, in the plan's order; also after a stream that nobody went on with."""
     layout, ranks = spread
     for model in _models(layout):
-        policy, given = _policy(ranks, model_folders / model), read_weights(model_folders / model)
+        policy, given = _policy(ranks, model_folders, model), read_weights(_folder(model_folders, model))
+        if model == ADAPTED:
+            factors = _factors(_folder(model_folders, model))
+            assert digest_tensors(policy.adapter()) == digest_tensors(factors)
+            given = dict(merged(given.items(), factors, LORA.scale))
         begun = list(itertools.islice(policy.stream_weights(), 2))
         assert all(torch.equal(tensor, given[name]) for name, tensor in begun)
         found = {name: tensor.clone() for name, tensor in policy.stream_weights()}
@@ -207,7 +232,7 @@ def test_other_weights_in_its_place(
     """For forward passes: what they give, and afterwards the own ones again, bit for bit."""
     layout, ranks = spread
     for model in _models(layout):
-        policy = _policy(ranks, model_folders / model)
+        policy = _policy(ranks, model_folders, model)
         own = policy.weights_digest()
         with policy.using(of_one[model].weights):
             assert policy.weights_digest() == digest_tensors(of_one[model].weights)
@@ -223,8 +248,12 @@ def test_a_state_goes_on_from_another_layout(
     as there, to rounding."""
     layout, ranks = spread
     for model in _models(layout):
-        policy, one = _policy(ranks, model_folders / model), of_one[model]
-        policy.load_weights(one.weights)
+        policy, one = _policy(ranks, model_folders, model), of_one[model]
+        if model == ADAPTED:
+            policy.load_adapter(one.adapter)
+        else:
+            policy.load_weights(one.weights)
+        assert policy.weights_digest() == digest_tensors(one.weights)
         policy.load_optimizer_state(one.state)
         assert policy.optimizer_digest() == digest_tensors(one.state)
         losses, weights = _next(policy)
@@ -240,4 +269,4 @@ def test_a_model_that_cannot_be_spread_so(spread: tuple[str, Ranks], model_folde
     layout, ranks = spread
     if "expert" in layout:
         with pytest.raises(ModelError, match="the model has no experts to spread over ranks"):
-            _policy(ranks, model_folders / "qwen2")
+            _policy(ranks, model_folders, "qwen2")

@@ -1,0 +1,65 @@
+"""Low-rank adapters: the keys of `[lora]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from rollbook.store.events import Json
+from rollbook.train.table import Table
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+"""The matrices of a layer, as transformers and PEFT call them, in the order of the model."""
+
+
+class LoraConfig(Table):
+    """Train low-rank factors beside the policy's matrices, and leave its own weights as they are
+    (arXiv:2106.09685): of a matrix W [out, in] is served W + alpha / rank * B A, with B [out, rank] and
+    A [rank, in]. Of the gradients and of the optimizer's state there is only what the factors need."""
+
+    rank: Annotated[int, Field(ge=1, le=256)] = 16
+    """The inner width of the factors."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of the product, divided by `rank`."""
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] | None = None
+    """The matrices with factors; absent: all of each layer, and of a mixture of experts those of
+    attention."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTraining:
+    """A training of low-rank factors, as manifests of steps and of checkpoints have it.
+
+    Attributes:
+        seed: that the factors began by.
+        base_version: of the policy; its weights stay as they are beside the factors.
+    """
+
+    config: LoraConfig
+    seed: int
+    base_version: int
+
+    @property
+    def described(self) -> Json:
+        """What a manifest says."""
+        said: Json = self.config.model_dump(mode="json")
+        return said | {"seed": self.seed, "base_version": self.base_version}
+
+
+def recorded_lora(said: Json) -> LoraTraining:
+    """The training of which a manifest says this."""
+    config = {key: said[key] for key in LoraConfig.model_fields}
+    targets = config.pop("targets")
+    return LoraTraining(
+        LoraConfig(**config, targets=None if targets is None else tuple(targets)),
+        int(said["seed"]),
+        int(said["base_version"]),
+    )
