@@ -8,7 +8,6 @@ rolled back.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from sqlalchemy import (
     URL,
     Column,
     Connection,
-    Dialect,
     Engine,
     MetaData,
     PrimaryKeyConstraint,
@@ -215,26 +213,10 @@ def _engine(url: URL) -> Engine:
     if url.database not in (None, "", ":memory:"):
         with contextlib.suppress(OSError):  # where it cannot be made, SQLite says so
             make_empty(Path(str(url.database)))  # its journals take its mode
-    # What one compiled serves the next: to compile anew takes longer than to write a lane's rows.
-    engine = create_engine(
-        url, connect_args={"timeout": PATIENCE_S}, execution_options={"compiled_cache": _COMPILED}
-    )
-    engine.dialect = _sqlite()
+    engine = create_engine(url, connect_args={"timeout": PATIENCE_S})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
-
-
-_COMPILED: dict[Any, Any] = {}
-
-
-@functools.cache
-def _sqlite() -> Dialect:
-    """The dialect that all databases of SQLite share, since what is compiled is for one."""
-    engine = create_engine("sqlite://")
-    engine.connect().close()  # it asks the library what it can do
-    engine.dispose()
-    return engine.dialect
 
 
 def refuse_strange(connection: sqlite3.Connection) -> None:
