@@ -29,8 +29,9 @@ from rollbook.train.megatron.shape import read_shape
 from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
 VOCAB = 125
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw")
-"""The last one's router does not renormalize."""
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw", "gemma3_text", "gemma3_text_scaled")
+"""The router of `qwen3_moe_raw` does not renormalize; `gemma3_text_scaled` is rotated less without a window."""
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3"}
 
 CASES = [f"{family}-{tied}" for family in FAMILIES for tied in ("tied", "untied")]
 EACH = pytest.mark.parametrize("case", CASES)
@@ -56,15 +57,29 @@ def _reference(family: str, tied: bool) -> Any:
     if family.startswith("qwen3_moe"):
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         values["norm_topk_prob"] = not family.endswith("raw")
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family, "Qwen3Moe")
-    config = getattr(transformers, f"{name}Config")(**values)
+    if family.startswith("gemma3"):
+        values = _gemma(values, scaled=family.endswith("scaled"))
+    name = CLASSES[family.removesuffix("_raw").removesuffix("_scaled")]
+    of_text = "Text" if name == "Gemma3" else ""
+    config = getattr(transformers, f"{name}{of_text}Config")(**values)
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            around = 1.0 if "norm" in key else 0.0
+            around = 1.0 if "norm" in key and name != "Gemma3" else 0.0
             parameter.copy_(around + (0.2 if "norm" in key else 0.1) * torch.randn_like(parameter))
     return model.float().eval()
+
+
+def _gemma(values: dict[str, Any], *, scaled: bool) -> dict[str, Any]:
+    """Five layers, three of them with a window that samples are longer than, rotated by other angles."""
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
+    rope = {"rope_type": "linear", "factor": 4.0} if scaled else {"rope_type": "default"}
+    rope_parameters = {"full_attention": rope | {"rope_theta": 1e4}}
+    rope_parameters["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
+    more = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4, "layer_types": kinds}
+    more |= {"num_hidden_layers": 5, "rope_parameters": rope_parameters}
+    return {key: value for key, value in values.items() if key != "rope_theta"} | more
 
 
 @pytest.fixture(scope="session")

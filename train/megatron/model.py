@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,7 +172,8 @@ def build_module(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from rollbook.train.megatron.attention import PackedAttention
-    from rollbook.train.megatron.norm import Norm
+    from rollbook.train.megatron.layer import OutputNormLayer, RotatedByKind, Rotations
+    from rollbook.train.megatron.norm import Norm, ZeroCentredNorm
 
     check_layout(shape, layout)
     config = _transformer_config(shape, layout, dtype, recompute=recompute)
@@ -184,11 +185,16 @@ def build_module(
         qk_layernorm=shape.qk_norm,
         normalization="RMSNorm",
     )
-    within, norms = layer.submodules, {"q_layernorm": Norm, "k_layernorm": Norm} if shape.qk_norm else {}
+    norm = ZeroCentredNorm if shape.zero_centred_norms else Norm
+    within, norms = layer.submodules, {"q_layernorm": norm, "k_layernorm": norm} if shape.qk_norm else {}
     attention = replace(within.self_attention.submodules, core_attention=PackedAttention, **norms)
     within.self_attention.submodules = attention
-    layer.submodules = replace(within, input_layernorm=Norm, pre_mlp_layernorm=Norm)
-    layers = TransformerBlockSubmodules([layer] * layout.stages[layout.stage], Norm)
+    layer.submodules = replace(within, input_layernorm=norm, pre_mlp_layernorm=norm)
+    if shape.output_norms:
+        layer.module = OutputNormLayer
+    if shape.windows is not None:
+        within.self_attention.module = RotatedByKind
+    layers = TransformerBlockSubmodules([layer] * layout.stages[layout.stage], norm)
     module = GPTModel(
         config=config,
         transformer_layer_spec=layers,
@@ -201,11 +207,21 @@ def build_module(
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
     )
+    if shape.windows is not None:
+        module.rotary_pos_emb = Rotations(shape)
+    if shape.scaled_embedding and layout.first:
+        module.embedding.register_forward_hook(_times(shape.hidden**0.5))
     if shape.scores and layout.last:
         module.output_layer = ScoreHead(shape.hidden, shape.scores)
     for parameter in module.parameters():  # norms are float32 whatever the config says
         parameter.data = parameter.data.to(dtype)
     return module
+
+
+def _times(factor: float) -> Callable[..., torch.Tensor]:
+    """A hook by which a module gives that many times what it would; rounded to its type first, as
+    transformers does."""
+    return lambda _, __, output: output * torch.tensor(factor).to(output)
 
 
 def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtype, *, recompute: bool) -> Any:
@@ -222,7 +238,7 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=_gelu if shape.gelu else torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
@@ -245,8 +261,25 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         variable_seq_lengths=len(layout.stages) > 1,
         moe_token_dispatcher_type="alltoall",
         **(RECOMPUTED if recompute else {}),
+        **_window_config(shape),
         **_expert_config(shape, layout),
     )
+
+
+def _window_config(shape: ModelShape) -> dict[str, Any]:
+    """Which layers have a window of how many tokens before the own; and what scales scores, if not the
+    width of heads."""
+    found: dict[str, Any] = {}
+    if shape.windows is not None:
+        found = {"window_size": (shape.windows.size - 1, 0)}
+        found["window_attn_skip_freq"] = [int(windowed) for windowed in shape.windows.layers]
+    if shape.query_scalar is not None:
+        found["softmax_scale"] = shape.query_scalar**-0.5
+    return found
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:

@@ -17,8 +17,12 @@ import orjson
 from rollbook.store.errors import ModelError
 
 VOCAB_DIVISOR = 128
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+GEMMA3 = "gemma3_text"
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", GEMMA3)
 """The values of `model_type` that are trained."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""How a config calls layers without a window and with one."""
+GELU = "gelu_pytorch_tanh"
 SCORES = "ForSequenceClassification"
 """How the architectures of models with a head of scores end."""
 SCORE_LABELS = ("reward", "log_deviation")
@@ -40,11 +44,26 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers in which a token attends to the last `size` tokens alone, itself among them.
+
+    `layers` says of each layer of the model whether it is one. Queries and keys of these are rotated by
+    `rope_theta`, those of the others by the model's.
+    """
+
+    size: int
+    layers: tuple[bool, ...]
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The values of a config.json that determine the model.
 
     `ffn` is the inner width of a dense layer, which a model of experts does not use. `scores` is 0 for a
     model that predicts tokens; otherwise the number of values that its head `score` gives each token instead.
+    `rope_factor` is what positions are divided by before the rotation, but for layers with a window. The
+    products of queries and keys are divided by the root of `query_scalar`; None: by that of `head_dim`.
     """
 
     family: str
@@ -61,6 +80,9 @@ class ModelShape:
     tied: bool
     experts: Experts | None = None
     scores: int = 0
+    windows: Windows | None = None
+    rope_factor: float = 1.0
+    query_scalar: float | None = None
 
     @property
     def outputs(self) -> int:
@@ -69,14 +91,23 @@ class ModelShape:
 
     def work(self, tokens: int) -> int:
         """Floating-point operations of a forward pass over a sample of so many tokens: 2 for every weight
-        that each meets, and causal attention between them (Kaplan et al. 2020, arXiv:2001.08361, table 1)."""
+        that each meets, and causal attention between them (Kaplan et al. 2020, arXiv:2001.08361, table 1), to
+        no token before the window of a layer that has one."""
         inner = self.heads * self.head_dim
         attention = self.hidden * (2 * inner + 2 * self.kv_heads * self.head_dim)
         experts = self.experts
         width = experts.ffn * experts.per_token if experts else self.ffn
         router = self.hidden * experts.count if experts else 0
         weights = self.layers * (attention + 3 * self.hidden * width + router) + self.hidden * self.outputs
-        return 2 * tokens * weights + 2 * self.layers * inner * tokens * tokens
+        windowed = self.windowed
+        within = min(tokens, self.windows.size) if self.windows else tokens
+        pairs = (self.layers - windowed) * tokens * tokens + windowed * within * (2 * tokens - within)
+        return 2 * tokens * weights + 2 * inner * pairs
+
+    @property
+    def windowed(self) -> int:
+        """How many layers have a window."""
+        return sum(self.windows.layers) if self.windows else 0
 
     @property
     def padded_vocab(self) -> int:
@@ -91,7 +122,27 @@ class ModelShape:
     @property
     def qk_norm(self) -> bool:
         """Whether every head's query and key is normalized."""
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.family in ("qwen3", "qwen3_moe", GEMMA3)
+
+    @property
+    def output_norms(self) -> bool:
+        """Whether what attention and the feed-forward layer give is normalized before it is added."""
+        return self.family == GEMMA3
+
+    @property
+    def zero_centred_norms(self) -> bool:
+        """Whether norms multiply by 1 + their weight; else by the weight."""
+        return self.family == GEMMA3
+
+    @property
+    def scaled_embedding(self) -> bool:
+        """Whether what layers are given is the embedding times the root of `hidden`."""
+        return self.family == GEMMA3
+
+    @property
+    def gelu(self) -> bool:
+        """Whether gates pass through GELU, by its approximation with tanh; else through SiLU."""
+        return self.family == GEMMA3
 
 
 def read_shape(model: Path) -> ModelShape:
@@ -150,10 +201,10 @@ def _shape(config: dict[str, Any]) -> ModelShape:
     if family == "llama":  # files of the first Llama models lack keys that were added later
         config = {"rope_theta": 10000.0} | config
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
-    rope = config.get("rope_parameters") or {}
+    rope, of_windows = _rotations(config)
     head_dim = config.get("head_dim")
     if head_dim is None:
-        if family == "qwen3":  # transformers would take 128, whatever the widths
+        if family in ("qwen3", GEMMA3):  # transformers would take 128 or 256, whatever the widths
             raise KeyError("head_dim")
         head_dim = config["hidden_size"] // heads
     kv_heads = config["num_key_value_heads"]
@@ -171,9 +222,12 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         context=config["max_position_embeddings"],
         norm_eps=config["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family == GEMMA3)),
         experts=_experts(config) if family == "qwen3_moe" else None,
         scores=_scores(config),
+        windows=_windows(config, float(of_windows["rope_theta"])) if family == GEMMA3 else None,
+        rope_factor=float(rope["factor"]) if _rope_type(rope) == "linear" else 1.0,
+        query_scalar=float(config.get("query_pre_attn_scalar", 256)) if family == GEMMA3 else None,
     )
 
 
@@ -187,24 +241,66 @@ def _experts(config: dict[str, Any]) -> Experts:
     )
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _windows(config: dict[str, Any], rope_theta: float) -> Windows | None:
+    """The layers with a window, named one by one or, in files of transformers 4, by their pattern."""
+    layers = config["num_hidden_layers"]
+    every = config.get("sliding_window_pattern", 6)
+    kinds = config.get("layer_types") or [
+        FULL if number % every == 0 else SLIDING for number in range(1, layers + 1)
+    ]
+    if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+        raise ValueError(f"layer_types {kinds} of {layers} layers")
+    if SLIDING not in kinds:
+        return None
+    if (size := int(config["sliding_window"])) < 1:
+        raise ValueError(f"sliding_window {size}")
+    return Windows(size, tuple(kind == SLIDING for kind in kinds), rope_theta)
+
+
+def _rotations(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is said of the rotation of queries and keys; and that of layers with a window, where it differs."""
+    given = config.get("rope_parameters") or {}
+    if config["model_type"] != GEMMA3:
+        return given or config.get("rope_scaling") or {}, {}
+    if set(given) - {FULL, SLIDING}:  # transformers would not look at these
+        raise ValueError(f"rope_parameters by kind of layer, not {sorted(given)}")
+    full = {"rope_theta": config.get("rope_theta", 1e6)} | (given.get(FULL) or {})
+    sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (given.get(SLIDING) or {})
+    return full | (config.get("rope_scaling") or {}), sliding
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    # transformers 4 once wrote `type` for `rope_type`.
+    found: str = rope.get("rope_type", rope.get("type", "default"))
+    return found
 
 
 def _scaled_rope(config: dict[str, Any]) -> bool:
-    rope = _rope(config)
-    # transformers 4 once wrote `type` for `rope_type`.
-    return rope.get("rope_type", rope.get("type", "default")) != "default"
+    rope, of_windows = _rotations(config)
+    known = ("default", "linear") if config["model_type"] == GEMMA3 else ("default",)
+    return _rope_type(rope) not in known or _rope_type(of_windows) != "default"
 
 
 def _partial_rope(config: dict[str, Any]) -> bool:
-    factor = _rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    return factor not in (None, 1, 1.0)
+    factors = [rope.get("partial_rotary_factor") for rope in _rotations(config)]
+    return any(f not in (None, 1, 1.0) for f in (*factors, config.get("partial_rotary_factor")))
 
 
 def _sliding(config: dict[str, Any]) -> bool:
+    if config["model_type"] == GEMMA3:
+        return False
     kinds = set(config.get("layer_types") or ())
-    return bool(config.get("use_sliding_window")) or bool(kinds - {"full_attention"})
+    return bool(config.get("use_sliding_window")) or bool(kinds - {FULL})
+
+
+def _activation(config: dict[str, Any]) -> bool:
+    if config["model_type"] == GEMMA3:
+        return bool(config.get("hidden_activation", GELU) != GELU)
+    return bool(config.get("hidden_act", "silu") != "silu")
+
+
+def _softcapping(config: dict[str, Any]) -> bool:
+    return any(config.get(f"{of}_logit_softcapping") is not None for of in ("attn", "final"))
 
 
 def _single_expert(config: dict[str, Any]) -> bool:
@@ -216,9 +312,11 @@ _REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
     "attention_bias": lambda c: bool(c.get("attention_bias")),
     "mlp_bias": lambda c: bool(c.get("mlp_bias")),
     "sliding windows": _sliding,
-    "rope scaling (rope_type other than 'default')": _scaled_rope,
+    "rope scaling (rope_type other than 'default'; of Gemma 3's global layers also 'linear')": _scaled_rope,
     "partial_rotary_factor": _partial_rope,
-    "hidden_act other than silu": lambda c: c.get("hidden_act", "silu") != "silu",
+    "hidden_act other than silu, or hidden_activation of Gemma 3 other than gelu_pytorch_tanh": _activation,
+    "softcapping of logits": _softcapping,
+    "use_bidirectional_attention": lambda c: bool(c.get("use_bidirectional_attention")),
     "quantized weights": lambda c: bool(c.get("quantization_config")),
     "decoder_sparse_step other than 1": lambda c: c.get("decoder_sparse_step", 1) != 1,
     "mlp_only_layers": lambda c: bool(c.get("mlp_only_layers")),

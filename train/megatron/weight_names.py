@@ -52,7 +52,8 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
 
     That is: embedding, layers from the first, final norm, output. Within a layer: input norm, query, key
     and value (then their biases), query and key norm, attention output, second norm, and gate, up, down;
-    with experts the router, then gate, up, down of expert 0, of expert 1, and so on.
+    with experts the router, then gate, up, down of expert 0, of expert 1, and so on. A norm of what attention
+    or the feed-forward layer gives comes after its weights.
     """
     vocab, last = (shape.vocab, shape.hidden), shape.layers - 1
     weights = [_one("embedding.word_embeddings", "model.embed_tokens", "vocab", vocab, 0)]
@@ -92,14 +93,20 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
         name = f"{target}self_attention.{x}_layernorm"
         yield _one(name, f"{attention}{x}_norm", "replicated", (size,), layer)
     yield _one(target + "self_attention.linear_proj", attention + "o_proj", "row", (hidden, rows[0]), layer)
+    if shape.output_norms:
+        name = target + "self_attention_output_norm"
+        yield _one(name, source + "post_attention_layernorm", "replicated", (hidden,), layer)
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> Iterator[Weight]:
     target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    second = source + "post_attention_layernorm"
+    second = source + ("pre_feedforward_layernorm" if shape.output_norms else "post_attention_layernorm")
     yield _one(target + "pre_mlp_layernorm", second, "replicated", (shape.hidden,), layer)
     if shape.experts is None:
         yield from _gated(target + "mlp", source + "mlp", shape.hidden, shape.ffn, layer)
+        if shape.output_norms:
+            last = source + "post_feedforward_layernorm"
+            yield _one(target + "mlp_output_norm", last, "replicated", (shape.hidden,), layer)
         return
     router = (shape.experts.count, shape.hidden)
     yield _one(target + "mlp.router", source + "mlp.gate", "replicated", router, layer)
