@@ -52,7 +52,7 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("model", ["qwen3-untied", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen3-untied", "qwen3_moe", "gemma3"])
 def test_streaming_holds_no_second_copy(model_folders: Path, model: str) -> None:
     """While weights stream, no more is alive than the copies of one packed tensor's parts."""
     folder = model_folders / model

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 pytestmark = pytest.mark.ranks
 LORA = LoraConfig(rank=4, alpha=8.0)
 ADAPTED = "qwen3-tied with factors"
-MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", ADAPTED)
+MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", "gemma3", ADAPTED)
 OPTIMIZER = OptimizerConfig(lr=0.01, weight_decay=0.01)
 
 
