@@ -19,13 +19,15 @@ from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
 from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.score_head import with_head
+from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
 VOCAB = 125
@@ -231,6 +233,59 @@ def test_a_step_trains(models: Any, case: str) -> None:
         assert unchanged == []
         assert _run(policy, micro)[1] < first
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "gemma3_text-tied"])
+def test_recomputed_activations_give_the_same_bits(models: Any, case: str) -> None:
+    """Logits and gradients, padded and packed."""
+    folder, micro = models[case][0], _micro()
+    packed = replace(micro, lengths=np.array([11, 11, 11]))
+    told: list[list[torch.Tensor]] = []
+    for recompute in (False, True):
+        how = Build(4, torch.device("cpu"), 0, 1, recompute=recompute)
+        policy = TrainablePolicy(read_shape(folder), OptimizerConfig(), how)
+        policy.load_weights(read_weights(folder))
+        told.append([])
+        for one in (micro, packed):
+            seen = policy.forward_backward((one,), lambda logits, _: (logits.square().mean(), logits.detach()))
+            told[-1] += [seen[0].clone(), *(g.clone() for g in policy.gradients().values())]
+    assert all(torch.equal(kept, again) for kept, again in zip(*told, strict=True))
+
+
+@EACH
+def test_transformers_loads_a_checkpoint(models: Any, tmp_path: Path, case: str) -> None:
+    """After a step it computes what the policy does; also a checkpoint that begins a reward model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    policy, micro = _policy(models[case][0]), _micro()
+    _run(policy, micro)
+    policy.optimizer_step(0.01)
+    stream = policy.stream_weights()
+    record = write_checkpoint(tmp_path, "r", "actor", 1, stream, None, like=models[case][0], phase=None)
+    ours, _ = _run(policy, micro)
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / record.path).eval()
+        assert float((loaded(torch.from_numpy(micro.tokens)).logits - ours).abs().max()) < 1e-5
+    shape = shape_to_train(models[case][0], 1)
+    own = with_head(policy.weights(), shape)
+    own["score.weight"] = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
+    like, known = models[case][0], {"phase": None, "scores": 1}
+    record = write_checkpoint(tmp_path, "r", "reward", 1, own, None, like=like, **known)
+    scored = TrainablePolicy(shape, OptimizerConfig(), Build(4, torch.device("cpu"), 0, 1))
+    scored.load_weights(own)
+    (ours,) = scored.forward((micro,), lambda scores, _: scores.clone())
+    with torch.no_grad():
+        head = AutoModelForSequenceClassification.from_pretrained(tmp_path / record.path).eval()
+        head.config.pad_token_id = VOCAB  # no token is padding: the last one's score is told
+        theirs = head(torch.from_numpy(micro.tokens)).logits
+    assert type(head).__name__ == shape_class(case)
+    assert float((theirs - ours[:, -1]).abs().max()) < 1e-5
+
+
+def shape_class(case: str) -> str:
+    """What transformers calls a reward model of the family."""
+    name = CLASSES[case.split("-")[0].removesuffix("_raw").removesuffix("_scaled")]
+    return f"{name}{'Text' if name == 'Gemma3' else ''}ForSequenceClassification"
 
 
 def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:

@@ -16,7 +16,7 @@ from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, p
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.packed import documents
 from rollbook.train.megatron.reshard import stages_of
-from rollbook.train.megatron.shape import Experts, ModelShape
+from rollbook.train.megatron.shape import Experts, ModelShape, Windows
 
 CPU = torch.device("cpu")
 DENSE = ModelShape(
@@ -37,7 +37,11 @@ SHAPES = {
     "llama": DENSE,
     "qwen3": replace(DENSE, family="qwen3", kv_heads=4, tied=True),
     "qwen3_moe": replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 192, renormalized=True)),
+    "gemma3": replace(
+        DENSE, family="gemma3_text", tied=True, query_scalar=24.0, windows=Windows(48, (True, False, True), 1e3)
+    ),
 }
+"""Samples of `TOKENS // 2` are longer than the windows."""
 TOKENS = 256
 
 
