@@ -56,8 +56,8 @@ class PackedAttention(DotProductAttention):
 
 @functools.lru_cache(maxsize=8)
 def _band(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores [size, 2 size - 1] of queries and of the keys from the first one's window on:
-    0 within each query's window, else minus infinity."""
+    """What is added to the scores [size, 2 size - 1] of queries and of the keys from the first one's window
+    on: 0 within each query's window, else minus infinity."""
     ahead = torch.arange(2 * size - 1, device=device) - torch.arange(size, device=device)[:, None]
     outside = (ahead < 0) | (ahead >= size)
     return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill_(outside, float("-inf"))

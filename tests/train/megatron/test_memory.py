@@ -38,7 +38,11 @@ SHAPES = {
     "qwen3": replace(DENSE, family="qwen3", kv_heads=4, tied=True),
     "qwen3_moe": replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 192, renormalized=True)),
     "gemma3": replace(
-        DENSE, family="gemma3_text", tied=True, query_scalar=24.0, windows=Windows(48, (True, False, True), 1e3)
+        DENSE,
+        family="gemma3_text",
+        tied=True,
+        query_scalar=24.0,
+        windows=Windows(48, (True, False, True), 1e3),
     ),
 }
 """Samples of `TOKENS // 2` are longer than the windows."""

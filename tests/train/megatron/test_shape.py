@@ -76,7 +76,12 @@ def test_shape_of_windows(tmp_path: Path) -> None:
     is left out has the defaults of Gemma 3."""
     shape = read_shape(_written(tmp_path, **GEMMA))
     windows = Windows(512, (True, True, False, True), 1e3)
-    assert (shape.windows, shape.rope_theta, shape.rope_factor, shape.query_scalar) == (windows, 1e6, 1.0, 256.0)
+    assert (shape.windows, shape.rope_theta, shape.rope_factor, shape.query_scalar) == (
+        windows,
+        1e6,
+        1.0,
+        256.0,
+    )
     assert (shape.tied, shape.qk_norm, shape.output_norms, shape.gelu, shape.windowed) == (True,) * 4 + (3,)
     scaled = GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "tie_word_embeddings": False}
     shape = read_shape(_written(tmp_path, **scaled, query_pre_attn_scalar=168))
@@ -86,7 +91,9 @@ def test_shape_of_windows(tmp_path: Path) -> None:
     five = GEMMA | {"rope_parameters": ropes, "layer_types": kinds, "num_hidden_layers": 2}
     shape = read_shape(_written(tmp_path, **five))
     assert (shape.windows, shape.rope_theta) == (Windows(512, (False, True), 100.0), 1e5)
-    bare = read_shape(_written(tmp_path, **GEMMA | {"sliding_window_pattern": ..., "rope_local_base_freq": ...}))
+    bare = read_shape(
+        _written(tmp_path, **GEMMA | {"sliding_window_pattern": ..., "rope_local_base_freq": ...})
+    )
     assert bare.windows == Windows(512, (True,) * 4, 1e4)
     assert read_shape(_written(tmp_path, **GEMMA | {"sliding_window_pattern": 1})).windows is None
     assert not read_shape(_written(tmp_path)).windowed
@@ -99,7 +106,9 @@ def test_work_of_windows() -> None:
     both = replace(plain, windows=Windows(16, (True, False), 1e4))
     assert both.work(16) == plain.work(16)
     attended = 16 * 17 // 2 + 16 * (1000 - 16)  # by counting pairs one by one
-    assert plain.work(1000) - both.work(1000) == pytest.approx(4 * 32 * (1000 * 1001 // 2 - attended), rel=0.01)
+    assert plain.work(1000) - both.work(1000) == pytest.approx(
+        4 * 32 * (1000 * 1001 // 2 - attended), rel=0.01
+    )
 
 
 def test_what_older_files_leave_out(tmp_path: Path) -> None:
