@@ -33,7 +33,7 @@ from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
 VOCAB = 125
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw", "gemma3_text", "gemma3_text_scaled")
-"""The router of `qwen3_moe_raw` does not renormalize; `gemma3_text_scaled` is rotated less without a window."""
+"""The router of `qwen3_moe_raw` does not renormalize; `gemma3_text_scaled` rotates less without a window."""
 CLASSES = {
     "llama": "Llama",
     "qwen2": "Qwen2",

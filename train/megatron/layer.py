@@ -38,9 +38,9 @@ class Rotations(RotaryEmbedding):
         super().__init__(shape.head_dim, 1.0, use_cpu_initialization=True)
         assert shape.windows is not None
         by = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        self.inv_freq = 1.0 / shape.rope_theta**by / shape.rope_factor
+        vars(self).update(inv_freq=1.0 / shape.rope_theta**by / shape.rope_factor)
         self._of_windows = RotaryEmbedding(shape.head_dim, 1.0, use_cpu_initialization=True)
-        self._of_windows.inv_freq = 1.0 / shape.windows.rope_theta**by
+        vars(self._of_windows).update(inv_freq=1.0 / shape.windows.rope_theta**by)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles [T, 2, 1, head_dim]."""

@@ -208,7 +208,7 @@ def build_module(
         rotary_base=int(shape.rope_theta),
     )
     if shape.windows is not None:
-        module.rotary_pos_emb = Rotations(shape)
+        module.add_module("rotary_pos_emb", Rotations(shape))
     if shape.scaled_embedding and layout.first:
         module.embedding.register_forward_hook(_times(shape.hidden**0.5))
     if shape.scores and layout.last:

@@ -258,7 +258,7 @@ def _windows(config: dict[str, Any], rope_theta: float) -> Windows | None:
 
 
 def _rotations(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is said of the rotation of queries and keys; and of that of layers with a window, if it differs."""
+    """What is said of the rotation of queries and keys; and of that of layers with a window, if another."""
     given = config.get("rope_parameters") or {}
     if config["model_type"] != GEMMA3:
         return given or config.get("rope_scaling") or {}, {}
