@@ -35,12 +35,12 @@ class Rotations(RotaryEmbedding):
     """The angles by which queries and keys are rotated, of layers without a window and of those with one."""
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__(shape.head_dim, 1.0, use_cpu_initialization=True)
         assert shape.windows is not None
-        by = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        vars(self).update(inv_freq=1.0 / shape.rope_theta**by / shape.rope_factor)
-        self._of_windows = RotaryEmbedding(shape.head_dim, 1.0, use_cpu_initialization=True)
-        vars(self._of_windows).update(inv_freq=1.0 / shape.windows.rope_theta**by)
+        super().__init__(shape.head_dim, 1.0, rotary_base=shape.rope_theta, use_cpu_initialization=True)
+        self.inv_freq.div_(shape.rope_factor)
+        self._of_windows = RotaryEmbedding(
+            shape.head_dim, 1.0, rotary_base=shape.windows.rope_theta, use_cpu_initialization=True
+        )
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles [T, 2, 1, head_dim]."""
