@@ -32,7 +32,16 @@ from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
 VOCAB = 125
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw", "gemma3_text", "gemma3_text_scaled")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_raw",
+    "gemma3_text",
+    "gemma3_text_scaled",
+    "gpt_oss",
+)
 """The router of `qwen3_moe_raw` does not renormalize; `gemma3_text_scaled` rotates less without a window."""
 CLASSES = {
     "llama": "Llama",
@@ -40,6 +49,7 @@ CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
     "gemma3_text": "Gemma3",
+    "gpt_oss": "GptOss",
 }
 
 CASES = [f"{family}-{tied}" for family in FAMILIES for tied in ("tied", "untied")]
@@ -66,6 +76,8 @@ def _reference(family: str, tied: bool) -> Any:
     if family.startswith("qwen3_moe"):
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         values["norm_topk_prob"] = not family.endswith("raw")
+    if family == "gpt_oss":
+        values = _gpt_oss(values)
     if family.startswith("gemma3"):
         values = _gemma(values, scaled=family.endswith("scaled"))
     name = CLASSES[family.removesuffix("_raw").removesuffix("_scaled")]
@@ -88,6 +100,17 @@ def _gemma(values: dict[str, Any], *, scaled: bool) -> dict[str, Any]:
     rope_parameters["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
     more = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4, "layer_types": kinds}
     more |= {"num_hidden_layers": 5, "rope_parameters": rope_parameters}
+    return {key: value for key, value in values.items() if key != "rope_theta"} | more
+
+
+def _gpt_oss(values: dict[str, Any]) -> dict[str, Any]:
+    """Three layers, two of them with a window that samples are longer than; gates that the limit clamps."""
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding")]
+    rope = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 16, "rope_theta": 1e4}
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5, "head_dim": 16}
+    more |= {"num_hidden_layers": 3, "sliding_window": 4, "layer_types": kinds, "rope_parameters": rope}
+    more["intermediate_size"] = 24
     return {key: value for key, value in values.items() if key != "rope_theta"} | more
 
 
@@ -242,7 +265,7 @@ def test_a_step_trains(models: Any, case: str) -> None:
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("case", ["qwen3-tied", "gemma3_text-tied"])
+@pytest.mark.parametrize("case", ["qwen3-tied", "gemma3_text-tied", "gpt_oss-tied"])
 def test_recomputed_activations_give_the_same_bits(models: Any, case: str) -> None:
     """Logits and gradients, padded and packed."""
     folder, micro = models[case][0], _micro()

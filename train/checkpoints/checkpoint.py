@@ -57,6 +57,7 @@ _CLASSES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
     "gemma3_text": "Gemma3Text",
+    "gpt_oss": "GptOss",
 }
 """How transformers calls the classes of each family."""
 _FILES = {

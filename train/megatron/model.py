@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -168,36 +168,18 @@ def build_module(
         ModelError: the model cannot be split so, or its stages are not of one depth.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from rollbook.train.megatron.attention import PackedAttention
-    from rollbook.train.megatron.layer import OutputNormLayer, RotatedByKind, Rotations
-    from rollbook.train.megatron.norm import Norm, ZeroCentredNorm
+    from rollbook.train.megatron.layer import complete, layer_of, norm_of
 
     check_layout(shape, layout)
     config = _transformer_config(shape, layout, dtype, recompute=recompute)
     if len(set(layout.stages)) > 1:
         raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
-    layer = get_gpt_layer_local_spec(
-        num_experts=shape.experts.count if shape.experts else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=shape.qk_norm,
-        normalization="RMSNorm",
-    )
-    norm = ZeroCentredNorm if shape.zero_centred_norms else Norm
-    within, norms = layer.submodules, {"q_layernorm": norm, "k_layernorm": norm} if shape.qk_norm else {}
-    attention = replace(within.self_attention.submodules, core_attention=PackedAttention, **norms)
-    within.self_attention.submodules = attention
-    layer.submodules = replace(within, input_layernorm=norm, pre_mlp_layernorm=norm)
-    if shape.output_norms:
-        layer.module = OutputNormLayer
-    if shape.windows is not None:
-        within.self_attention.module = RotatedByKind
-    layers = TransformerBlockSubmodules([layer] * layout.stages[layout.stage], norm)
+    layers = [layer_of(shape)] * layout.stages[layout.stage]
     module = GPTModel(
         config=config,
-        transformer_layer_spec=layers,
+        transformer_layer_spec=TransformerBlockSubmodules(layers, norm_of(shape)),
         vocab_size=shape.padded_vocab,
         max_sequence_length=shape.context,
         pre_process=layout.first,
@@ -207,10 +189,7 @@ def build_module(
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
     )
-    if shape.windows is not None:
-        module.add_module("rotary_pos_emb", Rotations(shape))
-    if shape.scaled_embedding and layout.first:
-        module.embedding.register_forward_hook(_times(shape.hidden**0.5))
+    complete(module, shape, layout)
     if shape.scores and layout.last:
         module.output_layer = ScoreHead(shape.hidden, shape.scores)
     for parameter in module.parameters():  # norms are float32 whatever the config says
@@ -218,16 +197,12 @@ def build_module(
     return module
 
 
-def _times(factor: float) -> Callable[..., torch.Tensor]:
-    """A hook by which a module gives that many times what it would; rounded to its type first, as
-    transformers does."""
-    return lambda _, __, output: output * torch.tensor(factor).to(output)
-
-
 def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtype, *, recompute: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    from rollbook.train.megatron.layer import gate_of
+
+    config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -238,8 +213,8 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func=_gelu if shape.gelu else torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=gate_of(shape),
+        add_bias_linear=shape.biases,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -264,26 +239,28 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         **_window_config(shape),
         **_expert_config(shape, layout),
     )
+    if shape.yarn is not None:  # Megatron computes from it what queries and keys are scaled by
+        vars(config).update(yarn_rotary_scaling_factor=shape.yarn.factor)
+    return config
 
 
 def _window_config(shape: ModelShape) -> dict[str, Any]:
-    """Which layers have a window of how many tokens before the own; and what scales scores, if not the
-    width of heads."""
+    """Which layers have a window of how many tokens before the own; and what differs in the scores: their
+    scale, and whether each head has a sink."""
     found: dict[str, Any] = {}
     if shape.windows is not None:
         found = {"window_size": (shape.windows.size - 1, 0)}
         found["window_attn_skip_freq"] = [int(windowed) for windowed in shape.windows.layers]
+    if shape.sinks:
+        found["softmax_type"] = "learnable"
     if shape.query_scalar is not None:
         found["softmax_scale"] = shape.query_scalar**-0.5
     return found
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
 def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
-    """What makes megatron's mixture of experts the one of Qwen3-MoE: no dropped tokens, no loss of its own.
+    """What makes megatron's mixture of experts the one of Qwen3-MoE, or of gpt-oss: no dropped tokens, no
+    loss of its own.
 
     Renormalized weights are the softmax over the chosen experts' logits alone, which is how megatron
     computes them; the others are the softmax over all experts.
@@ -298,6 +275,8 @@ def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.renormalized,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
+        "activation_func_clamp_value": experts.limit,
+        "glu_linear_offset": 0.0 if experts.limit is None else 1.0,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "expert_model_parallel_size": layout.spread,
     }

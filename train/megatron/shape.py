@@ -17,12 +17,16 @@ import orjson
 from rollbook.store.errors import ModelError
 
 VOCAB_DIVISOR = 128
-GEMMA3 = "gemma3_text"
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", GEMMA3)
+GEMMA3, GPT_OSS = "gemma3_text", "gpt_oss"
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", GEMMA3, GPT_OSS)
 """The values of `model_type` that are trained."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """How a config calls layers without a window and with one."""
 GELU = "gelu_pytorch_tanh"
+_PATTERNS = {GEMMA3: 6, GPT_OSS: 2}
+"""Of families whose layers have windows: after how many comes one without, unless a config says otherwise."""
+_SCALED = {GEMMA3: ("default", "linear"), GPT_OSS: ("yarn",)}
+"""Of families whose rotation is scaled, how (`rope_type`); of layers with a window only if of all."""
 SCORES = "ForSequenceClassification"
 """How the architectures of models with a head of scores end."""
 SCORE_LABELS = ("reward", "log_deviation")
@@ -34,13 +38,15 @@ class Experts:
     """The mixture of experts in every layer.
 
     `ffn` is the inner width of one expert; `renormalized` says that the weights of the chosen experts
-    are divided by their sum.
+    are divided by their sum. `limit` is what clamps gates from above and the other half on both sides; None:
+    nothing does.
     """
 
     count: int
     per_token: int
     ffn: int
     renormalized: bool
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,25 @@ class Windows:
     """Layers in which a token attends to the last `size` tokens alone, itself among them.
 
     `layers` says of each layer of the model whether it is one. Queries and keys of these are rotated by
-    `rope_theta`, those of the others by the model's.
+    `rope_theta`, those of the others by the model's; None: by that, too.
     """
 
     size: int
     layers: tuple[bool, ...]
-    rope_theta: float
+    rope_theta: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """The rotation by YaRN (Peng et al. 2023, arXiv:2309.00071): frequencies that turn more than `fast` times
+    in the `original` context stay, those below `slow` turns are divided by `factor`, with a ramp between,
+    whose ends are whole numbers if it is `truncated`."""
+
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,7 @@ class ModelShape:
     windows: Windows | None = None
     rope_factor: float = 1.0
     query_scalar: float | None = None
+    yarn: Yarn | None = None
 
     @property
     def outputs(self) -> int:
@@ -117,7 +137,27 @@ class ModelShape:
     @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values have a bias."""
-        return self.family == "qwen2"
+        return self.family in ("qwen2", GPT_OSS)
+
+    @property
+    def two_rotations(self) -> bool:
+        """Whether layers with a window rotate queries and keys by another base than the others."""
+        return self.windows is not None and self.windows.rope_theta is not None
+
+    @property
+    def biases(self) -> bool:
+        """Whether all other linear layers have one, too: the attention's output, router and experts."""
+        return self.family == GPT_OSS
+
+    @property
+    def sinks(self) -> bool:
+        """Whether every head has a score that is in the softmax of each query, and adds nothing."""
+        return self.family == GPT_OSS
+
+    @property
+    def fused_experts(self) -> bool:
+        """Whether files hold the experts of a layer as one tensor."""
+        return self.family == GPT_OSS
 
     @property
     def qk_norm(self) -> bool:
@@ -204,7 +244,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
     rope, of_windows = _rotations(config)
     head_dim = config.get("head_dim")
     if head_dim is None:
-        if family in ("qwen3", GEMMA3):  # transformers would take 128 or 256, whatever the widths
+        if family in ("qwen3", GEMMA3, GPT_OSS):  # transformers would take a number, whatever the widths
             raise KeyError("head_dim")
         head_dim = config["hidden_size"] // heads
     kv_heads = config["num_key_value_heads"]
@@ -223,28 +263,41 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         norm_eps=config["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
         tied=bool(config.get("tie_word_embeddings", family == GEMMA3)),
-        experts=_experts(config) if family == "qwen3_moe" else None,
+        experts=_experts(config) if family in ("qwen3_moe", GPT_OSS) else None,
         scores=_scores(config),
-        windows=_windows(config, float(of_windows["rope_theta"])) if family == GEMMA3 else None,
+        windows=_windows(config, of_windows.get("rope_theta")) if family in _PATTERNS else None,
         rope_factor=float(rope["factor"]) if _rope_type(rope) == "linear" else 1.0,
         query_scalar=float(config.get("query_pre_attn_scalar", 256)) if family == GEMMA3 else None,
+        yarn=_yarn(rope) if family == GPT_OSS else None,
     )
 
 
 def _experts(config: dict[str, Any]) -> Experts:
     count = config.get("num_experts") or config["num_local_experts"]
+    alike = config["model_type"] == GPT_OSS
     return Experts(
         count=count,
         per_token=config["num_experts_per_tok"],
-        ffn=config["moe_intermediate_size"],
-        renormalized=bool(config.get("norm_topk_prob", False)),
+        ffn=config["intermediate_size" if alike else "moe_intermediate_size"],
+        renormalized=alike or bool(config.get("norm_topk_prob", False)),
+        limit=float(config.get("swiglu_limit", 7.0)) if alike else None,
     )
 
 
-def _windows(config: dict[str, Any], rope_theta: float) -> Windows | None:
+def _yarn(rope: dict[str, Any]) -> Yarn:
+    return Yarn(
+        factor=float(rope["factor"]),
+        original=rope["original_max_position_embeddings"],
+        fast=float(rope.get("beta_fast") or 32),
+        slow=float(rope.get("beta_slow") or 1),
+        truncated=bool(rope.get("truncate", True)),
+    )
+
+
+def _windows(config: dict[str, Any], rope_theta: float | None) -> Windows | None:
     """The layers with a window, named one by one or, in files of transformers 4, by their pattern."""
     layers = config["num_hidden_layers"]
-    every = config.get("sliding_window_pattern", 6)
+    every = config.get("sliding_window_pattern", _PATTERNS[config["model_type"]])
     kinds = config.get("layer_types") or [
         FULL if number % every == 0 else SLIDING for number in range(1, layers + 1)
     ]
@@ -254,7 +307,8 @@ def _windows(config: dict[str, Any], rope_theta: float) -> Windows | None:
         return None
     if (size := int(config["sliding_window"])) < 1:
         raise ValueError(f"sliding_window {size}")
-    return Windows(size, tuple(kind == SLIDING for kind in kinds), rope_theta)
+    theta = None if rope_theta is None else float(rope_theta)
+    return Windows(size, tuple(kind == SLIDING for kind in kinds), theta)
 
 
 def _rotations(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -277,8 +331,10 @@ def _rope_type(rope: dict[str, Any]) -> str:
 
 def _scaled_rope(config: dict[str, Any]) -> bool:
     rope, of_windows = _rotations(config)
-    known = ("default", "linear") if config["model_type"] == GEMMA3 else ("default",)
-    return _rope_type(rope) not in known or _rope_type(of_windows) != "default"
+    known = _SCALED.get(config["model_type"], ("default",))
+    # How much YaRN scales the products of queries and keys is computed, not read.
+    told = any(rope.get(key) is not None for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    return _rope_type(rope) not in known or _rope_type(of_windows) != "default" or told
 
 
 def _partial_rope(config: dict[str, Any]) -> bool:
@@ -287,10 +343,14 @@ def _partial_rope(config: dict[str, Any]) -> bool:
 
 
 def _sliding(config: dict[str, Any]) -> bool:
-    if config["model_type"] == GEMMA3:
+    if config["model_type"] in _PATTERNS:
         return False
     kinds = set(config.get("layer_types") or ())
     return bool(config.get("use_sliding_window")) or bool(kinds - {FULL})
+
+
+def _biased(config: dict[str, Any]) -> bool:
+    return bool(config["model_type"] == GPT_OSS)
 
 
 def _activation(config: dict[str, Any]) -> bool:
@@ -305,17 +365,19 @@ def _softcapping(config: dict[str, Any]) -> bool:
 
 def _single_expert(config: dict[str, Any]) -> bool:
     # Renormalized, its weight is 1 whatever the router says: Megatron has no such router.
-    return config.get("num_experts_per_tok") == 1 and bool(config.get("norm_topk_prob"))
+    return config.get("num_experts_per_tok") == 1 and bool(config.get("norm_topk_prob") or _biased(config))
 
 
 _REFUSED: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "attention_bias": lambda c: bool(c.get("attention_bias")),
+    "attention_bias": lambda c: bool(c.get("attention_bias", _biased(c))) != _biased(c),
     "mlp_bias": lambda c: bool(c.get("mlp_bias")),
     "sliding windows": _sliding,
-    "rope scaling (rope_type other than 'default'; of Gemma 3's global layers also 'linear')": _scaled_rope,
+    "rope scaling (rope_type other than 'default'; of Gemma 3's global layers also 'linear'; of gpt-oss "
+    "other than 'yarn', scaled by its factor alone)": _scaled_rope,
     "partial_rotary_factor": _partial_rope,
     "hidden_act other than silu, or hidden_activation of Gemma 3 other than gelu_pytorch_tanh": _activation,
     "softcapping of logits": _softcapping,
+    "swiglu_alpha other than 1.702": lambda c: c.get("swiglu_alpha", 1.702) != 1.702,
     "use_bidirectional_attention": lambda c: bool(c.get("use_bidirectional_attention")),
     "quantized weights": lambda c: bool(c.get("quantization_config")),
     "decoder_sparse_step other than 1": lambda c: c.get("decoder_sparse_step", 1) != 1,

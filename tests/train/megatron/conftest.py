@@ -34,7 +34,7 @@ def _model(folder: Path, family: str, **changes: Any) -> None:
 
 @pytest.fixture(scope="session")
 def model_folders(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tiny models: dense tied and untied, with biases, with experts, with windows."""
+    """A folder of tiny models: dense tied and untied, with biases, with experts, with windows, with sinks."""
     place = tmp_path_factory.mktemp("spread")
     for tied in (True, False):
         fabric.make_model(place / f"qwen3-{'tied' if tied else 'untied'}", tied=tied)
@@ -44,4 +44,7 @@ def model_folders(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
     kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
     windows = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 4, "layer_types": kinds}
     _model(place / "gemma3", "Gemma3", query_pre_attn_scalar=24, **windows)
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    oss = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 16}
+    _model(place / "gpt_oss", "GptOss", rope_parameters=rope, sliding_window=4, **oss)
     return place
