@@ -452,6 +452,18 @@ def test_weights_that_do_not_fit(models: Any, name: str, rows: int | None) -> No
         to_megatron(tensors, shape)
 
 
+def test_a_layer_without_its_experts(models: Any) -> None:
+    """Of files that fuse experts the tensor of the file is named."""
+    folder, _ = models["gpt_oss-untied"]
+    shape, tensors = read_shape(folder), read_weights(folder)
+    name = "model.layers.1.mlp.experts.gate_up_proj_bias"
+    with pytest.raises(ModelError, match=rf"{name} is \(4, 24\), not \(4, 48\)"):
+        to_megatron(tensors | {name: torch.zeros(4, 24)}, shape)
+    del tensors[name]
+    with pytest.raises(ModelError, match=f"{name} is missing"):
+        to_megatron(tensors, shape)
+
+
 def test_transposed_weights_do_not_fit(models: Any) -> None:
     """As many numbers in another order are no match."""
     folder, _ = models["qwen3-untied"]

@@ -158,8 +158,8 @@ def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dt
     if shape.experts is None:
         found += 5 * shape.ffn // shared
     else:
-        chosen = shape.experts.per_token
-        found += chosen * (6 * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
+        chosen, of_inner = shape.experts.per_token, 6 if shape.experts.limit is None else 8
+        found += chosen * (of_inner * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
     if given.padded_to is not None:  # Megatron's own attention holds the scores of all pairs
         found += (1 if wide else 3) * heads * given.padded_to
     return found

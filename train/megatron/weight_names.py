@@ -186,7 +186,7 @@ def checked(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[s
         ModelError: one is missing, or not of the config's shape.
     """
     tensors = taken_apart(tensors, shape)
-    for name, dims in (_shapes(shape) | weight_shapes(shape)).items():
+    for name, dims in (weight_shapes(shape) | _shapes(shape)).items():
         if name not in tensors:
             raise ModelError(f"the weights do not fit their config.json: {name} is missing")
         expect(name, tensors[name], dims)

@@ -127,6 +127,14 @@ def test_uneven_splits_are_refused(model_folders: Path, layout: RankLayout, reas
         dict(rank_weights(read_weights(model_folders / "qwen3_moe"), shape, layout))
 
 
+def test_experts_with_biases_are_not_split(model_folders: Path) -> None:
+    """Nor is what is beside them; they go to stages and to ranks that share the experts."""
+    shape = read_shape(model_folders / "gpt_oss")
+    check_layout(shape, RankLayout((1, 1), spread=2))
+    with pytest.raises(ModelError, match="gpt_oss on 2 tensor-parallel ranks.*leave tensor 1"):
+        check_layout(shape, RankLayout((2,), tensor=2, expert_tensor=1, sequence=True))
+
+
 def test_what_must_divide(model_folders: Path) -> None:
     """Rows of the vocabulary and the inner width are counted too; one rank takes any shape."""
     dense = ModelShape("qwen3", 2, 30, 63, 6, 6, 5, 120, 48, 1e-6, 1e4, False)

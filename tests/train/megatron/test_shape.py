@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from rollbook.store.errors import ModelError
-from rollbook.train.megatron.shape import Experts, ModelShape, Windows, read_shape
+from rollbook.train.megatron.shape import Experts, ModelShape, Windows, Yarn, read_shape
 
 
 def _written(folder: Path, **changes: Any) -> Path:
@@ -99,6 +99,35 @@ def test_shape_of_windows(tmp_path: Path) -> None:
     assert not read_shape(_written(tmp_path)).windowed
 
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 128,
+    "rope_theta": ...,
+    "rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+}
+
+
+def test_shape_of_sinks(tmp_path: Path) -> None:
+    """Every second layer has a window unless it is said, all are rotated alike; experts are as wide as the
+    model says, and their gates clamped."""
+    shape = read_shape(_written(tmp_path, **OSS))
+    assert shape.windows == Windows(128, (True, False))
+    assert shape.experts == Experts(8, 3, 64, True, 7.0)
+    assert shape.yarn == Yarn(32.0, 4096, 16.0, 2.0, truncated=False)
+    assert (shape.sinks, shape.biases, shape.qkv_bias, shape.fused_experts, shape.two_rotations) == (
+        True,
+    ) * 4 + (False,)
+    four = OSS | {"rope_theta": 1e4, "rope_parameters": ..., "rope_scaling": YARN, "swiglu_limit": 5.0}
+    shape = read_shape(_written(tmp_path, **four))
+    assert shape.yarn == Yarn(32.0, 4096, 32.0, 1.0, truncated=True)
+    assert shape.experts is not None
+    assert (shape.experts.limit, shape.rope_theta) == (5.0, 1e4)
+
+
 def test_work_of_windows() -> None:
     """Of long samples layers with a window take less, and in proportion to the length; of short ones as
     much as others."""
@@ -127,7 +156,7 @@ def test_what_older_files_leave_out(tmp_path: Path) -> None:
     [
         (
             {"model_type": "mamba"},
-            "'mamba' cannot be trained; this release trains llama, qwen2, qwen3, qwen3_moe, gemma3_text",
+            "'mamba' cannot be trained; this release trains llama, qwen2, qwen3, qwen3_moe, gemma3_text, gpt_oss",
         ),
         ({"model_type": ...}, "None cannot be trained"),
         ({"attention_bias": True}, "attention_bias"),
@@ -148,6 +177,13 @@ def test_what_older_files_leave_out(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"model_type": "qwen2", "rope_theta": ...}, "rope_theta"),
         ({"rope_theta": "large"}, "ill-typed"),
+        (OSS | {"attention_bias": False}, "attention_bias"),
+        (OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantized"),
+        (OSS | {"rope_parameters": {"rope_type": "default"}}, "rope scaling"),
+        (OSS | {"rope_parameters": YARN | {"attention_factor": 1.2}}, "scaled by its factor alone"),
+        (OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        (OSS | {"num_experts_per_tok": 1}, "one renormalized expert"),
+        (OSS | {"hidden_act": "gelu"}, "hidden_act"),
         (GEMMA | {"final_logit_softcapping": 30.0}, "softcapping"),
         (GEMMA | {"attn_logit_softcapping": 50.0}, "softcapping"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
