@@ -131,7 +131,7 @@ def test_experts_with_biases_are_not_split(model_folders: Path) -> None:
     """Nor is what is beside them; they go to stages and to ranks that share the experts."""
     shape = read_shape(model_folders / "gpt_oss")
     check_layout(shape, RankLayout((1, 1), spread=2))
-    with pytest.raises(ModelError, match="gpt_oss on 2 tensor-parallel ranks.*leave tensor 1"):
+    with pytest.raises(ModelError, match=r"gpt_oss on 2 tensor-parallel ranks.*leave tensor 1"):
         check_layout(shape, RankLayout((2,), tensor=2, expert_tensor=1, sequence=True))
 
 
