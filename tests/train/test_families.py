@@ -107,7 +107,7 @@ def _gpt_oss(values: dict[str, Any]) -> dict[str, Any]:
     """Three layers, two of them with a window that samples are longer than; gates that the limit clamps."""
     kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding")]
     rope = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    rope |= {"original_max_position_embeddings": 16, "rope_theta": 1e4}
+    rope |= {"original_max_position_embeddings": 48, "rope_theta": 1e4}
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5, "head_dim": 16}
     more |= {"num_hidden_layers": 3, "sliding_window": 4, "layer_types": kinds, "rope_parameters": rope}
     more["intermediate_size"] = 24
