@@ -265,6 +265,7 @@ def _steps(
         with contextlib.suppress(Stopped):
             while trainer.in_batch or (trainer.done < config.steps and not judge.stopped and not unfilled):
                 if not trainer.in_batch:
+                    trainer.wait_for_engines()
                     with stopping.waiting():
                         selection = feed.take(trainer, stopping)
                     if selection is None:
