@@ -51,7 +51,14 @@ _TENSORS = {
     "adapter": "adapter_tensors",
 }
 """The manifest's keys of the digests by tensor."""
-_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+_CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma3_text": "Gemma3Text",
+    "gpt_oss": "GptOss",
+}
 """How transformers calls the classes of each family."""
 _FILES = {
     "optimizer": OPTIMIZER,

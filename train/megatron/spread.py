@@ -12,6 +12,7 @@ from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind
+from rollbook.train.megatron.fused_experts import put_together
 from rollbook.train.megatron.kept_digests import KeptDigests
 from rollbook.train.megatron.lora import check_factors, merged
 from rollbook.train.megatron.part import Part
@@ -82,8 +83,11 @@ class SpreadPolicy:
         return {} if self.lora is None else dict(self._stream("adapter"))
 
     def _stream(self, kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:
-        for weight, _, shards in self._ask("stream", kind):
-            yield from zip(weight.huggingface, parts(weight, shards, self.shape), strict=True)
+        each = (
+            zip(weight.huggingface, parts(weight, shards, self.shape), strict=True)
+            for weight, _, shards in self._ask("stream", kind)
+        )
+        yield from put_together((named for pair in each for named in pair), self.shape)
 
     def weights(self) -> Tensors:
         """The weights under Hugging Face names."""
