@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -118,19 +119,19 @@ class Follower:
         return "\n".join(f"  {line}" for line in lines[-WORDS:]) or "  (none)"
 
 
-class Launched:
-    """Ranks 1 to `count` - 1 as processes of this host.
+class Others(ABC):
+    """Ranks 1 to `count` - 1, wherever they are."""
 
-    Args:
-        address: host and port of the store at which all ranks meet.
-    """
+    def __init__(self, count: int) -> None:
+        self._ranks = range(1, count)
 
-    def __init__(self, count: int, address: tuple[str, int]) -> None:
-        self._followers = {rank: Follower(address, rank, count) for rank in range(1, count)}
-
+    @abstractmethod
     def _ask(self, method: str) -> dict[int, Any]:
         """What the method of a `Follower` gives, by rank; without those that do not answer."""
-        return {rank: getattr(follower, method)() for rank, follower in self._followers.items()}
+
+    @abstractmethod
+    def close(self) -> None:
+        """End them all, those that do not end by themselves by force."""
 
     def ended(self) -> str | None:
         """How a rank ended, and its last words; None where none did. Of several, one that a signal ended: the
@@ -155,13 +156,28 @@ class Launched:
         self._ask("dump")
         time.sleep(DUMP_S)
         places = self._ask("where")
-        for rank in self._followers:
+        for rank in self._ranks:
             innermost = places.get(rank)
             if not innermost:
                 return f"rank {rank} does not answer, and did not say where it is"
             if not any(WAITING in line for line in innermost):
                 return f"rank {rank} hangs; it is in:\n" + "\n".join(innermost)
         return None
+
+
+class Launched(Others):
+    """Ranks as processes of this host.
+
+    Args:
+        address: host and port of the store at which all ranks meet.
+    """
+
+    def __init__(self, count: int, address: tuple[str, int]) -> None:
+        super().__init__(count)
+        self._followers = {rank: Follower(address, rank, count) for rank in self._ranks}
+
+    def _ask(self, method: str) -> dict[int, Any]:
+        return {rank: getattr(follower, method)() for rank, follower in self._followers.items()}
 
     def close(self) -> None:
         """End them all, those that do not end by themselves by force."""
@@ -171,11 +187,11 @@ class Launched:
         self._followers.clear()
 
 
-Launch = Callable[[int], tuple[Any, Launched]]
+Launch = Callable[[int], tuple[Any, Others]]
 """Starts the others of so many ranks: the store at which all meet, and the others."""
 
 
-def launch_here(count: int) -> tuple[Any, Launched]:
+def launch_here(count: int) -> tuple[Any, Others]:
     """On this host."""
     os.environ.setdefault(INTERFACE, "lo")
     store = meet(LOOPBACK, 0, leads=True)

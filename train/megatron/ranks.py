@@ -30,7 +30,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.launch import Launch, Launched, launch_here, meet
+from rollbook.train.megatron.launch import Launch, Others, launch_here, meet
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.reshard import check_layout, stages_of
@@ -144,7 +144,7 @@ class Ranks:
         self.parallel, self.count = parallel or ParallelConfig(), count
         self.copies = self.parallel.copies(count)
         self._said, self._joined, self._parts = 0, False, dict[str, Part]()
-        self._launched: Launched | None = None
+        self._launched: Others | None = None
         self._store: Any = None
         if count == 1:
             return
