@@ -9,6 +9,18 @@ import typer
 
 from rollbook.cli.options import AsOf, Source, StoreOption
 
+Launch = Annotated[
+    Literal["here", "ray"],
+    typer.Option(help="Where ranks run: on this host, or where Ray places them."),
+]
+Strategy = Annotated[
+    Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+    typer.Option(help="With --launch ray: how it spreads ranks over nodes."),
+]
+PlaceWithin = Annotated[
+    float, typer.Option(min=0, help="With --launch ray: seconds to wait for room in the cluster.")
+]
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
@@ -27,17 +39,9 @@ def train(
         int | None,
         typer.Option(min=1, help="Processes; absent: as many as the sizes of parallel need."),
     ] = None,
-    launch: Annotated[
-        Literal["here", "ray"],
-        typer.Option(help="Where ranks run: on this host, or where Ray places them."),
-    ] = "here",
-    strategy: Annotated[
-        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
-        typer.Option(help="With --launch ray: how it spreads ranks over nodes."),
-    ] = "PACK",
-    place_within: Annotated[
-        float, typer.Option(min=0, help="With --launch ray: seconds to wait for room in the cluster.")
-    ] = 60.0,
+    launch: Launch = "here",
+    strategy: Strategy = "PACK",
+    place_within: PlaceWithin = 60.0,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
     ] = False,
