@@ -9,6 +9,13 @@ import typer
 
 from rollbook.cli.options import AsOf, Source, StoreOption
 
+AbandonAfter = Annotated[
+    int | None,
+    typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
+]
+RanksOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes; absent: as many as the sizes of parallel need.")
+]
 Launch = Annotated[
     Literal["here", "ray"],
     typer.Option(help="Where ranks run: on this host, or where Ray places them."),
@@ -31,14 +38,8 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
     ] = None,
-    abandon_after: Annotated[
-        int | None,
-        typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; absent: as many as the sizes of parallel need."),
-    ] = None,
+    abandon_after: AbandonAfter = None,
+    ranks: RanksOption = None,
     launch: Launch = "here",
     strategy: Strategy = "PACK",
     place_within: PlaceWithin = 60.0,
