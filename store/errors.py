@@ -161,11 +161,12 @@ class NotFiniteError(TrainError):
 
     Attributes:
         stage: the stage of the step in which the first non-finite value appeared.
+        sample: the leaf turn of the sample that it appeared in; None: it is of none.
     """
 
-    def __init__(self, message: str, stage: str = "") -> None:
-        super().__init__(message, stage)
-        self.stage = stage
+    def __init__(self, message: str, stage: str = "", sample: str | None = None) -> None:
+        super().__init__(message, stage, sample)
+        self.stage, self.sample = stage, sample
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -97,7 +97,7 @@ class StepPlanned:
     """The manifest of an optimizer step: everything that decides its bits, written before it runs.
 
     `samples` are named by `trajectory_id` and `turn_id`, their leaf; the chosen one of a pair has its
-    `margin` too, where the loss asks for it.
+    `margin` too, where the loss asks for it, and one that was cut the `tokens` that are left of it.
     `rollout_batch` is null where the step's samples are a rollout batch of their own. Of one on which several
     steps are taken it says: `first_step`, `number` (of this one, from 0) and `steps` (how many there are);
     until one of them is committed also `samples` and `partition`, of all of it. `critic` is null where the

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import IdleError
-from rollbook.store.events import SampleDropped, StepFailed, StepPlanned
+from rollbook.store.events import SampleDropped, StepCommitted, StepFailed, StepPlanned
+from rollbook.store.fold.trajectory import fold
+from rollbook.train.data.samples import all_samples
 
 Stores = Callable[..., Store]
 
@@ -87,3 +90,41 @@ def test_the_reasons_are_counted(fabric: Any, store: Store) -> None:
         "2 are in groups of fewer than 4",
     ):
         assert line in text
+
+
+@pytest.mark.parametrize("source", ["cut", "tail"])
+def test_a_sample_that_is_cut(fabric: Any, store: Store, source: str) -> None:
+    """As far as the context goes it is trained on; the manifest says so, and a replay cuts it there, too."""
+    turns = [
+        fabric.T(completion=[5] * 63),
+        fabric.T(completion=[6] * 40),
+        fabric.T(completion=[7] * 40, parent=0),
+    ]
+    made = [
+        record
+        for i, turn in enumerate([[turns[0]], [turns[1]], [turns[1], turns[2]]])
+        for record in fabric.records(f"a.{i}", turn, group="a", reward=float(i))
+    ]
+    fabric.append(store, made)
+    recipe = {"too_long": "cut"}
+    algorithm = {"name": "grpo", "groups": 1, "group_size": 3}
+    fabric.train(store, fabric.config(fabric.GRPO, steps=1, recipe=recipe, algorithm=algorithm), source)
+    [plan], [commit] = _of(store, StepPlanned), _of(store, StepCommitted)
+    cut = {ref["turn_id"]: ref.get("tokens") for ref in plan.samples}
+    assert cut == {"a.0.0": 64, "a.1.0": None, "a.2.1": 64}
+    assert commit.metrics["trained_tokens"] == 62 + 40 + (40 + 20)
+    assert _of(store, SampleDropped) == []
+    assert replay_step(store, 0).differs_in is None
+
+
+def test_within_a_context(fabric: Any) -> None:
+    """Arrays and turns end together; what fits is the same object."""
+    made = fabric.records("a", [fabric.T(), fabric.T((8,), (9, 10, 11), parent=0), fabric.T(parent=1)])
+    [sample] = all_samples(fold(fabric.events(made)).values())
+    assert sample.turn_ends == (4, 8, 12)
+    assert sample.within(12) is sample
+    cut = sample.within(7)
+    assert (cut.turn_ids, cut.turn_ends, len(cut)) == (("a.0", "a.1"), (4, 7), 7)
+    assert cut.tokens.tolist() == [1, 2, 3, 4, 8, 9, 10]
+    assert cut.reference == sample.reference | {"tokens": 7}
+    assert sample.within(4).turn_ends == (4,)

@@ -189,10 +189,11 @@ class TrainConfig(Table):
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Warn if the engine's logprobs of tokens of the step's input version differ by more than this from the
     trainer's. Another order of summation causes about 1e-5 in float32; other weights cause 1 and more."""
-    on_not_finite: Literal["stop", "skip"] = "stop"
-    """What to do if a step's numbers are not finite: end with an error, or drop its samples by the rule
-    `not_finite` and take the next batch (at most 8 times in a row). Weights that are not finite always end
-    the training."""
+    on_not_finite: Literal["stop", "skip", "retake"] = "stop"
+    """What to do if a step's numbers are not finite: end with an error (stop); drop its samples by the rule
+    `not_finite` and take the next batch (skip); or drop only the sample, or pair, in which they began, where
+    that is known, and take the step again without it (retake). At most 8 times in a row. Weights that are not
+    finite always end the training."""
     mode: Literal["async", "hybrid", "colocate"] = "async"
     """How training and engines go together, with --source tail. async: each on devices of its own; a rollout
     batch is awaited, then scored and trained on. hybrid: the same, but parts of the batch are scored as they

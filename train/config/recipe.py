@@ -42,6 +42,9 @@ class RecipeConfig(Table):
     Policy gradients only."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal: with a baseline of the group, their advantages are zero."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """Samples that are longer than the model's context: dropped by the rule of that name, or cut, and trained
+    on as far as the context goes."""
     paths: Paths = "all"
     """Which of a trajectory's root-to-leaf paths are trained on: each, with what several share trained in the
     first; or one alone, with all of its tokens: the last that the client had, or that with the most trained

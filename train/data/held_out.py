@@ -76,7 +76,13 @@ def _of_eval(config: TrainConfig) -> RecipeConfig:
     assert config.evaluation is not None
     runs = config.evaluation.source_runs or config.recipe.source_runs
     return config.recipe.model_copy(
-        update={"splits": (SPLIT,), "source_runs": runs, "max_staleness": None, "refill": False}
+        update={
+            "splits": (SPLIT,),
+            "source_runs": runs,
+            "max_staleness": None,
+            "refill": False,
+            "too_long": "drop",
+        }
     )
 
 

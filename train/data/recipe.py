@@ -237,7 +237,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "outside_vocabulary": Rule(_outside, _token),
     "too_long": Rule(
-        lambda of, held: of.lengths > held.limits.context,
+        lambda of, held: (of.lengths > held.limits.context) & (held.recipe.too_long == "drop"),
         lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
     ),
     "not_chosen": Rule(lambda of, held: ~of.chosen),

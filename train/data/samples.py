@@ -42,6 +42,7 @@ class Sample:
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
         preferred: whether it is of a path that the recipe's `paths` takes.
         chosen: whether the recipe's conditions on trajectories hold.
+        cut_to: tokens that are left of a path that is longer than the model's context; None: all are.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
     """
 
@@ -67,6 +68,7 @@ class Sample:
     status: str | None = None
     preferred: bool = True
     chosen: bool = True
+    cut_to: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -139,7 +141,22 @@ class Sample:
     def reference(self) -> Json:
         """How a step's manifest names it."""
         named: Json = {"trajectory_id": self.trajectory_id, "turn_id": self.leaf_turn_id}
+        named |= {} if self.cut_to is None else {"tokens": self.cut_to}
         return named if self.margin is None else named | {"margin": self.margin}
+
+    def within(self, context: int) -> Sample:
+        """The sample as far as a context of so many tokens goes."""
+        if len(self) <= context:
+            return self
+        turns = [t for t, begin in zip(self.turn_ids, (0, *self.turn_ends), strict=False) if begin < context]
+        arrays = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
+        return replace(
+            self,
+            turn_ids=tuple(turns),
+            turn_ends=tuple(min(end, context) for end in self.turn_ends[: len(turns)]),
+            cut_to=context,
+            **{name: getattr(self, name)[:context] for name in arrays},
+        )
 
     def digest(self) -> str:
         """Digest of all its arrays."""

@@ -84,3 +84,15 @@ def unfinished(log: Store, history: History, phase: str, config: TrainConfig) ->
         next=last.rollout_batch["number"] + 1,
         committed=len(taken),
     )
+
+
+def without(in_hand: BatchInHand, leaf: str | None, config: TrainConfig) -> BatchInHand | None:
+    """A rollout batch of which no step is taken, without the sample of a leaf turn, and without its pair;
+    None where the leaf is not known, or nothing is left."""
+    unit, whole = 2 if "pairs" in config.algorithm.needs else 1, in_hand.samples
+    units = [whole[start : start + unit] for start in range(0, len(whole), unit)]
+    left = [one for own in units if leaf not in [s.leaf_turn_id for s in own] for one in own]
+    if leaf is None or not left:
+        return None
+    parts = mini_batches(len(left), config.algorithm.demand, step_seed(config.seed, in_hand.first_step))
+    return BatchInHand(left, in_hand.cut, in_hand.first_step, parts, others=in_hand.others)

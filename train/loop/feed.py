@@ -7,7 +7,7 @@ samples is not started.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
@@ -17,6 +17,7 @@ from rollbook.store.inside import place_inside
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop, ModelLimits
+from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
 from rollbook.train.data.unused import explain
@@ -32,6 +33,7 @@ class Feed:
     Attributes:
         source: `cut` or `tail`.
         say: told what is waited for, where nothing comes.
+        context: the model's, in tokens, once the source is open.
         first: samples of the first step, if they were prefetched.
         drops: what the recipe dropped while they were prefetched.
     """
@@ -42,6 +44,7 @@ class Feed:
     cut: Cut
     family: str
     say: Callable[[str], None] = lambda text: None
+    context: int = 0
     samples: Source | None = None
     first: Selection | None = None
     drops: list[Drop] = field(default_factory=list)
@@ -56,7 +59,7 @@ class Feed:
             return
         self._open(history, history.version)
         assert self.samples is not None
-        self.first = self.samples.take(history.version, history.version, self.drops.extend)
+        self.first = self._within(self.samples.take(history.version, history.version, self.drops.extend))
         if self.first is None and not history.checkpoints:
             raise TrainError(self._unfilled(history, done))
 
@@ -69,6 +72,7 @@ class Feed:
     def _open(self, history: History, version: int, waiting: Callable[[], None] = lambda: None) -> None:
         which = (self.source, self.cut, self.family, version)
         limits = self.limits(history)
+        self.context = limits.context
         self.samples = make_source(self.config, self.log, history, *which, waiting, limits, self.say)
 
     def limits(self, history: History) -> ModelLimits:
@@ -91,7 +95,7 @@ class Feed:
         try:
             if self.config.mode == "hybrid" and isinstance(self.samples, QueueSource):
                 self._score_ahead(self.samples, trainer, stopping)
-            selection = self.samples.take(trainer.version, trainer.served, note_drops)
+            selection = self._within(self.samples.take(trainer.version, trainer.served, note_drops))
         except IdleError as error:
             raise IdleError(f"{error}\n{self.unfilled(trainer.done)}") from None
         if selection is None:
@@ -110,7 +114,16 @@ class Feed:
             held = samples.hold(trainer.version, trainer.served, note_drops, count)
             if held is None:
                 return
-            score(held)
+            score(self._cut(held))
+
+    def _within(self, selection: Selection | None) -> Selection | None:
+        """The selection, its samples within the model's context where the recipe cuts them."""
+        return selection and replace(selection, samples=self._cut(selection.samples))
+
+    def _cut(self, samples: list[Sample]) -> list[Sample]:
+        if self.config.recipe.too_long == "drop":
+            return samples
+        return [sample.within(self.context) for sample in samples]
 
     def unfilled(self, done: int) -> str:
         """Why the current log fills no further step."""

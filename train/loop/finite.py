@@ -11,6 +11,7 @@ import torch
 from rollbook.ingest.engines.weights.digests import Look
 from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.data.batch import Batch, Partition, micro_batches_of
+from rollbook.train.data.samples import Sample
 
 
 def check_batch(batch: Batch, *, exact: bool = True) -> None:
@@ -39,7 +40,7 @@ def check_batch(batch: Batch, *, exact: bool = True) -> None:
         if not np.isfinite(own).all():
             worst = own[~np.isfinite(own)][0]
             where = f"advantage {worst} of {_sample(batch, at)}, whose reward is {batch.rewards[at]}"
-            raise _error("advantages", where)
+            raise _error("advantages", where, batch.samples[at])
     if not exact:
         return
     for at, sample in enumerate(batch.samples):  # NaN stands for the missing logprobs of a teacher
@@ -47,7 +48,7 @@ def check_batch(batch: Batch, *, exact: bool = True) -> None:
         if len(bad):
             value = sample.logprobs[bad[0]]
             where = f"old_logprobs of token {bad[0]} of {_sample(batch, at)} is {value}"
-            raise _error("old_logprobs", where)
+            raise _error("old_logprobs", where, sample)
 
 
 def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, parts: Partition) -> None:
@@ -64,8 +65,9 @@ def check_tokens(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, part
         if len(bad):
             row, column = bad[0].tolist()
             value = float(tensor[row, column])
-            sample = _sample(batch, micro_batches_of(parts)[micro][row])
-            raise _error(stage, f"{stage} of token {column + 1} of {sample} is {value}")
+            at = micro_batches_of(parts)[micro][row]
+            where = f"{stage} of token {column + 1} of {_sample(batch, at)} is {value}"
+            raise _error(stage, where, batch.samples[at])
 
 
 def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, parts: Partition) -> None:
@@ -81,8 +83,9 @@ def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, par
         bad = torch.nonzero(~torch.isfinite(tensor))
         if len(bad):
             place = bad[0].tolist()
-            sample = _sample(batch, micro_batches_of(parts)[micro][place[0]])
-            raise _error(stage, f"{stage} of {sample} is {float(tensor[tuple(place)])}")
+            at = micro_batches_of(parts)[micro][place[0]]
+            where = f"{stage} of {_sample(batch, at)} is {float(tensor[tuple(place)])}"
+            raise _error(stage, where, batch.samples[at])
 
 
 def finite_values(stage: str) -> Look:
@@ -106,10 +109,10 @@ def _sample(batch: Batch, at: int) -> str:
     return f"sample {sample.name} (turn {sample.leaf_turn_id})"
 
 
-def _error(stage: str, where: str) -> NotFiniteError:
+def _error(stage: str, where: str, sample: Sample | None = None) -> NotFiniteError:
     remedy = (
         "the run goes on from its last checkpoint, with a lower optimizer.lr or, by on_not_finite = 'skip', "
-        "without the step's samples"
+        "without the step's samples (by 'retake', without this one)"
     )
     message = f"{where}: the step is not committed, and nothing of it is published; {remedy}"
-    return NotFiniteError(message, stage)
+    return NotFiniteError(message, stage, None if sample is None else sample.leaf_turn_id)

@@ -59,6 +59,7 @@ def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]
     missing = [ref for ref in named if ref["turn_id"] not in samples]
     if missing:
         raise ReplayError(f"step {plan.step}: the log no longer holds its sample {missing[0]}")
+    samples |= {r["turn_id"]: samples[r["turn_id"]].within(r["tokens"]) for r in named if "tokens" in r}
     for ref in named:
         if samples[ref["turn_id"]].erased:
             raise ReplayError(

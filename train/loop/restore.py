@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError, TrainError
 from rollbook.store.events import Json
 from rollbook.store.fold.history import CommittedStep, History
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole, put_in_place
@@ -114,3 +116,11 @@ def _differs(config: TrainConfig, replayed: RerunStep, between: list[CommittedSt
         f"{replayed.first_difference}. What differs here: "
         f"{'; '.join(here) or 'nothing that is known to change bits'}. Resume where it ran"
     )
+
+
+def adapted(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:
+    """The algorithm of a training's next step: what adapts follows from the last one that was committed."""
+    if not algorithm.adapts or not steps:
+        return algorithm
+    last = steps[-1]
+    return recorded_algorithm(last.planned.algorithm).after(last.committed.metrics)

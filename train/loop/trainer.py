@@ -19,10 +19,8 @@ from rollbook.store.events import (
     StepFailed,
     StepPlanned,
 )
-from rollbook.store.fold.history import CommittedStep, History
+from rollbook.store.fold.history import History
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.algorithms.algorithm import Algorithm
-from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.clock import Clock, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.data.batch import Partition, packed_partition, partition
@@ -31,11 +29,11 @@ from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished
+from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished, without
 from rollbook.train.loop.device_turns import DeviceTurns
 from rollbook.train.loop.experiences import oldest_of
 from rollbook.train.loop.publish import Publisher
-from rollbook.train.loop.restore import fingerprint_of, restored
+from rollbook.train.loop.restore import adapted, fingerprint_of, restored
 from rollbook.train.loop.spent import Spent
 from rollbook.train.loop.step import run_step, step_seed
 from rollbook.train.megatron.ranks import Ranks
@@ -88,7 +86,7 @@ class Trainer:
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
-        self._algorithm = _adapted(config.algorithm, history.of_family(family))
+        self._algorithm = adapted(config.algorithm, history.of_family(family))
         self._batch = unfinished(log, history, self._phase, config)
         self._served = self._served_before = self.version
         self._held_back: list[Drop] = []
@@ -188,7 +186,10 @@ class Trainer:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
             if not isinstance(error, NotFiniteError | AllRejectedError) or not self._skips(error):
                 raise
-            self._hold_back(samples, error)
+            bad = error.sample if isinstance(error, NotFiniteError) and in_hand.next == 1 else None
+            left = without(in_hand, bad, self._config) if self._config.on_not_finite == "retake" else None
+            self._hold_back([s for s in samples if left is None or s not in left.samples], error)
+            self._batch = left or in_hand
             self._end_batch()
             return None
         self._recorded_drops, self._held_back, self.skipped = [], [], 0
@@ -211,7 +212,7 @@ class Trainer:
     def _skips(self, error: NotFiniteError | AllRejectedError) -> bool:
         """Whether the step's samples are to be dropped. Not possible if the weights were updated already."""
         may = isinstance(error, AllRejectedError) or (
-            self._config.on_not_finite == "skip" and error.stage != "weights"
+            self._config.on_not_finite != "stop" and error.stage != "weights"
         )
         return may and self.skipped < SKIPS_IN_A_ROW
 
@@ -388,11 +389,3 @@ class Trainer:
     def close(self) -> None:
         """Close connections."""
         self._publisher.close()
-
-
-def _adapted(algorithm: Algorithm, steps: Sequence[CommittedStep]) -> Algorithm:
-    """The algorithm of a training's next step: what adapts follows from the last one that was committed."""
-    if not algorithm.adapts or not steps:
-        return algorithm
-    last = steps[-1]
-    return recorded_algorithm(last.planned.algorithm).after(last.committed.metrics)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollbook.ingest.engines.weights.digests import digest_stream, read_weights
+from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import NotFiniteError
 from rollbook.store.events import (
@@ -260,3 +261,65 @@ def test_the_choice_is_no_part_of_the_trainings_name(fabric: Any) -> None:
         == family_names(skip, "cut")
         == family_names(fabric.config(fabric.SFT), "cut")
     )
+
+
+# on_not_finite = "retake" --------------------------------------------------------------------------
+
+
+def _spoil_one(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The first step has a number that is none in this one of its samples."""
+    run, left = trainer.run_step, [at]
+
+    def spoils(policy: Any, plan: Any, batch: Any, **options: Any) -> Any:
+        if left:
+            experience = batch.experience
+            values = experience.advantages.values.astype(np.float64)
+            values[left.pop()] = np.inf
+            spoilt = replace(experience, advantages=replace(experience.advantages, values=values))
+            return run(policy, plan, replace(batch, experience=spoilt), **options)
+        return run(policy, plan, batch, **options)
+
+    monkeypatch.setattr(trainer, "run_step", spoils)
+
+
+@pytest.mark.parametrize("mode", ["async", "hybrid"])
+def test_a_step_is_taken_again_without_the_sample(
+    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """In which its numbers end: that one is dropped, the others are trained on at once; replayed."""
+    log = recorded()
+    _spoil_one(monkeypatch, 3)
+    changes = {"steps": 1, "on_not_finite": "retake", "mode": mode}
+    fabric.train(log, fabric.config(fabric.GRPO, **changes), "tail")
+    plans = [(p.step, p.attempt, _leaves(p.samples)) for p in _of(log, StepPlanned)]
+    assert [attempt for _, attempt, _ in plans] == [1, 2]
+    first, second = (leaves for *_, leaves in plans)
+    assert second == first[:3] + first[4:]
+    drops = _of(log, SampleDropped)
+    assert [(d.turn_id, d.rule, d.attempt, d.detail["stage"]) for d in drops] == [
+        (first[3], "not_finite", 2, "advantages")
+    ]
+    assert [(c.step, c.attempt) for c in _of(log, StepCommitted)] == [(0, 2)]
+    assert replay_step(log, 0).differs_in is None
+
+
+def test_a_pair_goes_together(fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The better one of a pair is nothing without the other."""
+    log = recorded()
+    _spoil_one(monkeypatch, 3)
+    algorithm = {"name": "dpo", "pairs": "rewards", "group_size": 4, "batch_size": 3}
+    changes = {"steps": 1, "on_not_finite": "retake", "micro_batch_size": 2, "algorithm": algorithm}
+    fabric.train(log, fabric.config(fabric.GRPO, **changes))
+    first, second = (plan.samples for plan in _of(log, StepPlanned))
+    assert second == first[:2] + first[4:]
+
+
+def test_where_the_sample_is_not_known(
+    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch is skipped."""
+    log = recorded()
+    _spoil(monkeypatch, 0)
+    fabric.train(log, fabric.config(fabric.GRPO, steps=1, on_not_finite="retake"))
+    first, second = (set(_leaves(plan.samples)) for plan in _of(log, StepPlanned))
+    assert not first & second
