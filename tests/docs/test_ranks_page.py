@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from typer.testing import CliRunner
 from rollbook.cli.app import app
 from rollbook.testing.dialogues import write_model
 from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.megatron.placed import FAMILIES, VARIABLES
 
 pytestmark = pytest.mark.ranks
 
@@ -39,11 +44,40 @@ def test_the_commands_run(root: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     _invoke("import rows.jsonl --store runs --run first --model my-model")
     [config] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "ranks.toml").write_text(config)
-    [commands] = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    train, query, replay = (command.removeprefix("rollbook ") for command in commands.splitlines())
+    commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    train, query, replay, place = (command.removeprefix("rollbook ") for command in commands.splitlines())
     _invoke(train)
-    assert '"tensor":2' in _invoke(f"{query} --format csv").replace('""', '"').replace(" ", "")
+    assert _of_two(query) == 4
     assert "bit for bit" in _invoke(replay)
+    with _ray_here():
+        _invoke(place)
+    assert _of_two(query) == 8
+    assert "bit for bit" in _invoke(f"{replay} --run placed")
+
+
+def _of_two(query: str) -> int:
+    """The steps of two ranks that share matrices."""
+    said = _invoke(f"{query} --format csv")
+    return said.replace('""', '"').replace(" ", "").count('"tensor":2')
+
+
+@contextlib.contextmanager
+def _ray_here() -> Iterator[None]:
+    """Context: Ray starts a cluster of its own, whose files are gone with it."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short path: sockets are in it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+    shutil.rmtree(folder)
+
+
+def test_variables_that_ranks_get(root: Path) -> None:
+    """The page names them all."""
+    text = re.search(r"they get only (.*?)\. They", (root / "docs" / "ranks.md").read_text(), re.DOTALL)
+    assert text
+    assert set(re.findall(r"`(\w+)`", text[1])) == {*VARIABLES, *FAMILIES}
 
 
 def test_the_tables_keys_are_keys(root: Path) -> None:

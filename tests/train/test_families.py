@@ -41,9 +41,11 @@ FAMILIES = (
     "qwen3_moe_raw",
     "gemma3_text",
     "gemma3_text_scaled",
+    "gemma3_text_global_scaled",
     "gpt_oss",
 )
-"""The router of `qwen3_moe_raw` does not renormalize; `gemma3_text_scaled` rotates less without a window."""
+"""The router of `qwen3_moe_raw` does not renormalize; `scaled` ones rotate less without a window, and no
+layer of the `global` one has one."""
 CLASSES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -80,8 +82,8 @@ def _reference(family: str, tied: bool) -> Any:
     if family == "gpt_oss":
         values = _gpt_oss(values)
     if family.startswith("gemma3"):
-        values = _gemma(values, scaled=family.endswith("scaled"))
-    name = CLASSES[family.removesuffix("_raw").removesuffix("_scaled")]
+        values = _gemma(values, family)
+    name = CLASSES[family.removesuffix("_raw").removesuffix("_scaled").removesuffix("_global")]
     of_text = "Text" if name == "Gemma3" else ""
     config = getattr(transformers, f"{name}{of_text}Config")(**values)
     torch.manual_seed(7)
@@ -93,10 +95,12 @@ def _reference(family: str, tied: bool) -> Any:
     return model.float().eval()
 
 
-def _gemma(values: dict[str, Any], *, scaled: bool) -> dict[str, Any]:
+def _gemma(values: dict[str, Any], family: str) -> dict[str, Any]:
     """Five layers, three of them with a window that samples are longer than, rotated by other angles."""
     kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
-    rope = {"rope_type": "linear", "factor": 4.0} if scaled else {"rope_type": "default"}
+    if "global" in family:
+        kinds = ["full_attention"] * 5
+    rope = {"rope_type": "linear", "factor": 4.0} if family.endswith("scaled") else {"rope_type": "default"}
     rope_parameters = {"full_attention": rope | {"rope_theta": 1e4}}
     rope_parameters["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
     more = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4, "layer_types": kinds}

@@ -88,7 +88,7 @@ def test_ranks_end_with_the_first(tmp_path: Path) -> None:
         "from rollbook.train.megatron.ranks import Ranks\n"
         "ranks = Ranks(ParallelConfig(), 2)\n"
         "ranks._await_others()\n"
-        "print(ranks._launched._processes[1].pid, flush=True)\n"
+        "print(ranks._launched._followers[1].pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as first:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
-from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
@@ -17,6 +16,7 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
 from rollbook.train.data.conditions import chooses
 from rollbook.train.data.groups import Begun, CompleteGroup
+from rollbook.train.data.patience import Awaited, Patience
 from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.running import Running
@@ -39,6 +39,7 @@ class QueueSource:
         backlog: what there is before the first of these events.
         live: whether rewards of finished trajectories may still come.
         limits: of the model.
+        say: told what is waited for, where nothing comes for `admission.stall_s`.
     """
 
     def __init__(
@@ -51,14 +52,15 @@ class QueueSource:
         *,
         live: bool = True,
         limits: ModelLimits | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._say = say
         self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
         self._backlog, self._ended = backlog, dict[str, Ended]()
         """What there was before, and those trajectories of it that may be used."""
-        algorithm, recipe = config.algorithm, config.recipe
-        self._grouped, self._size = "groups" in algorithm.needs, algorithm.demand.group_size
-        demand = algorithm.demand
-        self._size_of_batch = demand.groups
+        algorithm, recipe, demand = config.algorithm, config.recipe, config.algorithm.demand
+        self._grouped, self._size = "groups" in algorithm.needs, demand.group_size
+        self._groups_of_step = demand.groups
         self._policy = StalenessPolicy(
             demand.groups, recipe.max_staleness, config.admission.order, demand.steps
         )
@@ -93,7 +95,7 @@ class QueueSource:
         Raises:
             IdleError: nothing came for `idle_timeout_s`.
         """
-        chosen = self._wait(version, served, evicted, self._size_of_batch)
+        chosen = self._wait(version, served, evicted, self._groups_of_step)
         while chosen is not None:
             selection = self._selection(chosen, version)
             if selection.samples:
@@ -101,7 +103,7 @@ class QueueSource:
                 return selection
             # Groups without a difference in reward have had their turn: others wait for their places.
             evicted(selection.drops)
-            chosen = self._wait(version, served, evicted, self._size_of_batch)
+            chosen = self._wait(version, served, evicted, self._groups_of_step)
         return None
 
     def hold(self, version: int, served: int, evicted: Evicted, count: int) -> list[Sample] | None:
@@ -127,7 +129,8 @@ class QueueSource:
         self._served = served
         if not self._begun:
             self._take_backlog()
-        moved = time.monotonic()
+        moved, limits = time.monotonic(), (self._config.idle_timeout_s, self._config.admission.stall_s)
+        patience = Patience(self._config.run, *limits, self._say)
         self._waits_since = moved if self._waits_since is None else self._waits_since
         while True:
             self._evict(version, evicted)
@@ -143,7 +146,7 @@ class QueueSource:
             if self._made > made:
                 moved = time.monotonic()
             elif not events:
-                self._check_patience(moved)
+                patience.check(moved, lambda: self._awaits(version))
                 time.sleep(POLL_S)
 
     def unfilled(self, version: int) -> list[Drop]:
@@ -266,13 +269,12 @@ class QueueSource:
         """Its samples that no step has used or dropped."""
         return [one for one in self._samples(trajectory_id) if one.leaf_turn_id not in self._used]
 
-    def _check_patience(self, since: float) -> None:
-        limit = self._config.idle_timeout_s
-        if time.monotonic() - since > limit:
-            raise IdleError(
-                f"no complete batch for {limit:g} s: are agents finishing trajectories of run "
-                f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
-            )
+    def _awaits(self, version: int) -> Awaited:
+        complete, lacking = self._complete_groups.values(), self._groups.values()
+        unrewarded = sum(self._awaited(group, version) for group in complete)
+        missing = sum(self._size - len(members) for members in lacking)
+        counts = (len(complete), unrewarded, len(lacking), missing, len(self._running))
+        return Awaited(self._groups_of_step, *counts)
 
     # What happens -----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Feed:
 
     Attributes:
         source: `cut` or `tail`.
+        say: told what is waited for, where nothing comes.
         first: samples of the first step, if they were prefetched.
         drops: what the recipe dropped while they were prefetched.
     """
@@ -40,6 +41,7 @@ class Feed:
     source: str
     cut: Cut
     family: str
+    say: Callable[[str], None] = lambda text: None
     samples: Source | None = None
     first: Selection | None = None
     drops: list[Drop] = field(default_factory=list)
@@ -66,7 +68,8 @@ class Feed:
 
     def _open(self, history: History, version: int, waiting: Callable[[], None] = lambda: None) -> None:
         which = (self.source, self.cut, self.family, version)
-        self.samples = make_source(self.config, self.log, history, *which, waiting, self.limits(history))
+        limits = self.limits(history)
+        self.samples = make_source(self.config, self.log, history, *which, waiting, limits, self.say)
 
     def limits(self, history: History) -> ModelLimits:
         """Limits of the model in training: of the run's checkpoint, or of CONFIG's model for a new run.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 
@@ -35,16 +34,16 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
-from rollbook.train.config.config import DTYPES, SyncConfig, TrainConfig
+from rollbook.train.config.config import DTYPES, TrainConfig
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, weight_shapes
-from rollbook.train.sync.control import EMBEDDED, EngineControl
+from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.presence import await_one
 from rollbook.train.sync.session import DRAIN, Release, Syncer, SyncOptions
-from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport, Weights
+from rollbook.train.sync.transports import FromDisk, Transport, Weights, transport_for
 
 ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
 
@@ -366,7 +365,7 @@ class Publisher:
                 EngineControl(address.url, sync.timeout_s, key, address.login, admin_key)
                 for address in sync.engines
             ]
-            self._transport = _transport(sync, self._engines)
+            self._transport = transport_for(sync, self._engines)
             options = SyncOptions(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
             self._syncer = Syncer(self._engines, self._transport, self.write, options)
         return self._syncer
@@ -376,26 +375,3 @@ class Publisher:
         self._sender.shutdown()
         if self._syncer is not None:
             self._syncer.close()
-
-
-def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
-    """The configured transport; for `auto`, the one that fits the location of the engines.
-
-    Raises:
-        EngineLostError: none of them can be reached for `wait_s`.
-    """
-    size = sync.bucket_mb * 2**20
-    name = _fitting(engines, sync.wait_s) if sync.transport == "auto" else sync.transport
-    if name == "disk":
-        return FromDisk(Path())
-    if name == "tensor":
-        return FromTensors(size)
-    return ByBroadcast(size, sync.address, sync.timeout_s)
-
-
-def _fitting(engines: list[EngineControl], wait_s: float) -> str:
-    """Embedded engines load from disk, engines of this host from its memory, others by broadcast."""
-    if any(info.kind == EMBEDDED for info in await_one(engines, wait_s)):
-        return "disk"
-    hosts = {urlsplit(engine.url).hostname for engine in engines}
-    return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"

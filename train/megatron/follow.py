@@ -1,6 +1,6 @@
 """A rank that follows: `python -m rollbook.train.megatron.follow HOST PORT RANK COUNT LEADER`.
 
-It does its part of what rank 0 asks all ranks to do, and ends when that does. `Launched` starts it.
+It does its part of what rank 0 asks all ranks to do, and ends when that does. A `Follower` starts it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def main(host: str, port: int, rank: int, count: int, leader: int) -> None:
     """Follow until rank 0 lets go."""
     end_with(leader)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    from rollbook.train.megatron.ranks import follow, meet
+    from rollbook.train.megatron.launch import INTERFACE, interface_towards, meet
+    from rollbook.train.megatron.ranks import follow
 
+    if INTERFACE not in os.environ and (name := interface_towards(host)):
+        os.environ[INTERFACE] = name
     follow(meet(host, port, leads=False), rank, count)
 
 

@@ -1,15 +1,21 @@
-"""Starts the other ranks of a training as processes of this host, and tells what became of them."""
+"""Starts the other ranks of a training as processes, and tells what became of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import psutil
 
 FOLLOW = ("-m", "rollbook.train.megatron.follow")
 WORDS = 6
@@ -20,41 +26,121 @@ DUMP_S = 1.0
 """Wait for a rank to say where it is, when it is asked to."""
 WAITING = "torch/distributed/"
 """What is in the innermost calls of a rank that waits for another."""
+LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class Launched:
-    """Ranks 1 to `count` - 1 as processes of this host. Each leads a session of its own, so that Ctrl-C is
-    for rank 0 alone, and ends when this process does.
+def meet(host: str, port: int, *, leads: bool) -> Any:
+    """The store at which the ranks meet; rank 0 serves it.
+
+    Args:
+        port: 0 chooses a free one.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=timedelta(minutes=5))
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface by whose address this host reaches another one, or itself; None where none of
+    its interfaces has that address.
+
+    Gloo would choose by the host's name, which often is an address of the loopback.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as nothing_is_sent:
+        nothing_is_sent.connect(address)
+        own = nothing_is_sent.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return str(name)
+    return None
+
+
+class Follower:
+    """A rank as a process of this host. It leads a session of its own, so that Ctrl-C is for rank 0 alone,
+    and ends when the process that started it does.
 
     Args:
         address: host and port of the store at which all ranks meet.
+        environment: of the process, all of it; None: that of this one.
     """
 
-    def __init__(self, count: int, address: tuple[str, int]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rollbook-ranks-")
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        for rank in range(1, count):
-            words = [str(word) for word in (*address, rank, count, os.getpid())]
-            with self._file(rank).open("wb") as said:
-                self._processes[rank] = subprocess.Popen(
-                    [sys.executable, *FOLLOW, *words],
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
-                    start_new_session=True,
-                )
+    def __init__(
+        self, address: tuple[str, int], rank: int, count: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        words = [str(word) for word in (*address, rank, count, os.getpid())]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._process = subprocess.Popen(
+            [sys.executable, *FOLLOW, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+            start_new_session=True,
+            env=environment,
+        )
 
-    def _file(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank-{rank}.txt"
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def ended(self) -> tuple[int, str] | None:
+        """Its exit code, or the negative number of the signal that ended it, and how it ended, with its last
+        words; None while it runs."""
+        code = self._process.poll()
+        return None if code is None else (code, f"{_ending(code)}; its last words:\n{self._words()}")
+
+    def dump(self) -> None:
+        """Have it say where it is."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def where(self) -> list[str]:
+        """The innermost calls that it said it is in; none where it did not say."""
+        return self._output().rpartition("most recent call first")[2].splitlines()[1:6]
+
+    def close(self, wait_s: float) -> None:
+        """End it, by force if it does not end by itself in time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._said.close()
+
+    def _output(self) -> str:
+        # The process writes at the place in the file that a read of this one's would move.
+        descriptor = self._said.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+    def _words(self) -> str:
+        lines = [line for line in self._output().splitlines() if line.strip()]
+        return "\n".join(f"  {line}" for line in lines[-WORDS:]) or "  (none)"
+
+
+class Others(ABC):
+    """Ranks 1 to `count` - 1, wherever they are."""
+
+    def __init__(self, count: int) -> None:
+        self._ranks = range(1, count)
+
+    @abstractmethod
+    def _ask(self, method: str) -> dict[int, Any]:
+        """What the method of a `Follower` gives, by rank; without those that do not answer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End them all, those that do not end by themselves by force."""
 
     def ended(self) -> str | None:
         """How a rank ended, and its last words; None where none did. Of several, one that a signal ended: the
         others may have ended since it was gone."""
-        codes = {rank: code for rank, p in self._processes.items() if (code := p.poll()) is not None}
-        if not codes:
+        found = {rank: how for rank, how in self._ask("ended").items() if how is not None}
+        if not found:
             return None
-        rank = min(codes, key=lambda rank: codes[rank])
-        return f"rank {rank} {_ending(codes[rank])}; its last words:\n{self._words(rank)}"
+        rank = min(found, key=lambda rank: int(found[rank][0]))
+        return f"rank {rank} {found[rank][1]}"
 
     def last_words(self, wait_s: float = DEATH_S) -> str | None:
         """What became of a rank that ended or hangs, and its last words; None where all are well."""
@@ -67,35 +153,49 @@ class Launched:
 
     def _hanging(self) -> str | None:
         """The first rank that is somewhere else than waiting for another one, and where."""
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGUSR1)
+        self._ask("dump")
         time.sleep(DUMP_S)
-        for rank in self._processes:
-            said = self._file(rank).read_text(errors="replace")
-            innermost = said.rpartition("most recent call first")[2].splitlines()[1:6]
+        places = self._ask("where")
+        for rank in self._ranks:
+            innermost = places.get(rank)
             if not innermost:
                 return f"rank {rank} does not answer, and did not say where it is"
             if not any(WAITING in line for line in innermost):
                 return f"rank {rank} hangs; it is in:\n" + "\n".join(innermost)
         return None
 
-    def _words(self, rank: int) -> str:
-        lines = [line for line in self._file(rank).read_text(errors="replace").splitlines() if line.strip()]
-        return "\n".join(f"  {line}" for line in lines[-WORDS:]) or "  (none)"
+
+class Launched(Others):
+    """Ranks as processes of this host.
+
+    Args:
+        address: host and port of the store at which all ranks meet.
+    """
+
+    def __init__(self, count: int, address: tuple[str, int]) -> None:
+        super().__init__(count)
+        self._followers = {rank: Follower(address, rank, count) for rank in self._ranks}
+
+    def _ask(self, method: str) -> dict[int, Any]:
+        return {rank: getattr(follower, method)() for rank, follower in self._followers.items()}
 
     def close(self) -> None:
         """End them all, those that do not end by themselves by force."""
         until = time.monotonic() + DEATH_S
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(until - time.monotonic(), 0))
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        self._processes.clear()
-        self._folder.cleanup()
+        for follower in self._followers.values():
+            follower.close(max(until - time.monotonic(), 0))
+        self._followers.clear()
+
+
+Launch = Callable[[int], tuple[Any, Others]]
+"""Starts the others of so many ranks: the store at which all meet, and the others."""
+
+
+def launch_here(count: int) -> tuple[Any, Others]:
+    """On this host."""
+    os.environ.setdefault(INTERFACE, "lo")
+    store = meet(LOOPBACK, 0, leads=True)
+    return store, Launched(count, (LOOPBACK, store.port))
 
 
 def _ending(code: int) -> str:

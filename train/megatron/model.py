@@ -188,6 +188,7 @@ def build_module(
         parallel_output=False,
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
+        seq_len_interpolation_factor=None if shape.rope_factor == 1.0 else shape.rope_factor,
     )
     complete(module, shape, layout)
     if shape.scores and layout.last:

@@ -30,7 +30,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.launch import Launched
+from rollbook.train.megatron.launch import Launch, Others, launch_here, meet
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.part import Part
 from rollbook.train.megatron.policy import Policy
@@ -44,7 +44,6 @@ STREAM = "stream"
 START_S = 300.0
 """Longest wait for all ranks to have started."""
 LOOK_S = 0.05
-LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
 
@@ -98,17 +97,6 @@ def _in_words(what: tuple[Any, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def meet(host: str, port: int, *, leads: bool) -> Any:
-    """The store at which the ranks meet; rank 0 serves it.
-
-    Args:
-        port: 0 chooses a free one.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=timedelta(minutes=5))
-
-
 def _join(store: Any, rank: int, count: int, parallel: ParallelConfig, device: torch.device) -> None:
     """Make the process group, and Megatron's groups in it. Every rank calls it."""
     import torch.distributed as dist
@@ -144,22 +132,25 @@ class Ranks:
     Args:
         count: of ranks; 1: this process alone.
         place: of this process among ranks that a launcher started; None: this process starts the others.
+        launch: how it does.
     """
 
     def __init__(
-        self, parallel: ParallelConfig | None = None, count: int = 1, place: Place | None = None
+        self,
+        parallel: ParallelConfig | None = None,
+        count: int = 1,
+        place: Place | None = None,
+        launch: Launch = launch_here,
     ) -> None:
         self.parallel, self.count = parallel or ParallelConfig(), count
         self.copies = self.parallel.copies(count)
         self._said, self._joined, self._parts = 0, False, dict[str, Part]()
-        self._launched: Launched | None = None
+        self._launched: Others | None = None
         self._store: Any = None
         if count == 1:
             return
         if place is None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            self._store = meet(LOOPBACK, 0, leads=True)
-            self._launched = Launched(count, (LOOPBACK, self._store.port))
+            self._store, self._launched = launch(count)
         else:
             self._store = meet(place.host, place.port, leads=not _agents_store())
 

@@ -14,11 +14,12 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
-from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, StoreOption
+from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
+from rollbook.cli.train import train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,13 +45,6 @@ class Format(StrEnum):
     table = "table"
     json = "json"
     csv = "csv"
-
-
-class Source(StrEnum):
-    """Where `rollbook train` takes its samples from."""
-
-    cut = "cut"
-    tail = "tail"
 
 
 def _version(wanted: bool) -> None:
@@ -236,56 +230,7 @@ def ledger(
     raise typer.Exit(run_ledger(store, run, as_of, by_version, json))
 
 
-@app.command()
-def train(
-    config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
-    store: StoreOption,
-    source: Annotated[Source, typer.Option(help="cut: the log as it is; tail: as it grows.")] = Source.cut,
-    as_of: AsOf = "head",
-    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "train",
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
-    ] = None,
-    abandon_after: Annotated[
-        int | None,
-        typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes, on this host; absent: as many as [parallel] needs."),
-    ] = None,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
-    ] = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print the memory that each rank will need, and train nothing.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="With --plan: one JSON object.")] = False,
-) -> None:
-    """Train from the log. Every step is planned and committed as events, so it can be replayed.
-
-    SIGINT and SIGTERM end it after the step in hand, with a checkpoint; the same command goes on. Where it
-    cannot, --abandon-after VERSION goes on all the same: what later steps consumed may be used again.
-    Under torchrun or Slurm the same command finds its rank in the environment.
-    The keys of CONFIG are in docs/configuration.md.
-    """
-    from rollbook.train.config.files import load_config
-
-    settings = load_config(config, set_ or [])
-    if show_config:
-        from rollbook.cli.terminal import say
-        from rollbook.train.config.docs import as_toml
-
-        say(as_toml(settings))
-        return
-    if plan:
-        from rollbook.cli.training_plan import print_plan
-
-        print_plan(settings, store, as_of, ranks, as_json=json)
-        return
-    from rollbook.cli.training import run_train
-
-    run_train(settings, store, source.value, as_of, lane, abandon_after, ranks)
+app.command()(train)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,3 +16,10 @@ RunOfStep = Annotated[
     str | None, typer.Option("--run", help="Run of --as-of step:N, where several have that step.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
+
+
+class Source(StrEnum):
+    """Where a training takes its samples from."""
+
+    cut = "cut"
+    tail = "tail"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from rollbook.store.events import (
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.loop.watcher import TrainingStart
+from rollbook.train.megatron.launch import Launch
 
 SHOWN = {
     "loss": "loss {:.4f}",
@@ -62,21 +64,41 @@ def run_train(
     lane: str,
     abandon_after: int | None,
     count: int | None,
+    placing: tuple[str, float] | None = None,
 ) -> None:
-    """Train, with the ranks that are asked for; or follow, as a rank that a launcher started."""
+    """Train, with the ranks that are asked for; or follow, as a rank that a launcher started.
+
+    Args:
+        placing: Ray places the ranks: its strategy, and how long it may take.
+    """
     from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train
+    from rollbook.train.megatron.launch import launch_here
     from rollbook.train.megatron.ranks import Ranks, follow_at, place_in
 
     place = place_in(os.environ)
     if place is not None and count not in (None, place.count):
         raise ConfigError(f"--ranks {count}: the launcher started {place.count} ranks; leave it out")
+    if place is not None and placing is not None:
+        raise ConfigError(f"--launch ray: a launcher started {place.count} ranks already; leave it out")
     if place is not None and place.rank > 0:
         follow_at(place)
         return
-    ranks = Ranks(config.parallel, place.count if place else count or config.parallel.fewest, place)
+    launch = launch_here if placing is None else _by_ray(config, *placing)
+    ranks = Ranks(config.parallel, place.count if place else count or config.parallel.fewest, place, launch)
     with ranks, TrainingProgress() as progress, Reporter(config, store, progress) as watcher:
         train(config, store, source, as_of, lane, watcher, abandon_after, ranks)
+
+
+def _by_ray(config: TrainConfig, strategy: str, within_s: float) -> Launch:
+    """Has Ray place the ranks."""
+    import torch
+
+    from rollbook.train.megatron.placed import Room, launch_by_ray
+
+    # Unlike `is_available`, this starts nothing of CUDA: Ray has yet to say which GPU is rank 0's.
+    gpus = config.device == "cuda" or (config.device == "auto" and torch.cuda.device_count() > 0)
+    return functools.partial(launch_by_ray, Room(strategy, gpus, within_s))
 
 
 class TrainingProgress:
