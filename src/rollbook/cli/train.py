@@ -9,6 +9,25 @@ import typer
 
 from rollbook.cli.options import AsOf, Source, StoreOption
 
+AbandonAfter = Annotated[
+    int | None,
+    typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
+]
+RankCount = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Processes; absent: as many as the sizes of parallel need."),
+]
+Launch = Annotated[
+    Literal["here", "ray"], typer.Option(help="Where ranks run: on this host, or where Ray places them.")
+]
+Strategy = Annotated[
+    Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+    typer.Option(help="With --launch ray: how it spreads ranks over nodes."),
+]
+PlaceWithin = Annotated[
+    float, typer.Option(min=0, help="With --launch ray: seconds to wait for room in the cluster.")
+]
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; see configs/.")],
@@ -19,25 +38,11 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
     ] = None,
-    abandon_after: Annotated[
-        int | None,
-        typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; absent: as many as the sizes of parallel need."),
-    ] = None,
-    launch: Annotated[
-        Literal["here", "ray"],
-        typer.Option(help="Where ranks run: on this host, or where Ray places them."),
-    ] = "here",
-    strategy: Annotated[
-        Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
-        typer.Option(help="With --launch ray: how it spreads ranks over nodes."),
-    ] = "PACK",
-    place_within: Annotated[
-        float, typer.Option(min=0, help="With --launch ray: seconds to wait for room in the cluster.")
-    ] = 60.0,
+    abandon_after: AbandonAfter = None,
+    ranks: RankCount = None,
+    launch: Launch = "here",
+    strategy: Strategy = "PACK",
+    place_within: PlaceWithin = 60.0,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print what holds, defaults included, and train nothing.")
     ] = False,
