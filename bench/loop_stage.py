@@ -35,6 +35,7 @@ class Setting:
         hold, order: of `[admission]`.
         partial: update in the middle of requests; `pause` says how.
         segment_bytes: of the log; small ones are sealed while the loop runs.
+        mode, overlap: of CONFIG, and of its `[sync]`; algorithm: further lines of its table.
     """
 
     name: str
@@ -54,6 +55,9 @@ class Setting:
     hold_s: float = 20.0
     idle_timeout_s: float = 60.0
     segment_bytes: int | None = None
+    mode: str = "async"
+    overlap: bool = False
+    algorithm: str = ""
 
     def config(self, model: Path, engines: list[str]) -> str:
         """The CONFIG of `rollbook train`."""
@@ -65,11 +69,12 @@ threads = 1
 device = "cpu"
 checkpoint_every = {self.checkpoint_every}
 idle_timeout_s = {self.idle_timeout_s}
+mode = "{self.mode}"
 [algorithm]
 name = "grpo"
 groups = {self.groups}
 group_size = {self.group_size}
-[recipe]
+{self.algorithm}[recipe]
 max_staleness = {self.max_staleness}
 drop_zero_variance = false
 [admission]
@@ -81,6 +86,7 @@ lr = 1e-3
 engines = {orjson.dumps(engines).decode()}
 transport = "disk"
 sync_every = {self.sync_every}
+overlap = {_toml(self.overlap)}
 partial_rollout = {_toml(self.partial)}
 pause = "{self.pause}"
 drain_s = 20

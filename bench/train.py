@@ -1,19 +1,21 @@
 """`train.*`: tokens per second and memory of an optimizer step, packed, padded, and in a plain loop.
 
 The samples have long-tailed lengths. Each side is a process of its own, and takes a step when its turn comes.
+Then the loop of agents, engine and trainer runs in each mode (`bench.train_modes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from rollbook.bench.figure import Figure, Outcome, spread
 from rollbook.bench.processes import BenchError, Process, module, some_cores
 from rollbook.bench.rounds import order, times_faster
+from rollbook.bench.train_modes import Laps, mode_figures, mode_spreads, run_modes
 from rollbook.bench.train_sides import (
     BARE,
     BIG,
@@ -41,14 +43,15 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often each side takes a step, after one that warms up."""
+    """How often each side takes a step, after one that warms up, and the loop runs in each mode."""
 
     rounds: int = 5
+    mode_rounds: int = 3
 
     @property
     def steps(self) -> int:
-        """The rounds of each run, and the one that warms up."""
-        return len(RUNS) * (self.rounds + 1)
+        """The rounds of each run, and the one that warms up; and those of the modes."""
+        return len(RUNS) * (self.rounds + 1) + self.mode_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,14 @@ class Measured:
             larger model.
         peaks: bytes of memory that a side's model and steps took.
         tokens: trained tokens of a step.
+        modes: steps a second of each mode of running the loop.
     """
 
     seconds: dict[str, list[float]]
     manifest: list[float]
     peaks: dict[str, int]
     tokens: int
+    modes: Laps = field(default_factory=lambda: Laps({}))
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
@@ -94,7 +99,7 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
             _take_turns(sides, plan, found, on_round)
             for name, side in sides.items():
                 found.peaks[name] = side.peak_rss() - first[name]["resident"]
-    return found
+    return replace(found, modes=run_modes(folder, plan.mode_rounds, on_round))
 
 
 def _take_turns(
@@ -151,6 +156,10 @@ def outcome(measured: Measured) -> Outcome:
             speed("train.dp2_vs_1", ONE_RANK, TWO_RANKS),
             Figure("train.replayability_share", share, "share of a step", LARGE, None, rounds),
             Figure("train.replayability_share_6m", small, "share of a step", BARE, None, rounds),
+            *mode_figures(measured.modes),
         ),
-        tuple(spread(name, "s a step", laps) for name, laps in of.items()),
+        (
+            *(spread(name, "s a step", laps) for name, laps in of.items()),
+            *mode_spreads(measured.modes),
+        ),
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer.testing
 from hypothesis import settings
 
 from rollbook import store as rb
@@ -73,6 +74,16 @@ def _certificates_are_read_once() -> Iterator[None]:
     """Clients share the context of TLS that each would make: certificates take longer than most requests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_made_once() -> Iterator[None]:
+    """Calls of the command line share the commands that each would make, with all their options."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = functools.cache(typer.main.get_command)
+        patch.setattr(typer.main, "get_command", made)
+        patch.setattr(typer.testing, "_get_command", made)
         yield
 
 

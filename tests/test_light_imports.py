@@ -1,4 +1,4 @@
-"""Reading the log, the proxy and `--help` start without torch, reading without pandas: imports take time."""
+"""Reading the log, the proxy and `--help` start without torch, commands without pandas: imports take time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,46 @@ def test_torch_is_not_imported(run_python: Any, code: str) -> None:
     assert out.splitlines()[-1] == "HEAVY []"
 
 
-def test_reading_imports_no_pandas(run_python: Any, store: Store, story: Any) -> None:
-    """Not even where it is installed and pyarrow would use it."""
+def test_commands_import_no_pandas(run_python: Any, store: Store, story: Any) -> None:
+    """Not even where it is installed and pyarrow would use it: those that read, and those that write."""
     with store.writer("serve") as writer:
         writer.append(story["serve"]).result(30)
     assert importlib.util.find_spec("pandas")
-    for words in (["sql", "select count(*) as n from turns"], ["tail", "--no-follow"], ["store", "info"]):
+    chats = store.path.parent / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "assistant", "content": "hi"}]}\n')
+    for words in (
+        ["sql", "select count(*) as n from turns"],
+        ["tail", "--no-follow"],
+        ["store", "info"],
+        ["import", str(chats), "--run", "r"],
+    ):
         code = f"import sys\nsys.argv = {['rollbook', *words, '--store', str(store.path)]}\n"
         code += "from rollbook.__main__ import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
         status, out, _ = run_python(f"{code}    print(stop.code, 'pandas' in sys.modules)\n")
         assert (status, out.splitlines()[-1]) == (0, "0 False")
+
+
+USES_PANDAS = """
+import sys
+sys.argv = ["rollbook", "sql", "--help"]
+from rollbook.__main__ import main
+try:
+    main()
+except SystemExit:
+    assert "pandas" not in sys.modules
+import pyarrow as pa
+"""
+LATER = [
+    "import pandas; print(pa.array(pandas.Categorical(['x'])).type.value_type)",
+    "import pandas; print(pa.table(pandas.DataFrame({'a': ['x']})).schema.field('a').type)",
+    "from pandas import DataFrame; print(pa.Table.from_pandas(DataFrame({'a': ['x']}))['a'].type)",
+    "print(pa.array(['string', 'x']).to_pandas()[0])",
+]
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_pandas_can_be_used_later(run_python: Any, later: str) -> None:
+    """By code of a user's own that a command runs: pyarrow takes its values, and gives them."""
+    status, out, err = run_python(USES_PANDAS + later)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1].endswith("string")

@@ -7,7 +7,8 @@ of its oldest token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,44 +71,59 @@ class StalenessPolicy:
         limit = self.max_staleness
         return limit is not None and group.oldest is not None and version - group.oldest > limit
 
-    def select(self, groups: Sequence[PromptGroup], version: int) -> list[PromptGroup] | None:
-        """The groups of the next step, or None: wait.
+    def select(
+        self, groups: Sequence[PromptGroup], version: int, held: Collection[str] = ()
+    ) -> list[PromptGroup] | None:
+        """The groups of the next step, or None: wait. Arguments as of `early`."""
+        chosen = self.early(groups, version, held)
+        return chosen if len(chosen) == self.batch else None
+
+    def early(
+        self, groups: Sequence[PromptGroup], version: int, held: Collection[str] = ()
+    ) -> list[PromptGroup]:
+        """The groups that are there for the next step already, at most `batch`: it will use these, whatever
+        else completes, if they are held from here on.
 
         Args:
             groups: complete ones in the order in which they completed (`fifo`: all, as they began), and those
                 that still run, without those that are too old already.
+            held: names of those that were chosen before; they come first.
         """
-        count = self.batch
         usable = [group for group in groups if not self.stale(group, version)]
         ready = [group for group in usable if group.complete]
+        room = self.batch
         match self.order:
             case "fifo":
-                chosen = [] if any(not group.complete for group in usable[:count]) else ready
+                first = [group for group in usable if group.name not in held][: self.batch - len(held)]
+                ready = list(itertools.takewhile(lambda group: group.complete, first))
             case "age":
-                chosen = sorted(ready, key=lambda group: -1 if group.oldest is None else group.oldest)
+                ready.sort(key=lambda group: -1 if group.oldest is None else group.oldest)
             case "windowed":
-                due = self._due(usable, version)
-                first = {group.name for group in due or ()}
-                chosen = [] if due is None else due + [group for group in ready if group.name not in first]
-        return chosen[:count] if len(chosen) >= count else None
+                due, lacking = self._due(usable, version)
+                first = [*due, *ready]
+                ready = list({group.name: group for group in first}.values())
+                room -= lacking
+        own = [group for group in usable if group.name in held]
+        return (own + [group for group in ready if group.name not in held])[: max(room, len(own))]
 
-    def _due(self, usable: Sequence[PromptGroup], version: int) -> list[PromptGroup] | None:
-        """The complete groups that this step must use so that later ones can still use all others in time.
+    def _due(self, usable: Sequence[PromptGroup], version: int) -> tuple[list[PromptGroup], int]:
+        """The complete groups that this step must use so that later ones can still use all others in time,
+        and how many of those that still run it must wait for.
 
         Of the groups that will be too old in `ahead + 1` rollout batches, the `ahead` that follow can use
-        `batch` each: what is more than that is due now. None: a running one is due, so wait for one.
+        `batch` each: what is more than that is due now.
         """
         due: list[PromptGroup] = []
+        lacking = 0
         taken: set[str] = set()
         ahead = 0
         while ahead * self.batch < len(usable) and ahead <= (self.max_staleness or 0):
             aging = [group for group in usable if self.stale(group, version + (ahead + 1) * self.steps)]
-            missing = min(len(aging) - ahead * self.batch, self.batch) - len(due)
+            missing = min(len(aging) - ahead * self.batch, self.batch) - len(due) - lacking
             if missing > 0:
                 more = [group for group in aging if group.complete and group.name not in taken][:missing]
-                if len(more) < missing:
-                    return None
+                lacking += missing - len(more)
                 due += more
                 taken |= {group.name for group in more}
             ahead += 1
-        return due
+        return due, lacking

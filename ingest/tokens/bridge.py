@@ -18,6 +18,7 @@ import numpy as np
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.excerpt import excerpt, trial_conversations
 from rollbook.ingest.tokens.normal_form import reasoning_of, reasoning_removed
+from rollbook.ingest.tokens.remembering import remembering
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
 
@@ -94,8 +95,10 @@ class Bridges:
     @classmethod
     def tested(cls, tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
         """Bridges after the self-test and the trial."""
-        bridges = cls(tokenizer, policy or TreePolicy(), self_test(tokenizer))
+        trial = remembering(tokenizer)  # both ask for the same conversations, for each end of a turn
+        bridges = cls(trial, policy or TreePolicy(), self_test(trial))
         bridges.by_excerpt = bridges.refused is None and bridges._excerpts_agree()
+        bridges.tokenizer = tokenizer
         return bridges
 
     def between(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
-READING = ("doctor", "ledger", "recipe", "samples", "show", "sql", "store", "tail")
-"""Commands that only read a store and run nobody else's code."""
+WITHOUT_ARROW = ("keys",)
+"""Commands that read and write no log."""
 
 
 def main() -> None:
     """Run the command line."""
     try:
-        if sys.argv[1:2] and sys.argv[1] in READING:
+        name = "".join(sys.argv[1:2])
+        if name and not name.startswith("-") and name not in WITHOUT_ARROW:
             _leave_pandas_out()
         from rollbook.cli.app import main as run
     except KeyboardInterrupt:
@@ -23,25 +27,43 @@ def _leave_pandas_out() -> None:
     """Keep pyarrow from importing pandas with its first value, which takes a third of a second."""
     import pyarrow as pa
 
-    finder = _NoPandas()
+    finder = _LatePandas()
     sys.meta_path.insert(0, finder)
-    try:
-        pa.scalar(0)
-    finally:
-        sys.meta_path.remove(finder)
+    pa.scalar(0)
+    finder.hides = False
 
 
-class _NoPandas:
-    """A finder, as the import system asks for one, that refuses to import pandas."""
+class _LatePandas:
+    """A finder, as the import system asks for one, that hides pandas from pyarrow.
 
-    def find_spec(self, fullname: str, _path: object, _target: object = None) -> None:
-        """Nothing of other modules.
+    Code of a user's own may import it later, and pyarrow is told then.
+    """
+
+    hides = True
+
+    def find_spec(self, fullname: str, path: Any, _target: object = None) -> ModuleSpec | None:
+        """Where pandas is; nothing of other modules.
 
         Raises:
-            ImportError: it is pandas.
+            ImportError: it is hidden.
         """
-        if fullname == "pandas":
+        if fullname != "pandas":
+            return None
+        if self.hides:
             raise ImportError(fullname)
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: Any) -> None:
+                import pyarrow as pa
+
+                execute(module)
+                with contextlib.suppress(ImportError):  # too old for pyarrow
+                    pa.nulls(0).to_pandas()
+
+            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
 
 
 if __name__ == "__main__":

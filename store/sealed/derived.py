@@ -7,10 +7,12 @@ comes back the same. A file is written under another name and renamed, so one th
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -59,18 +61,29 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
         if not name.startswith("."):  # of an older release
             (folder / name).unlink()
     tables = {TURNS: read_file(store, unit, TURNS), MARKS: read_file(store, unit, MARKS)}
-    for name in missing:
-        temporary = make_empty(folder / f".{name}.{new_id()}")
-        if name == LOCATIONS:
-            _write(locations({name: table["trajectory_id"] for name, table in tables.items()}), temporary)
-        elif name == NAMES:
-            _write(names_of(tables[MARKS]), temporary)
-        elif name == KINDS:
-            _write(_kinds(tables[MARKS]["kind"], row_group_ends(store, unit, MARKS)), temporary)
-        else:
-            _copy(tables, _queries()[name], temporary)
-        os.replace(temporary, folder / name)
+    with _database(tables) as database:
+        for name in missing:
+            temporary = make_empty(folder / f".{name}.{new_id()}")
+            if name == LOCATIONS:
+                ids = {name: table["trajectory_id"] for name, table in tables.items()}
+                _write(locations(ids), temporary)
+            elif name == NAMES:
+                _write(names_of(tables[MARKS]), temporary)
+            elif name == KINDS:
+                _write(_kinds(tables[MARKS]["kind"], row_group_ends(store, unit, MARKS)), temporary)
+            else:
+                _copy(database, _queries()[name], temporary)
+            os.replace(temporary, folder / name)
     return missing
+
+
+@contextlib.contextmanager
+def _database(tables: Mapping[str, pa.Table]) -> Iterator[duckdb.DuckDBPyConnection]:
+    """One for all files: to open it takes longer than to derive a small unit's file."""
+    with private_database() as connection:
+        connection.register("turns", tables[TURNS])
+        connection.register("marks", tables[MARKS])
+        yield connection
 
 
 def _queries() -> dict[str, str]:
@@ -84,13 +97,10 @@ def _queries() -> dict[str, str]:
     }
 
 
-def _copy(tables: dict[str, pa.Table], query: str, path: Path) -> None:
-    with private_database() as connection:
-        connection.register("turns", tables[TURNS])
-        connection.register("marks", tables[MARKS])
-        connection.execute(
-            f"COPY ({query}) TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false)"
-        )
+def _copy(database: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
+    database.execute(
+        f"COPY ({query}) TO '{_quoted(path)}' (FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false)"
+    )
 
 
 def _quoted(path: Path) -> str:

@@ -159,14 +159,19 @@ def turn_parts(events: str) -> str:
     """
 
 
-def turn_scalars(parts: str) -> str:
-    """One row per turn in the relation `parts` of `turn_parts` rows, which may hold a turn several times."""
+def turn_scalars(parts: str, ready: str | None) -> str:
+    """One row per turn in the relation `parts` of `turn_parts` rows, which may hold a turn several times.
+
+    Args:
+        ready: a relation with all of these rows that are whole; None if none is, which halves planning time.
+    """
     names = ", ".join(_MERGED)
     merged = ", ".join(f"any_value({name}) AS {name}" for name in _MERGED)
+    whole = f"SELECT trajectory_id, turn_id, {names}, delivered, one_version FROM {ready} WHERE whole"
     return f"""
-    SELECT trajectory_id, turn_id, {names}, delivered, one_version FROM {parts} WHERE whole
-    UNION ALL
-    SELECT trajectory_id, turn_id, {merged}, max(delivered) AS delivered, bool_and(one_version)
+    {f"{whole} UNION ALL" if ready else ""}
+    SELECT trajectory_id, turn_id, {merged}, max(delivered) AS delivered,
+           bool_and(one_version) AS one_version
     FROM {parts} WHERE NOT whole GROUP BY trajectory_id, turn_id HAVING any_value(requested) IS NOT NULL
     """
 
@@ -237,8 +242,12 @@ def trajectory_parts(events: str) -> str:
     """
 
 
-def trajectory_scalars(parts: str) -> str:
-    """One row per opened trajectory in the relation `parts`, which may hold one several times."""
+def trajectory_scalars(parts: str, ready: str | None) -> str:
+    """One row per opened trajectory in the relation `parts`, which may hold one several times.
+
+    Args:
+        ready: as of `turn_scalars`.
+    """
     same = [
         "run",
         "lane",
@@ -254,10 +263,10 @@ def trajectory_scalars(parts: str) -> str:
     ]
     names = ", ".join(same)
     merged = ", ".join(f"any_value({name}) AS {name}" for name in same)
+    numbers = "turns, exact_turns, erased_turns, min_version, max_version"
+    whole = f"SELECT trajectory_id, {names}, {numbers} FROM {ready} WHERE whole"
     return f"""
-    SELECT trajectory_id, {names}, turns, exact_turns, erased_turns, min_version, max_version
-    FROM {parts} WHERE whole
-    UNION ALL
+    {f"{whole} UNION ALL" if ready else ""}
     SELECT trajectory_id, {merged}, CAST(sum(turns) AS BIGINT) AS turns,
            CAST(sum(exact_turns) AS BIGINT) AS exact_turns,
            CAST(sum(erased_turns) AS BIGINT) AS erased_turns,

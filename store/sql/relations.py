@@ -53,8 +53,8 @@ LEAST_FILES = 2
 it plans any query, even one that does not read the file."""
 
 _MERGED = "* REPLACE (false AS whole)"
-"""Computed rows are marked as not whole, so that they are always merged: otherwise the query would run twice,
-once for whole rows and once for the others."""
+"""Computed rows are marked as not whole, so that they are always merged: otherwise the query would be planned
+and run twice, once for whole rows and once for the others."""
 
 _PATH_COLUMNS = {
     **dict.fromkeys(("run", "trajectory_id", "split", "leaf_turn_id", "policy"), "VARCHAR"),
@@ -125,10 +125,13 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
 
     computed = of.live or of.parts or rest or not derived
 
-    def known(name: str, query: str, columns: str = "*") -> str:
+    def ready(name: str) -> str | None:
         files = [str(derived_folder(of.store, unit) / name) for unit in derived]
+        return _read(files) if files else None
+
+    def known(name: str, query: str, columns: str = "*") -> str:
         queries = [f"SELECT {columns} FROM ({query})"] if computed else []
-        queries += [f"SELECT * FROM {_read(files)}"] if files else []
+        queries += [f"SELECT * FROM {files}"] if (files := ready(name)) else []
         return " UNION ALL BY NAME ".join(queries)
 
     return [
@@ -138,9 +141,12 @@ def definitions(of: Snapshot) -> list[tuple[str, str]]:
         ("internal.rest_marks", _events(of, rest, MARKS, small)),
         ("internal.rest", "SELECT * FROM internal.rest_turns UNION ALL SELECT * FROM internal.rest_marks"),
         ("internal.turn_parts", known(SCALARS, turn_parts("internal.rest"), _MERGED)),
-        ("internal.turn_scalars", turn_scalars("internal.turn_parts")),
+        ("internal.turn_scalars", turn_scalars("internal.turn_parts", ready(SCALARS))),
         ("internal.trajectory_parts", known(TRAJECTORIES, trajectory_parts("internal.rest"), _MERGED)),
-        ("internal.trajectory_scalars", trajectory_scalars("internal.trajectory_parts")),
+        (
+            "internal.trajectory_scalars",
+            trajectory_scalars("internal.trajectory_parts", ready(TRAJECTORIES)),
+        ),
         ("internal.rewards", _all_rewards(of, derived, computed=bool(computed))),
         ("internal.paths", _paths(of, present)),
         ("internal.several_turns", _events(of, several, TURNS, fat)),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollbook.bench import train, train_sides
+from rollbook.bench import train, train_modes, train_sides
 from rollbook.bench.processes import BenchError, Process, some_cores
 from rollbook.bench.train import Measured
+from rollbook.bench.train_modes import ASYNC, COLOCATE, HYBRID, OVERLAP, Laps
 from rollbook.bench.train_sides import (
     BARE,
     LARGE,
@@ -82,7 +85,8 @@ def test_figures() -> None:
     }
     peaks = {OURS: 2 << 20, PADDED: 9 << 20, BARE: 2 << 20, PLAIN: 8 << 20, PLAIN_PACKED: 4 << 20}
     peaks |= {RECOMPUTED: 1 << 20, ONE_RANK: 2 << 20, TWO_RANKS: 2 << 20, LARGE: 90 << 20}
-    measured = Measured(seconds, [0.1, 0.4], peaks, 300)
+    modes = {COLOCATE: [1.0, 2.0], HYBRID: [1.5, 3.5], ASYNC: [1.5, 1.75], OVERLAP: [3.0, 3.5]}
+    measured = Measured(seconds, [0.1, 0.4], peaks, 300, Laps(modes))
     found = {figure.figure: figure for figure in train.outcome(measured).figures}
     assert {name: figure.ratio for name, figure in found.items()} == {
         "train.packed_vs_padded": 3.0,
@@ -93,7 +97,12 @@ def test_figures() -> None:
         "train.dp2_vs_1": 1.75,
         "train.replayability_share": None,
         "train.replayability_share_6m": None,
+        "train.hybrid_vs_colocate": 1.625,
+        "train.hybrid_vs_async": 1.5,
+        "train.overlap_gain": 2.0,
     }
+    assert found["train.hybrid_vs_colocate"].value == 2.5
+    assert found["train.hybrid_vs_colocate"].against == "colocate: 1.50 steps/s"
     assert found["train.vs_transformers"].value == 200.0
     assert found["train.vs_transformers"].against == "transformers: 100 tokens/s"
     assert found["train.peak_vs_transformers"].against == "transformers_packed: 4 MiB"
@@ -104,6 +113,21 @@ def test_figures() -> None:
 def test_every_side_takes_its_turns() -> None:
     """In one of the runs."""
     assert sorted(name for run in train.RUNS for name in run) == sorted(SIDES)
+
+
+def test_the_loop_runs_in_each_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same agents, batches and steps; what each is called is what its CONFIG says."""
+    short = {name: replace(setting, steps=3) for name, setting in train_modes.MODES.items()}
+    monkeypatch.setattr(train_modes, "MODES", {name: short[name] for name in (COLOCATE, OVERLAP)})
+    rounds: list[None] = []
+    laps = train_modes.run_modes(tmp_path, 1, lambda: rounds.append(None))
+    assert (laps.steps_per_s.keys(), len(rounds)) == ({COLOCATE, OVERLAP}, 1)
+    assert all(rate > 0 for rates in laps.steps_per_s.values() for rate in rates)
+    said = [tomllib.loads(file.read_text()) for file in sorted(tmp_path.glob("modes-*/loop.toml"))]
+    assert sorted((one["mode"], one["sync"]["overlap"]) for one in said) == [
+        ("async", True),
+        ("colocate", False),
+    ]
 
 
 def test_another_loss_is_no_figure() -> None:

@@ -30,7 +30,7 @@ def test_the_commands_export_and_import(one_of_everything: Store, tmp_path: Path
     answers = []
     for command in commands:
         name, *words = shlex.split(command)
-        start = {"rollbook": [sys.executable, "-m", "rollbook.cli.app"], "python": [sys.executable]}[name]
+        start = {"rollbook": [sys.executable, "-m", "rollbook"], "python": [sys.executable]}[name]
         done = subprocess.run([*start, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         answers.append(done.stdout)

@@ -54,7 +54,7 @@ def test_the_commands_run(
         name, *words = shlex.split(command)
         assert name == "rollbook"
         done = subprocess.run(
-            [sys.executable, "-m", "rollbook.cli.app", *words],
+            [sys.executable, "-m", "rollbook", *words],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(root / "src")},
             capture_output=True,

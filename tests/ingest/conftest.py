@@ -528,7 +528,7 @@ class Served:
     def start(self) -> None:
         """Start the process and wait until it answers."""
         fewer = ["prlimit", f"--nofile={self.descriptors}"] if self.descriptors else []
-        command = [*fewer, sys.executable, "-m", "rollbook.cli.app", "serve", "--store", str(self.path)]
+        command = [*fewer, sys.executable, "-m", "rollbook", "serve", "--store", str(self.path)]
         command += ["--port", str(self.port), *self.arguments]
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:

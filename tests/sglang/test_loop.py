@@ -30,6 +30,7 @@ model = "{model}"
 steps = {steps}
 checkpoint_every = 1
 idle_timeout_s = 120
+mode = "{mode}"
 
 [algorithm]
 name = "grpo"
@@ -87,9 +88,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "pause", "max_staleness"), [("tensor", "retract", 2), ("distributed", "abort", 1)]
+    ("mode", "transport", "pause", "max_staleness"),
+    [
+        ("async", "tensor", "retract", 2),
+        ("hybrid", "distributed", "abort", 1),
+        ("colocate", "tensor", "retract", 2),
+    ],
 )
 def test_five_versions_are_served_and_balance(
+    mode: str,
     transport: str,
     pause: str,
     max_staleness: int,
@@ -109,6 +116,7 @@ def test_five_versions_are_served_and_balance(
         CONFIG.format(
             model=models["dense"],
             steps=VERSIONS,
+            mode=mode,
             groups=GROUPS,
             group_size=GROUP_SIZE,
             max_staleness=max_staleness,

@@ -351,7 +351,7 @@ def checkpoint(version: int, phase: str | None = "p", optimizer: str | None = "o
 def start_cli(*arguments: object) -> subprocess.Popen[str]:
     """`rollbook ...` in a process of its own, its stdout and stderr piped."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rollbook.cli.app", *map(str, arguments)],
+        [sys.executable, "-m", "rollbook", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

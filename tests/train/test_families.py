@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +20,39 @@ from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
 from rollbook.train.algorithms.logprobs import token_logprobs
+from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.shape import read_shape
+from rollbook.train.megatron.score_head import with_head
+from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, plan, weight_shapes
 
 VOCAB = 125
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_raw")
-"""The last one's router does not renormalize."""
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_raw",
+    "gemma3_text",
+    "gemma3_text_scaled",
+    "gemma3_text_global_scaled",
+    "gpt_oss",
+)
+"""The router of `qwen3_moe_raw` does not renormalize; `scaled` ones rotate less without a window, and no
+layer of the `global` one has one."""
+CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma3_text": "Gemma3",
+    "gpt_oss": "GptOss",
+}
 
 CASES = [f"{family}-{tied}" for family in FAMILIES for tied in ("tied", "untied")]
 EACH = pytest.mark.parametrize("case", CASES)
@@ -56,15 +78,44 @@ def _reference(family: str, tied: bool) -> Any:
     if family.startswith("qwen3_moe"):
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         values["norm_topk_prob"] = not family.endswith("raw")
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family, "Qwen3Moe")
-    config = getattr(transformers, f"{name}Config")(**values)
+    if family == "gpt_oss":
+        values = _gpt_oss(values)
+    if family.startswith("gemma3"):
+        values = _gemma(values, family)
+    name = CLASSES[family.removesuffix("_raw").removesuffix("_scaled").removesuffix("_global")]
+    of_text = "Text" if name == "Gemma3" else ""
+    config = getattr(transformers, f"{name}{of_text}Config")(**values)
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            around = 1.0 if "norm" in key else 0.0
+            around = 1.0 if "norm" in key and name != "Gemma3" else 0.0
             parameter.copy_(around + (0.2 if "norm" in key else 0.1) * torch.randn_like(parameter))
     return model.float().eval()
+
+
+def _gemma(values: dict[str, Any], family: str) -> dict[str, Any]:
+    """Five layers, three of them with a window that samples are longer than, rotated by other angles."""
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
+    if "global" in family:
+        kinds = ["full_attention"] * 5
+    rope = {"rope_type": "linear", "factor": 4.0} if family.endswith("scaled") else {"rope_type": "default"}
+    rope_parameters = {"full_attention": rope | {"rope_theta": 1e4}}
+    rope_parameters["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
+    more = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4, "layer_types": kinds}
+    more |= {"num_hidden_layers": 5, "rope_parameters": rope_parameters}
+    return {key: value for key, value in values.items() if key != "rope_theta"} | more
+
+
+def _gpt_oss(values: dict[str, Any]) -> dict[str, Any]:
+    """Three layers, two of them with a window that samples are longer than; gates that the limit clamps."""
+    kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding")]
+    rope = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 48, "rope_theta": 1e4}
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5, "head_dim": 16}
+    more |= {"num_hidden_layers": 3, "sliding_window": 4, "layer_types": kinds, "rope_parameters": rope}
+    more["intermediate_size"] = 24
+    return {key: value for key, value in values.items() if key != "rope_theta"} | more
 
 
 @pytest.fixture(scope="session")
@@ -218,6 +269,56 @@ def test_a_step_trains(models: Any, case: str) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("case", ["qwen3-tied", "gemma3_text-tied", "gpt_oss-tied"])
+def test_recomputed_activations_give_the_same_bits(models: Any, case: str) -> None:
+    """Logits and gradients, padded and packed."""
+    folder, micro = models[case][0], _micro()
+    packed = replace(micro, lengths=np.array([11, 11, 11]))
+    told: list[list[torch.Tensor]] = []
+    for recompute in (False, True):
+        how = Build(4, torch.device("cpu"), 0, 1, recompute=recompute)
+        policy = TrainablePolicy(read_shape(folder), OptimizerConfig(), how)
+        policy.load_weights(read_weights(folder))
+        told.append([])
+        for one in (micro, packed):
+            seen = policy.forward_backward(
+                (one,), lambda logits, _: (logits.square().mean(), logits.detach())
+            )
+            told[-1] += [seen[0].clone(), *(g.clone() for g in policy.gradients().values())]
+    assert all(torch.equal(kept, again) for kept, again in zip(*told, strict=True))
+
+
+@EACH
+def test_transformers_loads_a_checkpoint(models: Any, tmp_path: Path, case: str) -> None:
+    """After a step it computes what the policy does; also a checkpoint that begins a reward model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    policy, micro = _policy(models[case][0]), _micro()
+    _run(policy, micro)
+    policy.optimizer_step(0.01)
+    stream = policy.stream_weights()
+    record = write_checkpoint(tmp_path, "r", "actor", 1, stream, None, like=models[case][0], phase=None)
+    ours, _ = _run(policy, micro)
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / record.path).eval()
+        assert float((loaded(torch.from_numpy(micro.tokens)).logits - ours).abs().max()) < 1e-5
+    shape = shape_to_train(models[case][0], 1)
+    own = with_head(policy.weights(), shape)
+    own["score.weight"] = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
+    like, known = models[case][0], {"phase": None, "scores": 1}
+    record = write_checkpoint(tmp_path, "r", "reward", 1, own, None, like=like, **known)
+    scored = TrainablePolicy(shape, OptimizerConfig(), Build(4, torch.device("cpu"), 0, 1))
+    scored.load_weights(own)
+    (ours,) = scored.forward((micro,), lambda scores, _: scores.clone())
+    with torch.no_grad():
+        head = AutoModelForSequenceClassification.from_pretrained(tmp_path / record.path).eval()
+        head.config.pad_token_id = VOCAB  # no token is padding: the last one's score is told
+        theirs = head(torch.from_numpy(micro.tokens)).logits
+    said = json.loads((tmp_path / record.path / "config.json").read_text())["architectures"]
+    assert said == [type(head).__name__]
+    assert float((theirs - ours[:, -1]).abs().max()) < 1e-5
+
+
 def test_splitting_into_micro_batches_keeps_the_gradient(models: Any) -> None:
     """Rows in one micro-batch, or each in its own, add up to the same gradient (to rounding)."""
     micro, policy = _micro(), _policy(models["qwen3-tied"][0])
@@ -352,6 +453,18 @@ def test_weights_that_do_not_fit(models: Any, name: str, rows: int | None) -> No
     else:
         tensors[name] = torch.zeros(rows, *tensors[name].shape[1:])
     with pytest.raises(ModelError, match=name):
+        to_megatron(tensors, shape)
+
+
+def test_a_layer_without_its_experts(models: Any) -> None:
+    """Of files that fuse experts the tensor of the file is named."""
+    folder, _ = models["gpt_oss-untied"]
+    shape, tensors = read_shape(folder), read_weights(folder)
+    name = "model.layers.1.mlp.experts.gate_up_proj_bias"
+    with pytest.raises(ModelError, match=rf"{name} is \(4, 24\), not \(4, 48\)"):
+        to_megatron(tensors | {name: torch.zeros(4, 24)}, shape)
+    del tensors[name]
+    with pytest.raises(ModelError, match=f"{name} is missing"):
         to_megatron(tensors, shape)
 
 

@@ -150,3 +150,42 @@ def test_an_engine_that_is_not_waited_for(fabric: Any, recorded: Callable[..., S
         settings = _sft(fabric, 1, engines=[NOWHERE], transport=transport, wait_s=0.0)
         with pytest.raises(EngineError, match=rf"engine {NOWHERE}: /server_info: .*is it running"):
             fabric.train(recorded(transport), settings)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_training_goes_on_while_weights_travel(
+    fabric: Any, recorded: Callable[..., Store], start: Start, transport: str
+) -> None:
+    """The next step is planned and committed before the engine has the version of the last one; what travels
+    is that version all the same, verified, and steps are those of a training that waits."""
+    app, url = start()
+    app.faults.add(Fault("/weights_checker", "hang", after=2, times=-1, seconds=0.7))
+    log, alone = recorded(), recorded("alone")
+    fabric.train(log, _sft(fabric, 4, engines=[url], transport=transport, overlap=True))
+    fabric.train(alone, _sft(fabric, 4))
+    ends = [[r.digests for r in _records(one, StepCommitted)] for one in (log, alone)]
+    assert ends[0] == ends[1]
+    order = [(type(r), r.policy_version) for r in _records(log, SyncFinished, StepCommitted)]
+    assert order.index((StepCommitted, 2)) < order.index((SyncFinished, 1))
+    assert [r.policy_version for r in _records(log, SyncFinished)] == [0, 1, 2, 3, 4]
+    activated = {r.policy_version: r.weights_digest for r in _records(log, PolicyActivated)}
+    committed = {r.policy_version: r.digests["weights"] for r in _records(log, StepCommitted)}
+    assert activated.items() >= committed.items()
+    assert (app.paused, version_in(app.weight_version)) == (None, 4)
+
+
+def test_a_sync_on_the_way_fails(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
+    """The training ends at the next one with its error, and goes on from there once the engine is well."""
+    app, url = start()
+    log = recorded()
+    app.faults.add(Fault("/end_weight_update", "error", after=1, times=1))
+    settings = _sft(fabric, 4, engines=[url], transport="tensor", overlap=True)
+    with pytest.raises(
+        EngineError, match=r"version 1 of actor is served nowhere: engine .*/end_weight_update"
+    ):
+        fabric.train(log, settings)
+    assert [r.policy_version for r in _records(log, SyncFailed)] == [1]
+    assert [r.policy_version for r in _records(log, StepCommitted)] == [1, 2]
+    fabric.train(log, settings)
+    assert [r.policy_version for r in _records(log, StepCommitted)] == [1, 2, 3, 4]
+    assert version_in(app.weight_version) == 4

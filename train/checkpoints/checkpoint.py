@@ -51,7 +51,14 @@ _TENSORS = {
     "adapter": "adapter_tensors",
 }
 """The manifest's keys of the digests by tensor."""
-_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+_CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma3_text": "Gemma3Text",
+    "gpt_oss": "GptOss",
+}
 """How transformers calls the classes of each family."""
 _FILES = {
     "optimizer": OPTIMIZER,
@@ -115,33 +122,29 @@ def write_checkpoint(
         ModelError: a stream is not that of the model that `like` describes.
         ShortageError: the disk is full. Nothing of the checkpoint is left.
     """
-    name = checkpoint_name(run, policy, version)
-    if (store / name).exists():  # an earlier attempt at this version, kept as it is
-        name = name.with_name(f"{name.name}-{new_id()[-8:]}")
+    name = _free_name(store, checkpoint_name(run, policy, version))
     target = place_inside(store, str(name))
     with building_beside(target) as building:
         _copy_along(like, building)
         if scores:
             _name_head(building / "config.json", scores)
         saved = _save_weights(weights, building, like)
-        factors = None if adapter is None else adapter.tensors
-        beside = zip(_FILES.items(), (optimizer, *(critic or (None, None)), factors), strict=True)
+        own = (optimizer, *(critic or (None, None)), adapter and adapter.tensors)
+        beside = zip(_FILES.items(), own, strict=True)
         lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
-        record = CheckpointWritten(
-            policy=policy,
-            policy_version=version,
-            path=str(name),
-            weights_digest=combine(saved.values()),
-            optimizer_digest=combine(lines["optimizer"].values()) if "optimizer" in lines else None,
-            phase=phase,
-            bytes=sum(file.stat().st_size for file in building.iterdir()),
-        )
+        size = sum(file.stat().st_size for file in building.iterdir())
+        digests = [None if of is None else combine(of.values()) for of in (saved, lines.get("optimizer"))]
+        record = CheckpointWritten(policy, version, str(name), str(digests[0]), digests[1], phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
-        if adapter is not None:
-            manifest[LORA] = adapter.lora.described
+        manifest |= {} if adapter is None else {LORA: adapter.lora.described}
         make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
         _make_durable(building, target)
     return record
+
+
+def _free_name(store: Path, name: Path) -> Path:
+    """A checkpoint's path; another one, where an earlier attempt at its version is, which is kept."""
+    return name.with_name(f"{name.name}-{new_id()[-8:]}") if (store / name).exists() else name
 
 
 def manifest_of(run: str, record: CheckpointWritten, lines: Mapping[str, dict[str, str]]) -> Json:

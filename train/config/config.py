@@ -103,6 +103,9 @@ class SyncConfig(Table):
     broadcast."""
     sync_every: Positive = 1
     """Optimizer steps between syncs."""
+    overlap: bool = False
+    """Go on while weights travel: the next samples are gathered, scored and trained on meanwhile. It takes a
+    copy of the weights in the host's memory, unless they travel by disk."""
     partial_rollout: bool = False
     """Update weights while requests run; they continue with the new version. Otherwise requests finish
     first."""
@@ -146,6 +149,8 @@ class AdmissionConfig(Table):
     the oldest."""
     wait_s: Annotated[float, Field(ge=0)] = 300.0
     """Longest wait for the running trajectories that `order` waits for, and for rewards of finished ones."""
+    stall_s: Annotated[float, Field(gt=0)] = 60.0
+    """Say what is waited for, and how much of it, after each so long without a new complete group."""
 
 
 class TrainConfig(Table):
@@ -188,6 +193,13 @@ class TrainConfig(Table):
     """What to do if a step's numbers are not finite: end with an error, or drop its samples by the rule
     `not_finite` and take the next batch (at most 8 times in a row). Weights that are not finite always end
     the training."""
+    mode: Literal["async", "hybrid", "colocate"] = "async"
+    """How training and engines go together, with --source tail. async: each on devices of its own; a rollout
+    batch is awaited, then scored and trained on. hybrid: the same, but parts of the batch are scored as they
+    come. colocate: they share the devices, and take turns: who waits gives its memory away."""
+    num_iters_per_train_update: Positive = 4
+    """With mode = "hybrid": parts in which a rollout batch is scored, with the weights of its first step. The
+    update is one, over all of it."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """With --source tail: end the training after this long without a full batch."""
     algorithm: AnyAlgorithm
@@ -247,6 +259,15 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _trained_fits(self) -> TrainConfig:
+        if self.mode == "colocate" and self.sync is not None and self.sync.overlap:
+            raise ValueError(
+                'sync.overlap: with mode "colocate" training waits while weights travel: leave it out'
+            )
+        if self.mode == "colocate" and (self.sync is None or self.sync.sync_every > 1):
+            raise ValueError(
+                'mode "colocate": engines that gave their memory away are given weights after each rollout '
+                "batch: name them in [sync], with sync_every = 1"
+            )
         if self.lora is not None and self.algorithm.head_width:
             raise ValueError(
                 f"[lora]: {self.algorithm.algorithm_name} trains the head of a reward model, which has no "

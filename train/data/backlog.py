@@ -20,7 +20,7 @@ from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.materialize import Materializer
-from rollbook.train.data.references import SampleRef, find_references
+from rollbook.train.data.references import SampleRef, references_over
 from rollbook.train.data.samples import Sample
 
 _OPEN = """
@@ -65,14 +65,14 @@ class Backlog:
         # Of a trajectory in a group all samples are used together; else each is used by itself.
         used = history.used_trajectories() if grouped else set()
         recipe = config.recipe
-        self._found = find_references(log, cut, config.run, recipe, used)
-        if recipe.paths != "all":
-            self._found = self._found.without_paths_of(history.trained_trajectories())
         with connect_at(log, format_cut(cut)) as connection:
+            self._found = references_over(connection, log, cut, config.run, recipe, used)
             given = {"run": config.run, "splits": sorted(recipe.splits)}
             running = connection.execute(_OPEN, given).fetchall()
             connection.register("used", pa.table({"trajectory_id": pa.array(sorted(used), pa.string())}))
             self.spent: dict[str, int] = dict(connection.execute(_SPENT).fetchall())
+        if recipe.paths != "all":
+            self._found = self._found.without_paths_of(history.trained_trajectories())
         ids = self._found.trajectories
         self._rows = {
             trajectory_id: row for row, trajectory_id in enumerate(ids["trajectory_id"].to_pylist())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
-from rollbook.store.errors import IdleError
 from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
@@ -17,8 +16,10 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
 from rollbook.train.data.conditions import chooses
 from rollbook.train.data.groups import Begun, CompleteGroup
+from rollbook.train.data.patience import Awaited, Patience
 from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate
 from rollbook.train.data.references import SampleRef
+from rollbook.train.data.running import Running
 from rollbook.train.data.samples import Sample, samples_of
 from rollbook.train.data.selection import Evicted, Selection
 from rollbook.train.data.sorting import select
@@ -38,6 +39,7 @@ class QueueSource:
         backlog: what there is before the first of these events.
         live: whether rewards of finished trajectories may still come.
         limits: of the model.
+        say: told what is waited for, where nothing comes for `admission.stall_s`.
     """
 
     def __init__(
@@ -50,28 +52,30 @@ class QueueSource:
         *,
         live: bool = True,
         limits: ModelLimits | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._say = say
         self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
         self._backlog, self._ended = backlog, dict[str, Ended]()
         """What there was before, and those trajectories of it that may be used."""
-        algorithm, recipe = config.algorithm, config.recipe
-        self._grouped, self._size = "groups" in algorithm.needs, algorithm.demand.group_size
-        demand = algorithm.demand
+        algorithm, recipe, demand = config.algorithm, config.recipe, config.algorithm.demand
+        self._grouped, self._size = "groups" in algorithm.needs, demand.group_size
+        self._groups_of_step = demand.groups
         self._policy = StalenessPolicy(
             demand.groups, recipe.max_staleness, config.admission.order, demand.steps
         )
         self._share = recipe.deciding_share
-        self._deciding: Callable[[Iterable[int]], int] = max if self._share == 1 else min
-        """Of what is known so far of a running trajectory, the version by which it becomes too old."""
         self._used = history.consumed() | history.dropped
         self._trained = history.trained_trajectories() if recipe.paths != "all" else set[str]()
         """Of which no path is taken any more: it would train the turns that they share once more."""
         self._folding = TrajectoryFold()
         self._complete_groups: dict[str, CompleteGroup] = {}
         """Complete ones, in the order in which they completed."""
+        self._held: dict[str, None] = {}
+        """Those that the next selection will have."""
         self._of: dict[str, list[CompleteGroup]] = {}
         """Trajectory -> its group, or the groups of its samples."""
-        self._running: dict[str, Begun] = {}
+        self._running = Running(self._size, self._share, grouped=self._grouped)
         self._groups: dict[str, dict[str, Begun]] = {}
         """Group -> its finished trajectories, while they are too few."""
         self._spent: Counter[str | None] = Counter()
@@ -82,30 +86,58 @@ class QueueSource:
         """Group -> (version, what the recipe keeps and drops of it), until an event changes it."""
         self._served = self._served_before = -1
         self._begun = backlog is None
+        self._waits_since: float | None = None
+        """When the wait for the next selection began."""
 
     def take(self, version: int, served: int, evicted: Evicted) -> Selection | None:
-        """Wait for the groups that the policy selects.
+        """Wait for the groups that the policy selects, those that are held first.
 
         Raises:
             IdleError: nothing came for `idle_timeout_s`.
         """
+        chosen = self._wait(version, served, evicted, self._groups_of_step)
+        while chosen is not None:
+            selection = self._selection(chosen, version)
+            if selection.samples:
+                self._waits_since = None
+                return selection
+            # Groups without a difference in reward have had their turn: others wait for their places.
+            evicted(selection.drops)
+            chosen = self._wait(version, served, evicted, self._groups_of_step)
+        return None
+
+    def hold(self, version: int, served: int, evicted: Evicted, count: int) -> list[Sample] | None:
+        """Wait until so many groups are there that the next selection will have, and hold them for it; the
+        samples of those that were not held before, in order. Arguments as of `take`.
+
+        Until then nothing is decided of them: a reward may still come that has the recipe drop one.
+
+        Raises:
+            IdleError: nothing came for `idle_timeout_s`.
+        """
+        chosen = self._wait(version, served, evicted, count)
+        if chosen is None:
+            return None
+        fresh = [group for group in chosen[:count] if group.name not in self._held]
+        self._held |= dict.fromkeys(group.name for group in fresh)
+        return self._with_tokens([one for group in fresh for one in self._fitting(group, version)[0]])
+
+    def _wait(self, version: int, served: int, evicted: Evicted, count: int) -> list[CompleteGroup] | None:
+        """Wait until at least so many groups are there for the next step; None at the end."""
         # What began while the last step was taken may have begun under the version before.
         self._served_before = served if self._served < 0 else self._served
         self._served = served
         if not self._begun:
             self._take_backlog()
-        since = moved = time.monotonic()
+        moved, limits = time.monotonic(), (self._config.idle_timeout_s, self._config.admission.stall_s)
+        patience = Patience(self._config.run, *limits, self._say)
+        self._waits_since = moved if self._waits_since is None else self._waits_since
         while True:
             self._evict(version, evicted)
-            impatient = time.monotonic() - since > self._config.admission.wait_s
+            impatient = time.monotonic() - self._waits_since > self._config.admission.wait_s
             chosen = self._chosen(version, waits=not impatient)
-            if chosen is not None:
-                selection = self._selection(chosen, version)
-                if selection.samples:
-                    return selection
-                # Groups without a difference in reward have had their turn: others wait for their places.
-                evicted(selection.drops)
-                continue
+            if len(chosen) >= count:
+                return chosen
             made, events = self._made, self._more()
             if events is None:
                 return None
@@ -114,7 +146,7 @@ class QueueSource:
             if self._made > made:
                 moved = time.monotonic()
             elif not events:
-                self._check_patience(moved)
+                patience.check(moved, lambda: self._awaits(version))
                 time.sleep(POLL_S)
 
     def unfilled(self, version: int) -> list[Drop]:
@@ -147,8 +179,8 @@ class QueueSource:
         finished = self._folding[trajectory_id].finished
         return None if finished is None else finished.status
 
-    def _chosen(self, version: int, *, waits: bool) -> list[CompleteGroup] | None:
-        """The groups of the next step, or None.
+    def _chosen(self, version: int, *, waits: bool) -> list[CompleteGroup]:
+        """The groups that are there for the next step, those that are held first.
 
         Args:
             waits: whether those that run, or lack a reward, are waited for, where the policy would.
@@ -161,31 +193,14 @@ class QueueSource:
         ]
         begun = {group.name: group.began for group in ready}
         groups = [self._as_prompt_group(g, version, complete=g.name not in awaited) for g in ready]
-        for began, group in self._running_groups(version) if waits else ():
+        running = self._running.groups(self._groups, lambda ages: self._oldest(ages, version))
+        for began, group in running if waits else ():
             begun[group.name] = began
             groups.append(group)
         if self._policy.order == "fifo":
             groups.sort(key=lambda group: begun[group.name])
-        chosen = self._policy.select(groups, version)
-        return None if chosen is None else [self._complete_groups[group.name] for group in chosen]
-
-    def _running_groups(self, version: int) -> Iterator[tuple[int, PromptGroup]]:
-        """What will be a group once its trajectories finish, with its place in the order of beginning."""
-        if not self._grouped:
-            for name, begun in self._running.items():
-                yield (
-                    begun.began,
-                    PromptGroup(f"running {name}", self._oldest(begun.ages, version), complete=False),
-                )
-            return
-        groups: dict[str, list[Begun]] = {}
-        for begun in self._running.values():
-            groups.setdefault(str(begun.group), []).append(begun)
-        for group, members in groups.items():
-            members += self._groups.get(group, {}).values()
-            if len(members) >= self._size:
-                oldest = self._oldest([age for member in members for age in member.ages], version)
-                yield min(m.began for m in members), PromptGroup(f"running {group}", oldest, complete=False)
+        chosen = self._policy.early(groups, version, self._held)
+        return [self._complete_groups[group.name] for group in chosen]
 
     def _oldest(self, ages: Sequence[int], version: int) -> int | None:
         """The oldest of these versions; what is too old already counts only where all are."""
@@ -254,13 +269,12 @@ class QueueSource:
         """Its samples that no step has used or dropped."""
         return [one for one in self._samples(trajectory_id) if one.leaf_turn_id not in self._used]
 
-    def _check_patience(self, since: float) -> None:
-        limit = self._config.idle_timeout_s
-        if time.monotonic() - since > limit:
-            raise IdleError(
-                f"no complete batch for {limit:g} s: are agents finishing trajectories of run "
-                f"{self._config.run!r}? ({len(self._groups)} groups are incomplete)"
-            )
+    def _awaits(self, version: int) -> Awaited:
+        complete, lacking = self._complete_groups.values(), self._groups.values()
+        unrewarded = sum(self._awaited(group, version) for group in complete)
+        missing = sum(self._size - len(members) for members in lacking)
+        counts = (len(complete), unrewarded, len(lacking), missing, len(self._running))
+        return Awaited(self._groups_of_step, *counts)
 
     # What happens -----------------------------------------------------------------------------
 
@@ -290,8 +304,9 @@ class QueueSource:
         for one in self._backlog.ended():
             group = (one.group or one.trajectory_id) if self._grouped else None
             ages = [age for sample in one.samples if (age := self._age(sample)) is not None]
-            known = (self._deciding(ages),) if ages else (self._served_before, self._served)
-            self._running[one.trajectory_id] = Begun(group, one.began, known, sampled=bool(ages))
+            served = (self._served_before, self._served)
+            self._running.begin(one.trajectory_id, group, one.began, served)
+            self._running.sampled(one.trajectory_id, ages)
             self._ended[one.trajectory_id] = one
             self._finish(one.trajectory_id)
 
@@ -326,12 +341,9 @@ class QueueSource:
             if wanted and trajectory_id not in self._of:
                 group = (record.group or trajectory_id) if self._grouped else None
                 ages = (self._served_before, self._served)
-                self._running[trajectory_id] = Begun(group, self._place(trajectory_id), ages)
-        elif isinstance(record, TurnCompleted) and record.version_spans and trajectory_id in self._running:
-            begun = self._running[trajectory_id]
-            earlier = begun.ages if begun.sampled else ()
-            begun.ages = (self._deciding((*earlier, *(span.version for span in record.version_spans))),)
-            begun.sampled = True
+                self._running.begin(trajectory_id, group, self._place(trajectory_id), ages)
+        elif isinstance(record, TurnCompleted):
+            self._running.sampled(trajectory_id, (span.version for span in record.version_spans))
 
     def _place(self, trajectory_id: str) -> int:
         """Its place in the order in which trajectories began."""
@@ -341,7 +353,7 @@ class QueueSource:
         return self._seen
 
     def _finish(self, trajectory_id: str) -> None:
-        begun = self._running.pop(trajectory_id, None)
+        begun = self._running.end(trajectory_id)
         samples = [] if begun is None else self._samples(trajectory_id)
         fresh = self._fresh(trajectory_id) if samples else []
         if begun is None or (samples and not fresh) or (not samples and self._spent[begun.group]):
@@ -379,6 +391,7 @@ class QueueSource:
     def _remove(self, group: CompleteGroup) -> None:
         """Keep nothing of trajectories that no group needs: the log has them."""
         del self._complete_groups[group.name]
+        self._held.pop(group.name, None)
         self._fit.pop(group.name, None)
         for trajectory_id in group.trajectories:
             self._of[trajectory_id].remove(group)

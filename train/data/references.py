@@ -21,6 +21,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
@@ -28,6 +29,7 @@ from rollbook.train.data.numbering import numbered
 from rollbook.train.data.path_columns import PathColumns, path_columns
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
+from rollbook.train.data.turn_order import in_turn_order
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -235,11 +237,7 @@ _NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success",
 
 
 def find_references(
-    log: Store,
-    cut: Cut,
-    run: str,
-    recipe: RecipeConfig,
-    without: Collection[str] = (),
+    log: Store, cut: Cut, run: str, recipe: RecipeConfig, without: Collection[str] = ()
 ) -> References:
     """The samples that a recipe may choose from at a cut: of finished trajectories of its runs and splits.
 
@@ -251,47 +249,46 @@ def find_references(
         CorruptionError: a file is damaged.
         ConfigError: a condition is not SQL, or is no condition on the view `trajectories`.
     """
+    with connect_at(log, format_cut(cut)) as connection:
+        return references_over(connection, log, cut, run, recipe, without)
+
+
+def references_over(
+    connection: Connection,
+    log: Store,
+    cut: Cut,
+    run: str,
+    recipe: RecipeConfig,
+    without: Collection[str] = (),
+) -> References:
+    """`find_references` over a connection to the log at the cut, for who asks it other things too.
+
+    Raises:
+        CorruptionError, ConfigError: as `find_references`.
+    """
     conditions = conditions_of(recipe)
     holds = "true" if conditions is None else f"o.trajectory_id IN ({conditions.sql})"
-    with connect_at(log, format_cut(cut)) as connection:
-        ids = pa.array(sorted(without), pa.string())
-        connection.register("left_out", pa.table({"trajectory_id": ids}))
-        given = {"runs": list(recipe.runs(run)), "source": recipe.reward_source}
-        chosen = given | {"own": run, "splits": sorted(recipe.splits)}
-        chosen |= {} if conditions is None else conditions.parameters
-        try:
-            query = _TRAJECTORIES.replace("{chosen}", holds)
-            trajectories = connection.sql(query, params=chosen).to_arrow_table().combine_chunks()
-        except duckdb.Error as error:
-            if conditions is None:
-                raise
-            raise ConfigError(f"recipe.where {conditions.said!r}: {error}") from error
-        places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
-        connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
-        turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
-        rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
-        several = 0 < recipe.deciding_share < 1  # the oldest and the newest token are known of each turn
-        spans = spans_of_several(connection) if several else {}
-    turns = _in_turn_order(log, cut, trajectories, turns)
+    ids = pa.array(sorted(without), pa.string())
+    connection.register("left_out", pa.table({"trajectory_id": ids}))
+    given = {"runs": list(recipe.runs(run)), "source": recipe.reward_source}
+    chosen = given | {"own": run, "splits": sorted(recipe.splits)}
+    chosen |= {} if conditions is None else conditions.parameters
+    try:
+        query = _TRAJECTORIES.replace("{chosen}", holds)
+        trajectories = connection.sql(query, params=chosen).to_arrow_table().combine_chunks()
+    except duckdb.Error as error:
+        if conditions is None:
+            raise
+        raise ConfigError(f"recipe.where {conditions.said!r}: {error}") from error
+    places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
+    connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
+    turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
+    rewards = dict(connection.execute(_TURN_REWARDS, given).fetchall())
+    several = 0 < recipe.deciding_share < 1  # the oldest and the newest token are known of each turn
+    spans = spans_of_several(connection) if several else {}
+    turns = in_turn_order(log, cut, trajectories, turns)
     paths = path_columns(turns, recipe.paths)
     return _references(run, trajectories, turns, paths, rewards, recipe.deciding_share, spans)
-
-
-def _in_turn_order(log: Store, cut: Cut, trajectories: pa.Table, turns: pa.Table) -> pa.Table:
-    """The turns, of trajectories that several lanes wrote in the order that the fold gives them."""
-    lanes = turns.group_by("place").aggregate([("lane", "count_distinct")])
-    several = lanes.filter(pc.greater(lanes["lane_count_distinct"], 1))["place"].to_pylist()
-    if not several:
-        return turns
-    ids = {trajectories["trajectory_id"][place].as_py(): place for place in several}
-    order = np.arange(turns.num_rows)
-    at = turns["place"].to_numpy()
-    for trajectory_id, trajectory in log.trajectories(cut, ids).items():
-        mine = np.flatnonzero(at == ids[trajectory_id])
-        names = turns["turn_id"].take(pa.array(mine)).to_pylist()
-        places = {turn_id: place for place, turn_id in enumerate(trajectory.turns)}
-        order[mine] = mine[np.argsort([places.get(name, len(places)) for name in names], kind="stable")]
-    return turns.take(pa.array(order))
 
 
 def _references(

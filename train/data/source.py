@@ -128,6 +128,7 @@ def make_source(
     version: int,
     waiting: Callable[[], None] = lambda: None,
     limits: ModelLimits | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Source:
     """The source that `--source` names, set to go on after the configuration's committed steps.
 
@@ -135,6 +136,7 @@ def make_source(
         version: the trainer's; a configuration that goes on keeps the one that it started from.
         waiting: called repeatedly while the source waits for the tail.
         limits: of the model.
+        say: told what is waited for on the tail, where nothing comes.
     """
     if source == "tail":
         backlog = Backlog(log, log.head(), config, history)
@@ -144,7 +146,7 @@ def make_source(
             waiting()
             return tail.poll()
 
-        return QueueSource(config, history, more, tail.cut, backlog, limits=limits)
+        return QueueSource(config, history, more, tail.cut, backlog, limits=limits, say=say)
     if not config.algorithm.cycles:
         backlog = Backlog(log, cut, config, history)
         return QueueSource(config, history, lambda: None, lambda: cut, backlog, live=False, limits=limits)

@@ -15,7 +15,7 @@ from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.recipe import ModelLimits
-from rollbook.train.data.references import References, SampleRef, find_references
+from rollbook.train.data.references import References, SampleRef, references_over
 from rollbook.train.data.sorting import select
 
 _APART = """
@@ -43,12 +43,12 @@ def explain(
     """
     with connect_at(log, format_cut(cut)) as connection:
         counted = connection.execute(_APART).fetchall()
+        found = references_over(connection, log, cut, config.run, config.recipe)
     total, reasons = sum(count for *_, count in counted), Counter[str]()
     for run, split, ended, count in counted:
         if (reason := _apart(run, split, config, ended=ended)) is not None:
             reasons[reason] += count
     recipe, left = config.recipe, list[list[SampleRef]]()
-    found = find_references(log, cut, config.run, recipe)
     used, dropped = (history.consumed(), history.dropped) if once else (set[str](), set[str]())
     gone = used | dropped
     if once and recipe.paths != "all":

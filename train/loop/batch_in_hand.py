@@ -30,6 +30,8 @@ class BatchInHand:
         others: members of the samples' groups that were dropped, and with which they are compared.
         next: which of the parts comes next.
         committed: how many steps on it are.
+        scored: the micro-batches in which it was scored while it came; None: it was not.
+        iterations: samples of each part that was scored.
     """
 
     samples: list[Sample]
@@ -40,6 +42,8 @@ class BatchInHand:
     others: list[Json] = field(default_factory=list)
     next: int = 0
     committed: int = 0
+    scored: Partition | None = None
+    iterations: Sequence[int] = ()
 
     def described(self, divide: Callable[[Sequence[Sample]], Partition]) -> Json | None:
         """What the manifest of its next step says of it.
@@ -47,15 +51,16 @@ class BatchInHand:
         Args:
             divide: samples into micro-batches.
         """
-        if len(self.parts) == 1:
+        if len(self.parts) == 1 and self.scored is None:
             return None
         said: Json = {"first_step": self.first_step, "number": self.next, "steps": len(self.parts)}
         if self.committed:
             return said
-        return said | {
+        said |= {
             "samples": [sample.reference for sample in self.samples],
-            "partition": divide(self.samples),
+            "partition": divide(self.samples) if self.scored is None else self.scored,
         }
+        return said if self.scored is None else said | {"iterations": list(self.iterations)}
 
 
 def unfinished(log: Store, history: History, phase: str, config: TrainConfig) -> BatchInHand | None:

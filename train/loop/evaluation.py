@@ -67,7 +67,12 @@ class Evaluation:
 
     def run(self) -> EvalFinished | None:
         """Evaluate the trainer's version, and record it; None where there was nothing to evaluate it on."""
-        found, tokens = self._scored()
+        if self._samples is None:
+            found: Json = {}
+            tokens = 0
+        else:
+            with self._trainer.with_devices():
+                found, tokens = self._scored(self._samples)
         to = self._log.head()
         all_of = self._rewards(format_cut(to))
         fresh = [reward for name, reward in all_of.items() if name not in self._counted]
@@ -97,14 +102,12 @@ class Evaluation:
         source = self._config.recipe.reward_source
         return held_out_rewards(self._log, parse_cut(cut), self._config.run, source, self._first)
 
-    def _scored(self) -> tuple[Json, int]:
+    def _scored(self, held_out: HeldOutSamples) -> tuple[Json, int]:
         """The loss and what the algorithm measures of the held-out samples; and how many tokens it is of."""
-        if self._samples is None:
-            return {}, 0
         algorithm = self._config.algorithm
         read, told, tokens, count = _LossOfHeldOut(algorithm), list[_HeldOutLoss](), 0, 0
         references = [] if self._references is None else self._references
-        for at, samples in enumerate(self._samples.micro_batches()):
+        for at, samples in enumerate(held_out.micro_batches()):
             if self._references is None:
                 references.append(self._reference(samples))
             scores = Scores(reference_logprobs=references[at])

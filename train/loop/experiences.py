@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
 
 from rollbook.store.events import Json, StepPlanned
 from rollbook.store.fold.history import all_samples
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.clock import timed
-from rollbook.train.data.batch import Batch, build_batch
-from rollbook.train.data.experience import Experience, age_weights, experience_of, trained_masks
+from rollbook.train.data.batch import Batch, Partition, build_batch
+from rollbook.train.data.experience import (
+    Bools,
+    Experience,
+    Scores,
+    age_weights,
+    experience_of,
+    trained_masks,
+)
 from rollbook.train.data.others import others_of
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import critic_inputs
-from rollbook.train.loop.scoring import References, score
+from rollbook.train.loop.scoring import References, joined_partition, joined_scores, part_of, score
 from rollbook.train.loop.step import input_digests
 from rollbook.train.megatron.policy import Policy
 
@@ -25,6 +35,8 @@ class Experiences:
 
     def __init__(self, policy: Policy, references: References, critic: Policy | None = None) -> None:
         self._policy, self._references, self.critic = policy, references, critic
+        self._ahead: list[_Scored] = []
+        """Parts of the rollout batch to come."""
         self._held: Experience | None = None
         self._places: dict[str, list[int]] = {}
         """Leaf turn -> the places of its sample in the rollout batch."""
@@ -39,6 +51,40 @@ class Experiences:
         if algorithm.reference is not None:
             found["reference_weights"] = self._references.digest(algorithm.reference)
         return found if self.critic is None else found | critic_inputs(self.critic)
+
+    def score_ahead(
+        self,
+        algorithm: Algorithm,
+        samples: Sequence[Sample],
+        parts: Partition,
+        oldest: int | None,
+        *,
+        packed: bool,
+    ) -> None:
+        """Score a part of the rollout batch to come.
+
+        Args:
+            parts: its micro-batches.
+            oldest: version before which tokens are masked; None: none are.
+
+        Raises:
+            TrainError, ModelError: as `batch`.
+        """
+        masks = trained_masks(samples, oldest)
+        scores = score(
+            self._policy, algorithm, samples, masks, parts, self._references, self.critic, packed=packed
+        )
+        self._ahead.append(_Scored([sample.leaf_turn_id for sample in samples], parts, scores))
+
+    def came(self, samples: Sequence[Sample]) -> tuple[Partition, list[int]] | None:
+        """How the rollout batch that came was scored ahead: its micro-batches, and the samples of each part.
+        None where it is another than was scored, or nothing was: then it is scored whole."""
+        leaves = [leaf for part in self._ahead for leaf in part.leaves]
+        if not leaves or leaves != [sample.leaf_turn_id for sample in samples]:
+            self._ahead = []
+            return None
+        sizes = [len(part.leaves) for part in self._ahead]
+        return joined_partition([(len(part.leaves), part.parts) for part in self._ahead]), sizes
 
     def batch(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> Batch:
         """The batch that a manifest describes.
@@ -63,19 +109,10 @@ class Experiences:
         algorithm = recorded_algorithm(plan.algorithm)
         # The same sample may be in several pairs: the manifest says by how much it is better in each.
         ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
-        parts = plan.partition if plan.rollout_batch is None else plan.rollout_batch["partition"]
-        masks = trained_masks(ordered, _oldest(plan))
+        masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
+        ahead, self._ahead = self._ahead, []
         with timed("scoring"):
-            scores = score(
-                self._policy,
-                algorithm,
-                ordered,
-                masks,
-                parts,
-                self._references,
-                self.critic,
-                packed=plan.packed,
-            )
+            scores = joined_scores([part.scores for part in ahead] or self._scored(plan, ordered, masks))
         aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
         others = others_of(ordered, plan.others)
         self._held = experience_of(ordered, algorithm, scores, masks, aged, others)
@@ -83,12 +120,40 @@ class Experiences:
         for place, ref in enumerate(all_samples(plan)):
             self._places.setdefault(ref["turn_id"], []).append(place)
 
+    def _scored(self, plan: StepPlanned, samples: Sequence[Sample], masks: Sequence[Bools]) -> list[Scores]:
+        """The scores of a rollout batch, in the parts that its manifest names."""
+        algorithm, batch = recorded_algorithm(plan.algorithm), plan.rollout_batch or {}
+        parts = batch.get("partition", plan.partition)
+        ends = np.cumsum([0, *batch.get("iterations", [len(samples)])]).tolist()
+        return [
+            score(
+                self._policy,
+                algorithm,
+                samples[start:end],
+                masks[start:end],
+                part_of(parts, start, end),
+                self._references,
+                self.critic,
+                packed=plan.packed,
+            )
+            for start, end in pairwise(ends)
+        ]
 
-def _oldest(plan: StepPlanned) -> int | None:
-    """The version before which tokens are masked by the recipe; None where it masks none."""
-    if plan.recipe.get("stale_tokens") != "mask" or plan.recipe["max_staleness"] is None:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """A part of a rollout batch: the leaf turns of its samples, its micro-batches, and its scores."""
+
+    leaves: list[str]
+    parts: Partition
+    scores: Scores
+
+
+def oldest_of(recipe: Json, version: int) -> int | None:
+    """The version before which tokens are masked by a recipe; None where it masks none."""
+    if recipe.get("stale_tokens") != "mask" or recipe["max_staleness"] is None:
         return None
-    return plan.policy_version - int(plan.recipe["max_staleness"])
+    return version - int(recipe["max_staleness"])
 
 
 def begins(plan: StepPlanned) -> bool:

@@ -15,6 +15,7 @@ from rollbook.store.errors import IdleError, TrainError
 from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.inside import place_inside
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop, ModelLimits
 from rollbook.train.data.selection import Selection, Source
 from rollbook.train.data.source import make_source
@@ -30,6 +31,7 @@ class Feed:
 
     Attributes:
         source: `cut` or `tail`.
+        say: told what is waited for, where nothing comes.
         first: samples of the first step, if they were prefetched.
         drops: what the recipe dropped while they were prefetched.
     """
@@ -39,6 +41,7 @@ class Feed:
     source: str
     cut: Cut
     family: str
+    say: Callable[[str], None] = lambda text: None
     samples: Source | None = None
     first: Selection | None = None
     drops: list[Drop] = field(default_factory=list)
@@ -65,7 +68,8 @@ class Feed:
 
     def _open(self, history: History, version: int, waiting: Callable[[], None] = lambda: None) -> None:
         which = (self.source, self.cut, self.family, version)
-        self.samples = make_source(self.config, self.log, history, *which, waiting, self.limits(history))
+        limits = self.limits(history)
+        self.samples = make_source(self.config, self.log, history, *which, waiting, limits, self.say)
 
     def limits(self, history: History) -> ModelLimits:
         """Limits of the model in training: of the run's checkpoint, or of CONFIG's model for a new run.
@@ -85,12 +89,28 @@ class Feed:
         assert self.samples is not None
         note_drops = stopping.in_hand(trainer.note_drops)
         try:
+            if self.config.mode == "hybrid" and isinstance(self.samples, QueueSource):
+                self._score_ahead(self.samples, trainer, stopping)
             selection = self.samples.take(trainer.version, trainer.served, note_drops)
         except IdleError as error:
             raise IdleError(f"{error}\n{self.unfilled(trainer.done)}") from None
         if selection is None:
             note_drops(self.samples.unfilled(trainer.version))
         return selection
+
+    def _score_ahead(self, samples: QueueSource, trainer: Trainer, stopping: Stopping) -> None:
+        """Score the parts of the next rollout batch as they come.
+
+        Raises:
+            IdleError: nothing came for `idle_timeout_s`.
+        """
+        groups, iterations = self.config.algorithm.demand.groups, self.config.num_iters_per_train_update
+        note_drops, score = stopping.in_hand(trainer.note_drops), stopping.in_hand(trainer.score_ahead)
+        for count in sorted({groups * i // iterations for i in range(1, iterations + 1)} - {0}):
+            held = samples.hold(trainer.version, trainer.served, note_drops, count)
+            if held is None:
+                return
+            score(held)
 
     def unfilled(self, done: int) -> str:
         """Why the current log fills no further step."""

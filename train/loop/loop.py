@@ -71,7 +71,7 @@ def train(
             watcher.note("nothing to do: every step of this configuration is committed")
             return
         cut = _phase_cut(log, history, family, as_of, config.run)
-        feed = Feed(config, log, source, cut, family)
+        feed = Feed(config, log, source, cut, family, watcher.warn)
         feed.look(history, done)
         held_out = _held_out(feed, history, watcher)
         trainer = Trainer(config, log, writer, history, family, ranks or Ranks(), watcher.warn)
@@ -265,6 +265,7 @@ def _steps(
         with contextlib.suppress(Stopped):
             while trainer.in_batch or (trainer.done < config.steps and not judge.stopped and not unfilled):
                 if not trainer.in_batch:
+                    trainer.wait_for_engines()
                     with stopping.waiting():
                         selection = feed.take(trainer, stopping)
                     if selection is None:

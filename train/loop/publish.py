@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 
@@ -19,6 +20,7 @@ from rollbook.ingest.engines.weights.digests import (
     digest_tensors,
     read_manifest,
     read_weights,
+    stream_files,
 )
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.store import Event, Store
@@ -32,16 +34,16 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
-from rollbook.train.config.config import DTYPES, SyncConfig, TrainConfig
+from rollbook.train.config.config import DTYPES, TrainConfig
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
 from rollbook.train.megatron.weight_names import checked, weight_shapes
-from rollbook.train.sync.control import EMBEDDED, EngineControl
+from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.presence import await_one
 from rollbook.train.sync.session import DRAIN, Release, Syncer, SyncOptions
-from rollbook.train.sync.transports import ByBroadcast, FromDisk, FromTensors, Transport
+from rollbook.train.sync.transports import FromDisk, Transport, Weights, transport_for
 
 ADMIN_KEY_VARIABLE = "ROLLBOOK_ENGINE_ADMIN_KEY"
 
@@ -120,6 +122,9 @@ class Publisher:
         self._transport: Transport | None = None
         self.lora: LoraTraining | None = None
         """The training of low-rank factors, where it is one."""
+        self._sender = ThreadPoolExecutor(1, "rollbook-sync")
+        self._travels: Future[None] | None = None
+        """The sync that is under way while training goes on."""
         self._checkpointed: int | None = None
         """The newest version with a checkpoint that training can resume from."""
         self.on_written: Callable[..., None] = lambda *records: None
@@ -162,6 +167,10 @@ class Publisher:
                 raise
             self._note(record)
 
+    def has_checkpoint(self, version: int) -> bool:
+        """Whether there is one of this version, that training can resume from."""
+        return self._checkpointed == version
+
     def restored(self, version: int) -> None:
         """Note that training resumes from this version's checkpoint."""
         self._checkpointed = version
@@ -176,6 +185,8 @@ class Publisher:
         checkpoint: bool,
         sync: bool,
         critic: Policy | None = None,
+        before_cache: Callable[[], None] = lambda: None,
+        overlap: bool = False,
     ) -> None:
         """Write a version's checkpoint if requested, and sync the engines to it.
 
@@ -184,7 +195,13 @@ class Publisher:
             checkpoint: write one with the optimizer's state, so that training can resume from it.
             sync: send it to the engines, if there are any.
             critic: its state goes into the checkpoint.
+            before_cache: as of `Syncer.sync`.
+            overlap: return while the sync is under way.
+
+        Raises:
+            EngineError: this sync, or one that was under way, gave no engine its version.
         """
+        self.settle()
         wanted = checkpoint and self._checkpointed != version
         sync = sync and self._config.sync is not None
         record = None
@@ -193,17 +210,53 @@ class Publisher:
         if wanted:
             self._checkpointed = version
         if sync:
-            self._sync(policy, version, record)
+            self._sync(policy, version, record, before_cache=before_cache, overlap=overlap)
 
-    def keep_served(self, policy: Policy, version: int, like: Path, phase: str) -> None:
+    @property
+    def under_way(self) -> bool:
+        """Whether a sync is."""
+        return self._travels is not None and not self._travels.done()
+
+    def settle(self) -> None:
+        """Wait for the sync that is under way.
+
+        Raises:
+            EngineError: it gave no engine its version.
+        """
+        if (travels := self._travels) is not None:
+            self._travels = None
+            travels.result()
+
+    def rest(self, version: int) -> None:
+        """Have the engines give their memory away, until the sync of this version.
+
+        Raises:
+            EngineLostError: none of them can be reached for `wait_s`.
+            EngineError: one of them does not.
+        """
+        self._connected()
+        assert self._config.sync is not None
+        await_one(self._engines, self._config.sync.wait_s)
+        self._connected().rest(self._config.policy, version)
+
+    def lost(self) -> list[str]:
+        """Engines that were restarted since their last sync."""
+        return [] if self._syncer is None or self.under_way else self._syncer.lost()
+
+    def keep_served(self, policy: Policy, version: int, like: Path, phase: str, lost: Sequence[str]) -> None:
         """Sync the current version to engines that were restarted since their last sync."""
-        lost = [] if self._syncer is None else self._syncer.lost()
-        if lost:
-            with contextlib.suppress(EngineError):  # it became unreachable again, which the log records
-                self.sync_current(policy, version, like, phase, lost)
+        self.settle()
+        with contextlib.suppress(EngineError):  # it became unreachable again, which the log records
+            self.sync_current(policy, version, like, phase, lost)
 
     def sync_current(
-        self, policy: Policy, version: int, like: Path, phase: str, only: Sequence[str] = ()
+        self,
+        policy: Policy,
+        version: int,
+        like: Path,
+        phase: str,
+        only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
     ) -> None:
         """Sync the engines, or some of them, to the version that training resumes from."""
         if self._config.sync is None:
@@ -212,7 +265,7 @@ class Publisher:
         record = held[-1] if held else None
         if record is None and self._syncs_from_disk():
             record = self._write_checkpoint(policy, version, like, phase, whole=False)
-        self._sync(policy, version, record, only)
+        self._sync(policy, version, record, only, before_cache)
 
     def _write_checkpoint(
         self,
@@ -257,20 +310,40 @@ class Publisher:
         version: int,
         record: CheckpointWritten | None,
         only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
+        overlap: bool = False,
     ) -> None:
         path = "" if record is None else record.path
         digest = policy.weights_digest() if record is None else record.weights_digest
         names = tuple(weight_shapes(policy.shape))
         own = (policy.shape.head_dim, self._config.run, names, policy.shape, self._config.dtype)
         release = Release(self._config.policy, version, digest, path, *own)
-        syncer, sync = self._connected(), self._config.sync
-        assert sync is not None
+        self._connected()
         if isinstance(self._transport, FromDisk):
             self._transport.path = place_inside(self._log.path, path)
+        if not overlap:
+            self._send(release, policy.stream_weights, only, before_cache)
+            return
+        if isinstance(self._transport, FromDisk):
+            weights: Weights = functools.partial(stream_files, self._transport.path)
+        else:  # the next step changes those that are in place
+            held = [(name, tensor.detach().cpu().clone()) for name, tensor in policy.stream_weights()]
+            weights = functools.partial(iter, held)
+        self._travels = self._sender.submit(self._send, release, weights)
+
+    def _send(
+        self,
+        release: Release,
+        weights: Weights,
+        only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
+    ) -> None:
+        sync = self._config.sync
+        assert sync is not None
         begun = time.monotonic()
         while True:
             try:
-                syncer.sync(release, policy.stream_weights, only)
+                self._connected().sync(release, weights, only, before_cache)
                 return
             except EngineLostError:
                 left = begun + sync.wait_s - time.monotonic()
@@ -292,35 +365,13 @@ class Publisher:
                 EngineControl(address.url, sync.timeout_s, key, address.login, admin_key)
                 for address in sync.engines
             ]
-            self._transport = _transport(sync, self._engines)
+            self._transport = transport_for(sync, self._engines)
             options = SyncOptions(sync.pause if sync.partial_rollout else DRAIN, sync.drain_s)
             self._syncer = Syncer(self._engines, self._transport, self.write, options)
         return self._syncer
 
     def close(self) -> None:
-        """Close connections."""
+        """Close connections, once what is under way has ended."""
+        self._sender.shutdown()
         if self._syncer is not None:
             self._syncer.close()
-
-
-def _transport(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
-    """The configured transport; for `auto`, the one that fits the location of the engines.
-
-    Raises:
-        EngineLostError: none of them can be reached for `wait_s`.
-    """
-    size = sync.bucket_mb * 2**20
-    name = _fitting(engines, sync.wait_s) if sync.transport == "auto" else sync.transport
-    if name == "disk":
-        return FromDisk(Path())
-    if name == "tensor":
-        return FromTensors(size)
-    return ByBroadcast(size, sync.address, sync.timeout_s)
-
-
-def _fitting(engines: list[EngineControl], wait_s: float) -> str:
-    """Embedded engines load from disk, engines of this host from its memory, others by broadcast."""
-    if any(info.kind == EMBEDDED for info in await_one(engines, wait_s)):
-        return "disk"
-    hosts = {urlsplit(engine.url).hostname for engine in engines}
-    return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"

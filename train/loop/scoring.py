@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -127,6 +127,37 @@ def score(
         given = policy.forward(micro_batches, sample_scores, shares_of(parts))
         mean = float(torch.cat(given)[:, 0].double().mean())
     return Scores(old, reference, values, mean)
+
+
+def part_of(parts: Partition, start: int, end: int) -> Partition:
+    """Of a partition the micro-batches of the samples from `start` to `end`, numbered from 0."""
+    return [[[i - start for i in micro] for micro in rank if start <= micro[0] < end] for rank in parts]
+
+
+def joined_partition(parts: Sequence[tuple[int, Partition]]) -> Partition:
+    """The partition of samples that come one part after the other: (samples, partition) of each."""
+    whole: Partition = [[] for _ in parts[0][1]]
+    start = 0
+    for count, part in parts:
+        for rank, micro_batches in zip(whole, part, strict=True):
+            rank += [[start + i for i in micro] for micro in micro_batches]
+        start += count
+    return whole
+
+
+def joined_scores(parts: Sequence[Scores]) -> Scores:
+    """The scores of samples that come one part after the other."""
+
+    def joined(values: Iterable[Singles | None]) -> Singles | None:
+        there = [one for one in values if one is not None]
+        return np.concatenate(there) if there else None
+
+    return Scores(
+        joined(part.old_logprobs for part in parts),
+        joined(part.reference_logprobs for part in parts),
+        joined(part.values for part in parts),
+        parts[0].batch_score,
+    )
 
 
 def _joined(

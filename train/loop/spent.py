@@ -17,12 +17,16 @@ class Spent:
     def __init__(self) -> None:
         self._free = time.perf_counter()
         """When the trainer was done with the last batch."""
-        self._waited = self._published = 0.0
+        self._waited = self._scored = self._published = 0.0
         """Seconds that no step has said yet."""
 
     def batch_came(self) -> None:
         """The trainer has a batch in hand."""
-        self._waited = time.perf_counter() - self._free
+        self._waited = time.perf_counter() - self._free - self._scored
+
+    def scored(self, begun: float) -> None:
+        """A part of the batch to come is scored, which began at this time of the clock."""
+        self._scored += time.perf_counter() - begun
 
     def published(self, begun: float) -> None:
         """The last version's checkpoint and sync are done, which began at this time of the clock."""
@@ -31,8 +35,9 @@ class Spent:
 
     def metrics(self, counted: Clock) -> Json:
         """Seconds by part, and memory: of a step, and of what came before it."""
-        parts = {"publish": self._published, "wait": self._waited} | counted.now()
-        self._published = self._waited = 0.0
+        parts = {"publish": self._published, "wait": self._waited, "scoring": 0.0} | counted.now()
+        parts["scoring"] += self._scored
+        self._published = self._waited = self._scored = 0.0
         return {f"{part}_s": seconds for part, seconds in parts.items()} | {"memory_gib": _peak_gib()}
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import AllRejectedError, NotFiniteError, ReplayError, TrainError
+from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.store.events import (
     Json,
     Record,
@@ -24,25 +25,19 @@ from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.clock import Clock, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
-from rollbook.train.config.lora import LoraTraining
 from rollbook.train.data.batch import Partition, packed_partition, partition
 from rollbook.train.data.mini_batches import mini_batches
 from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
-from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole, put_in_place
 from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished
-from rollbook.train.loop.critic import restored_critic
-from rollbook.train.loop.environment import differences, fingerprint
-from rollbook.train.loop.experiences import Experiences
+from rollbook.train.loop.device_turns import DeviceTurns
+from rollbook.train.loop.experiences import oldest_of
 from rollbook.train.loop.publish import Publisher
-from rollbook.train.loop.rerun import RerunStep, rerun_steps
-from rollbook.train.loop.scoring import References
+from rollbook.train.loop.restore import fingerprint_of, restored
 from rollbook.train.loop.spent import Spent
 from rollbook.train.loop.step import run_step, step_seed
-from rollbook.train.megatron.model import Build, choose_device, set_deterministic
-from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 
 SKIPS_IN_A_ROW = 8
@@ -83,26 +78,19 @@ class Trainer:
         self._publisher = Publisher(config, log, writer, history)
         if not history.checkpoints:
             self._publisher.adopt_model()
-        whole = nearest_whole(log, history, self._phase, warn)
-        base, self._like = whole.record, whole.path
-        between = history.between(base, history.next_step)
-        self._device = choose_device(config.device)
-        how = Build(
-            config.steps, self._device, config.seed, config.threads, config.dtype, recompute=config.recompute
-        )
-        self.policy = ranks.policy("actor", whole.shape, config.optimizer, replace(how, lora=config.lora))
-        self.critic = self._restored_critic(whole, how)
-        self._lora = self._publisher.lora = self._lora_training(whole)
-        references = References(log, history)
-        self._experiences = Experiences(self.policy, references, self.critic)
-        self._restore(whole, between, references)
+        self._turns = DeviceTurns(self._publisher, shares=config.mode == "colocate")
+        self._turns.take(history.version)
+        made = restored(config, log, history, self._phase, ranks, warn)
+        self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
+        self._like, self._lora = made.base.path, made.lora
+        self._publisher.lora = made.lora
+        self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
         self._algorithm = _adapted(config.algorithm, history.of_family(family))
         self._batch = unfinished(log, history, self._phase, config)
-        self.served = self.version
-        """The version that the engines serve; without configured engines, the last published one."""
+        self._served = self._served_before = self.version
         self._held_back: list[Drop] = []
         """Drops of steps that were skipped, until a plan follows."""
         self._recorded_drops: list[Drop] = []
@@ -113,56 +101,10 @@ class Trainer:
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
         self._spent = Spent()
-        self.environment = self._fingerprint()
+        self.environment = fingerprint_of(config, ranks)
         """The fingerprint of what its steps run in."""
-        if base.policy_version == self.version:
+        if made.base.record.policy_version == self.version:
             self._publisher.restored(self.version)
-
-    def _restored_critic(self, whole: WholeCheckpoint, how: Build) -> Policy | None:
-        config = self._config
-        if "values" not in config.algorithm.needs:
-            return None
-        wanted, goes_on = config.critic or CriticConfig(), self._goes_on(whole)
-        return restored_critic(self._ranks, whole.shape, wanted, whole.held, how, goes_on=goes_on)
-
-    def _goes_on(self, whole: WholeCheckpoint) -> bool:
-        """Whether the checkpoint holds the state of this same training."""
-        return whole.record.phase == self._phase and whole.held.optimizer is not None
-
-    def _lora_training(self, whole: WholeCheckpoint) -> LoraTraining | None:
-        """The training of low-rank factors that goes on from a checkpoint, or begins there."""
-        if self._config.lora is None:
-            return None
-        if self._goes_on(whole) and whole.held.adapter is not None:
-            return whole.held.adapter.lora
-        return LoraTraining(self._config.lora, self._config.seed, whole.record.policy_version)
-
-    def _restore(self, whole: WholeCheckpoint, between: list[CommittedStep], references: References) -> None:
-        base = whole.record
-        put_in_place(self.policy, whole.held, self._lora, references, goes_on=self._goes_on(whole))
-        check_exact(self.policy, base, self._config)
-        remedy = f"go on from the checkpoint without the steps since: --abandon-after {base.policy_version}"
-        try:
-            for replayed in rerun_steps(self._log, self.policy, self._experiences, between, self._config.run):
-                if replayed.first_difference is not None:
-                    raise TrainError(f"{self._differs(replayed, between)}, or {remedy}")
-        except ReplayError as error:
-            raise TrainError(f"run {self._config.run!r} cannot be resumed: {error}; {remedy}") from error
-        set_deterministic(self._config.threads)
-
-    def _fingerprint(self) -> Json:
-        config = self._config
-        return fingerprint(
-            self._device, config.algorithm.model_dump(), self._ranks.described, dtype=config.dtype
-        )
-
-    def _differs(self, replayed: RerunStep, between: list[CommittedStep]) -> str:
-        here = differences(between[-1].planned.environment, self._fingerprint())
-        return (
-            f"run {self._config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
-            f"{replayed.first_difference}. What differs here: "
-            f"{'; '.join(here) or 'nothing that is known to change bits'}. Resume where it ran"
-        )
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
@@ -184,15 +126,35 @@ class Trainer:
         """Whether more steps are to be taken on the rollout batch in hand."""
         return self._batch is not None
 
+    def score_ahead(self, samples: list[Sample]) -> None:
+        """Score a part of the rollout batch to come, while the rest of it is awaited."""
+        begun, config = time.perf_counter(), self._config
+        if samples:
+            oldest = oldest_of(config.recipe.model_dump(mode="json"), self.version)
+            parts = self._divide(samples)
+            self._experiences.score_ahead(self._algorithm, samples, parts, oldest, packed=config.packed)
+        self._spent.scored(begun)
+
     def begin(self, selection: Selection) -> None:
-        """Take a rollout batch in hand."""
+        """Take a rollout batch in hand, and the devices, where engines share them."""
         self._spent.batch_came()
         demand = self._config.algorithm.demand
         parts = mini_batches(len(selection.samples), demand, step_seed(self._config.seed, self.step))
         compares = self._config.recipe.group_statistics == "all"
         others = dropped_members(selection.samples, selection.drops) if compares else []
         drops = list(selection.drops)
-        self._batch = BatchInHand(selection.samples, selection.cut, self.step, parts, drops, others)
+        self._turns.take(self.version + len(parts))
+        scored, iterations = self._experiences.came(selection.samples) or (None, [])
+        self._batch = BatchInHand(
+            selection.samples,
+            selection.cut,
+            self.step,
+            parts,
+            drops,
+            others,
+            scored=scored,
+            iterations=iterations,
+        )
 
     def take_step(self) -> StepOutcome | None:
         """Plan, run and commit the next step on the rollout batch in hand.
@@ -340,6 +302,11 @@ class Trainer:
             "alone": self.done < config.alone_steps,
         }
 
+    @property
+    def served(self) -> int:
+        """The version that the engines serve; without configured engines, the last published one."""
+        return self._served_before if self._publisher.under_way else self._served
+
     # Checkpoints and engines ------------------------------------------------------------------
 
     def publish(self) -> None:
@@ -350,7 +317,8 @@ class Trainer:
         begun = time.perf_counter()
         config, last = self._config, self.done >= self._config.steps
         sync = config.sync is not None and (last or self._due(config.sync.sync_every))
-        self.served = self.version if sync or config.sync is None else self.served
+        if sync or config.sync is None:
+            self._served_before, self._served = self.served, self.version
         self._publisher.publish(
             self.policy,
             self.version,
@@ -359,6 +327,8 @@ class Trainer:
             checkpoint=last or self._due(config.checkpoint_every),
             sync=sync,
             critic=self.critic,
+            before_cache=self._turns.offload,
+            overlap=config.sync is not None and config.sync.overlap and not last,
         )
         self._spent.published(begun)
 
@@ -368,6 +338,8 @@ class Trainer:
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of this version, unless there is one."""
+        if not self._publisher.has_checkpoint(self.version):
+            self._turns.onload()
         self._publisher.publish(
             self.policy,
             self.version,
@@ -380,8 +352,26 @@ class Trainer:
 
     def sync_current(self) -> None:
         """Sync the engines to the version that training starts from."""
-        self.served = self.version
-        self._publisher.sync_current(self.policy, self.version, self._like, self._phase)
+        self._served_before = self._served = self.version
+        self._publisher.sync_current(
+            self.policy, self.version, self._like, self._phase, before_cache=self._turns.offload
+        )
+
+    def wait_for_engines(self) -> None:
+        """Let engines that share the devices with the training have them: it is going to wait for samples."""
+        if self._turns.shares and not self._turns.away:
+            self.sync_current()
+
+    @contextlib.contextmanager
+    def with_devices(self) -> Iterator[None]:
+        """Within, the training has the devices, while it waits, too; engines that share them are given
+        weights again afterwards."""
+        if not self._turns.away:
+            yield
+            return
+        self._turns.take(self.version)
+        yield
+        self.sync_current()
 
     def keep_served(self) -> None:
         """Sync the current version again to restarted engines, while the trainer waits for samples.
@@ -389,7 +379,10 @@ class Trainer:
         Without it, a restarted engine might never sample, and no step would follow to sync it.
         """
         if time.monotonic() - self._looked > LOOK_S:
-            self._publisher.keep_served(self.policy, self.version, self._like, self._phase)
+            if lost := self._publisher.lost():
+                self._turns.onload()
+                self._publisher.keep_served(self.policy, self.version, self._like, self._phase, lost)
+                self._turns.offload()
             self._looked = time.monotonic()
 
     def close(self) -> None:

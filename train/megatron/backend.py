@@ -16,6 +16,7 @@ from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.kept_digests import KeptDigests
 from rollbook.train.megatron.lora import ADAPTED, check_factors, factors, merged
 from rollbook.train.megatron.model import Build, MegatronParts, build
+from rollbook.train.megatron.offload import Offloaded
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import Piece, rank_weights
@@ -50,6 +51,7 @@ class TrainablePolicy:
         self.layout, self.distributed_optimizer = self._parts.layout, how.distributed_optimizer
         self._aside: list[torch.Tensor] = []
         self._digests = KeptDigests()
+        self._offloaded: Offloaded | None = None
 
     @property
     def device(self) -> torch.device:
@@ -298,6 +300,24 @@ class TrainablePolicy:
         self._aside = []
         for adapter in self._parts.adapters:
             adapter.active = True
+
+    def offload(self) -> None:
+        """Give the memory of weights, gradients and the optimizer's state away, until `onload`."""
+        if self._offloaded is not None:
+            return
+        parts, wrapped = self._parts, self._parts.wrapped
+        buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+        kept: list[torch.Tensor] = [parameter.data for parameter in parts.module.parameters()]
+        kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        for of in self._stepped.values():
+            kept += [of.tensor, *(value for value in of.state.values() if value.dim())]
+        self._offloaded = Offloaded(kept, [buffer.grad_data for buffer in buffers])
+
+    def onload(self) -> None:
+        """Take it again; gradients are lost."""
+        if self._offloaded is not None:
+            self._offloaded.bring_back()
+            self._offloaded = None
 
     def _outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         """Logits of the vocabulary's tokens, [B, T, V] or [N, V]; or the scores of each token."""

@@ -151,14 +151,15 @@ def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dt
     wide, shared = dtype == torch.float32, layout.tensor
     heads, queries = shape.heads // shared, shape.heads * shape.head_dim // shared
     keys = shape.kv_heads * shape.head_dim // shared
-    found = (6 if wide else 10) * shape.hidden + 4 * queries + 3 * keys
+    of_norms = (10 if wide else 18) if shape.output_norms else (6 if wide else 10)
+    found = of_norms * shape.hidden + 4 * queries + 3 * keys
     if shape.qk_norm:
         found += (2 * queries + keys) if wide else 4 * (queries + keys)
     if shape.experts is None:
         found += 5 * shape.ffn // shared
     else:
-        chosen = shape.experts.per_token
-        found += chosen * (6 * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
+        chosen, of_inner = shape.experts.per_token, 6 if shape.experts.limit is None else 8
+        found += chosen * (of_inner * shape.experts.ffn // layout.expert_tensor + 2 * shape.hidden)
     if given.padded_to is not None:  # Megatron's own attention holds the scores of all pairs
         found += (1 if wide else 3) * heads * given.padded_to
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -168,30 +168,18 @@ def build_module(
         ModelError: the model cannot be split so, or its stages are not of one depth.
     """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from rollbook.train.megatron.attention import PackedAttention
-    from rollbook.train.megatron.norm import Norm
+    from rollbook.train.megatron.layer import complete, layer_of, norm_of
 
     check_layout(shape, layout)
     config = _transformer_config(shape, layout, dtype, recompute=recompute)
     if len(set(layout.stages)) > 1:
         raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
-    layer = get_gpt_layer_local_spec(
-        num_experts=shape.experts.count if shape.experts else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=shape.qk_norm,
-        normalization="RMSNorm",
-    )
-    within, norms = layer.submodules, {"q_layernorm": Norm, "k_layernorm": Norm} if shape.qk_norm else {}
-    attention = replace(within.self_attention.submodules, core_attention=PackedAttention, **norms)
-    within.self_attention.submodules = attention
-    layer.submodules = replace(within, input_layernorm=Norm, pre_mlp_layernorm=Norm)
-    layers = TransformerBlockSubmodules([layer] * layout.stages[layout.stage], Norm)
+    layers = [layer_of(shape)] * layout.stages[layout.stage]
     module = GPTModel(
         config=config,
-        transformer_layer_spec=layers,
+        transformer_layer_spec=TransformerBlockSubmodules(layers, norm_of(shape)),
         vocab_size=shape.padded_vocab,
         max_sequence_length=shape.context,
         pre_process=layout.first,
@@ -200,7 +188,9 @@ def build_module(
         parallel_output=False,
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
+        seq_len_interpolation_factor=None if shape.rope_factor == 1.0 else shape.rope_factor,
     )
+    complete(module, shape, layout)
     if shape.scores and layout.last:
         module.output_layer = ScoreHead(shape.hidden, shape.scores)
     for parameter in module.parameters():  # norms are float32 whatever the config says
@@ -211,7 +201,9 @@ def build_module(
 def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtype, *, recompute: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    from rollbook.train.megatron.layer import gate_of
+
+    config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -222,8 +214,8 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=gate_of(shape),
+        add_bias_linear=shape.biases,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -245,12 +237,31 @@ def _transformer_config(shape: ModelShape, layout: RankLayout, dtype: torch.dtyp
         variable_seq_lengths=len(layout.stages) > 1,
         moe_token_dispatcher_type="alltoall",
         **(RECOMPUTED if recompute else {}),
+        **_window_config(shape),
         **_expert_config(shape, layout),
     )
+    if shape.yarn is not None:  # Megatron computes from it what queries and keys are scaled by
+        vars(config).update(yarn_rotary_scaling_factor=shape.yarn.factor)
+    return config
+
+
+def _window_config(shape: ModelShape) -> dict[str, Any]:
+    """Which layers have a window of how many tokens before the own; and what differs in the scores: their
+    scale, and whether each head has a sink."""
+    found: dict[str, Any] = {}
+    if shape.windows is not None:
+        found = {"window_size": (shape.windows.size - 1, 0)}
+        found["window_attn_skip_freq"] = [int(windowed) for windowed in shape.windows.layers]
+    if shape.sinks:
+        found["softmax_type"] = "learnable"
+    if shape.query_scalar is not None:
+        found["softmax_scale"] = shape.query_scalar**-0.5
+    return found
 
 
 def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
-    """What makes megatron's mixture of experts the one of Qwen3-MoE: no dropped tokens, no loss of its own.
+    """What makes megatron's mixture of experts the one of Qwen3-MoE, or of gpt-oss: no dropped tokens, no
+    loss of its own.
 
     Renormalized weights are the softmax over the chosen experts' logits alone, which is how megatron
     computes them; the others are the softmax over all experts.
@@ -265,6 +276,8 @@ def _expert_config(shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.renormalized,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
+        "activation_func_clamp_value": experts.limit,
+        "glu_linear_offset": 0.0 if experts.limit is None else 1.0,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "expert_model_parallel_size": layout.spread,
     }

@@ -17,3 +17,16 @@ class Norm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCentredNorm(Norm):
+    """The norm of Gemma 3, which multiplies by 1 + its weight and is computed in float32."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What `x` [..., hidden_size] is, normalized; of its type."""
+        weight = 1.0 + self.weight.float()
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)

@@ -107,6 +107,12 @@ class Policy(Protocol):
             ModelError: they are another architecture's.
         """
 
+    def offload(self) -> None:
+        """Give the memory of weights, gradients and the optimizer's state away, until `onload`."""
+
+    def onload(self) -> None:
+        """Take it again; gradients are lost. Nothing is done where it was not given away."""
+
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of which no step is taken."""
 

@@ -32,10 +32,11 @@ from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.launch import Launch, Others, launch_here, meet
 from rollbook.train.megatron.model import Build
+from rollbook.train.megatron.part import Part
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.reshard import check_layout, stages_of
 from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.megatron.spread import Part, SpreadPolicy
+from rollbook.train.megatron.spread import SpreadPolicy
 
 FOREVER = timedelta(days=3650)
 STREAM = "stream"

@@ -139,6 +139,11 @@ def _check_experts(shape: ModelShape, layout: RankLayout) -> None:
                 f"expert = {layout.spread}: the model has no experts to spread over ranks; leave it 1"
             )
         return
+    if layout.tensor > 1 and shape.biases:
+        raise ModelError(
+            f"{shape.family} on {layout.tensor} tensor-parallel ranks: Megatron does not split experts that "
+            "have biases; leave tensor 1, and spread the experts over ranks"
+        )
     if layout.tensor > 1 and not layout.sequence:
         raise ModelError(
             f"a mixture of experts on {layout.tensor} tensor-parallel ranks: these must share the tokens, "

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.store.errors import ModelError
+from rollbook.train.megatron.fused_experts import expect, put_together, taken_apart
 from rollbook.train.megatron.shape import ModelShape
 
 Kind = Literal["replicated", "vocab", "qkv", "gate_up", "row", "column"]
@@ -52,7 +52,8 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
 
     That is: embedding, layers from the first, final norm, output. Within a layer: input norm, query, key
     and value (then their biases), query and key norm, attention output, second norm, and gate, up, down;
-    with experts the router, then gate, up, down of expert 0, of expert 1, and so on.
+    with experts the router, then gate, up, down of expert 0, of expert 1, and so on. A norm of what attention
+    or the feed-forward layer gives comes after its weights.
     """
     vocab, last = (shape.vocab, shape.hidden), shape.layers - 1
     weights = [_one("embedding.word_embeddings", "model.embed_tokens", "vocab", vocab, 0)]
@@ -68,9 +69,16 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
 
 
 def _one(
-    megatron: str, huggingface: str, kind: Kind, dims: tuple[int, ...], layer: int, expert: int | None = None
+    megatron: str,
+    huggingface: str,
+    kind: Kind,
+    dims: tuple[int, ...],
+    layer: int,
+    expert: int | None = None,
+    *,
+    field: str = "weight",
 ) -> Weight:
-    return Weight(f"{megatron}.weight", (f"{huggingface}.weight",), kind, (dims,), layer, expert)
+    return Weight(f"{megatron}.{field}", (f"{huggingface}.{field}",), kind, (dims,), layer, expert)
 
 
 def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
@@ -91,31 +99,57 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
     for x in "qk" if shape.qk_norm else "":
         name = f"{target}self_attention.{x}_layernorm"
         yield _one(name, f"{attention}{x}_norm", "replicated", (size,), layer)
-    yield _one(target + "self_attention.linear_proj", attention + "o_proj", "row", (hidden, rows[0]), layer)
+    output = (target + "self_attention.linear_proj", attention + "o_proj")
+    yield _one(*output, "row", (hidden, rows[0]), layer)
+    if shape.biases:
+        yield _one(*output, "replicated", (hidden,), layer, field="bias")
+    if shape.sinks:
+        name = target + "self_attention.core_attention.softmax_offset"
+        yield Weight(name, (attention + "sinks",), "column", ((shape.heads,),), layer)
+    if shape.output_norms:
+        name = target + "self_attention_output_norm"
+        yield _one(name, source + "post_attention_layernorm", "replicated", (hidden,), layer)
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> Iterator[Weight]:
     target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    second = source + "post_attention_layernorm"
+    second = source + ("pre_feedforward_layernorm" if shape.output_norms else "post_attention_layernorm")
     yield _one(target + "pre_mlp_layernorm", second, "replicated", (shape.hidden,), layer)
     if shape.experts is None:
         yield from _gated(target + "mlp", source + "mlp", shape.hidden, shape.ffn, layer)
+        if shape.output_norms:
+            last = source + "post_feedforward_layernorm"
+            yield _one(target + "mlp_output_norm", last, "replicated", (shape.hidden,), layer)
         return
-    router = (shape.experts.count, shape.hidden)
-    yield _one(target + "mlp.router", source + "mlp.gate", "replicated", router, layer)
+    router = (target + "mlp.router", source + ("mlp.router" if shape.biases else "mlp.gate"))
+    yield _one(*router, "replicated", (shape.experts.count, shape.hidden), layer)
+    if shape.biases:
+        yield _one(*router, "replicated", (shape.experts.count,), layer, field="bias")
     for expert in range(shape.experts.count):
         inner = f"{target}mlp.experts.local_experts.{expert}"
         outer = f"{source}mlp.experts.{expert}"
-        yield from _gated(inner, outer, shape.hidden, shape.experts.ffn, layer, expert=expert)
+        sizes = (shape.hidden, shape.experts.ffn, layer)
+        yield from _gated(inner, outer, *sizes, expert=expert, biases=shape.biases)
 
 
 def _gated(
-    target: str, source: str, hidden: int, ffn: int, layer: int, *, expert: int | None = None
+    target: str,
+    source: str,
+    hidden: int,
+    ffn: int,
+    layer: int,
+    *,
+    expert: int | None = None,
+    biases: bool = False,
 ) -> Iterator[Weight]:
-    names = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
-    shapes = ((ffn, hidden), (ffn, hidden))
-    yield Weight(f"{target}.linear_fc1.weight", names, "gate_up", shapes, layer, expert)
-    yield _one(f"{target}.linear_fc2", f"{source}.down_proj", "row", (hidden, ffn), layer, expert)
+    both, down = (f"{source}.gate_proj", f"{source}.up_proj"), f"{source}.down_proj"
+    for field in ("weight", "bias") if biases else ("weight",):
+        names = (f"{both[0]}.{field}", f"{both[1]}.{field}")
+        dims = (ffn, hidden) if field == "weight" else (ffn,)
+        yield Weight(f"{target}.linear_fc1.{field}", names, "gate_up", (dims, dims), layer, expert)
+    yield _one(f"{target}.linear_fc2", down, "row", (hidden, ffn), layer, expert)
+    if biases:
+        yield _one(f"{target}.linear_fc2", down, "replicated", (hidden,), layer, expert, field="bias")
 
 
 # Both ways --------------------------------------------------------------------------------------------
@@ -123,6 +157,12 @@ def _gated(
 
 def weight_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Shape of every Hugging Face tensor, in the order of the stream."""
+    empty = ((name, torch.empty(dims, device="meta")) for name, dims in _shapes(shape).items())
+    return {name: tuple(tensor.shape) for name, tensor in put_together(empty, shape)}
+
+
+def _shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The same, with one tensor for every expert and projection, whatever files hold."""
     pairs = (zip(w.huggingface, w.shapes, strict=True) for w in plan(shape))
     return {name: dims for pair in pairs for name, dims in pair}
 
@@ -132,10 +172,11 @@ def stream_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Megatron's tensors (one rank) under Hugging Face's names, one at a time, in the order of `plan`.
 
-    Queries, keys and values are copies, made when their turn comes; all others are views of `tensors`.
+    Queries, keys and values are copies, made when their turn comes, and so are experts that files fuse; all
+    others are views of `tensors`.
     """
-    for weight in plan(shape):
-        yield from zip(weight.huggingface, parts(weight, [tensors[weight.megatron]], shape), strict=True)
+    each = (zip(w.huggingface, parts(w, [tensors[w.megatron]], shape), strict=True) for w in plan(shape))
+    yield from put_together((named for pair in each for named in pair), shape)
 
 
 def checked(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
@@ -144,39 +185,12 @@ def checked(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[s
     Raises:
         ModelError: one is missing, or not of the config's shape.
     """
-    tensors = _unfused(tensors, shape)
-    for name, dims in weight_shapes(shape).items():
+    tensors = taken_apart(tensors, shape)
+    for name, dims in (weight_shapes(shape) | _shapes(shape)).items():
         if name not in tensors:
             raise ModelError(f"the weights do not fit their config.json: {name} is missing")
-        _expect(name, tensors[name], dims)
+        expect(name, tensors[name], dims)
     return tensors
-
-
-def _expect(name: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != dims:
-        found = tuple(tensor.shape)
-        raise ModelError(f"the weights do not fit their config.json: {name} is {found}, not {dims}")
-
-
-def _unfused(tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> Mapping[str, torch.Tensor]:
-    """Experts stacked over the experts, gate above up, as one tensor per expert and projection."""
-    experts = shape.experts
-    if experts is None:
-        return tensors
-    apart: Tensors = {}
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        for fused, names, dims in (
-            ("gate_up_proj", ("gate_proj", "up_proj"), (experts.count, 2 * experts.ffn, shape.hidden)),
-            ("down_proj", ("down_proj",), (experts.count, shape.hidden, experts.ffn)),
-        ):
-            if prefix + fused not in tensors:
-                continue
-            _expect(prefix + fused, tensors[prefix + fused], dims)
-            for expert, stacked in enumerate(tensors[prefix + fused]):
-                for name, tensor in zip(names, stacked.chunk(len(names)), strict=True):
-                    apart[f"{prefix}{expert}.{name}.weight"] = tensor
-    return {**tensors, **apart}
 
 
 # One tensor -------------------------------------------------------------------------------------------

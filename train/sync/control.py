@@ -18,6 +18,11 @@ SESSIONS_SINCE = "0.5.21"
 EMBEDDED = "rollbook-embedded"
 UNVERIFIED = "unverified"
 """The name of weights of unknown content; no policy version is read from it."""
+ASLEEP, WAKING = "asleep", "waking"
+"""Names of the weights of an engine that gave its memory to a trainer: all of it, or that of its cache. They
+stay with the server, so that another trainer knows what it must give back."""
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""Parts of an engine's memory, as SGLang calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class EngineInfo:
         overlap: whether it schedules a step before it has processed the results of the previous one.
         dtype: the type of its weights, if it reports one.
         model_path: the directory that it was started with, as it knows it.
+        asleep: whether it gave its memory away; None: it does not say.
     """
 
     version: str
@@ -39,6 +45,7 @@ class EngineInfo:
     overlap: bool = False
     dtype: str = ""
     model_path: str = ""
+    asleep: bool | None = None
 
 
 class _RefusedError(EngineError):
@@ -95,6 +102,7 @@ class EngineControl:
                 info.get("disable_overlap_schedule") is False,
                 str(info.get("dtype") or ""),
                 str(info.get("model_path") or ""),
+                info.get("asleep"),
             )
         except AttributeError as error:
             raise EngineError(f"engine {self.url}: /server_info is not an engine's: {error!r}") from error
@@ -122,6 +130,15 @@ class EngineControl:
     def resume(self) -> None:
         """Go on generating."""
         self._ask("POST", "/continue_generation", {})
+
+    def release_memory(self, *parts: str) -> None:
+        """Have it give parts of its memory away. It is paused, and runs nothing: SGLang would end if not."""
+        self._ask("POST", "/release_memory_occupation", {"tags": list(parts)})
+
+    def resume_memory(self, *parts: str) -> None:
+        """Have it take parts of its memory again that it gave away: of others SGLang would end. What was in
+        them is lost."""
+        self._ask("POST", "/resume_memory_occupation", {"tags": list(parts)})
 
     # SGLang's route also collects garbage, which takes milliseconds: it freezes what its start has made.
 

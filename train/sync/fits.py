@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollbook.ingest.engines.sglang.protocol import release_of
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
 from rollbook.ingest.engines.weights.tensor_layout import check_layout
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.train.megatron.shape import ModelShape, read_shape
-from rollbook.train.sync.control import EMBEDDED, EngineInfo
+from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, EngineInfo
+from rollbook.train.sync.transports import FromDisk
 
 EXACT = "float32"
 """The type that holds whatever is trained; an engine's checksums are of the type that it holds."""
@@ -66,3 +68,18 @@ def _shape_of(info: EngineInfo) -> ModelShape | None:
         return read_shape(path)
     except ModelError:
         return None  # the names have been compared
+
+
+def check_transport(url: str, info: EngineInfo, transport: str) -> None:
+    """Check that an engine knows how weights come to it.
+
+    Raises:
+        EngineError: it is too old.
+    """
+    found = release_of(info.version)
+    too_old = info.kind != EMBEDDED and found is not None and found < (release_of(SESSIONS_SINCE) or ())
+    if transport != FromDisk.name and too_old:
+        raise EngineError(
+            f"engine {url}: SGLang {info.version} takes no weights by {transport}: use {SESSIONS_SINCE} or "
+            'newer, or transport = "disk"'
+        )

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from rollbook.ingest.engines.sglang.protocol import release_of
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
@@ -33,10 +32,18 @@ from rollbook.store.errors import EngineError, EngineLostError
 from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
 from rollbook.train.megatron.shape import ModelShape
-from rollbook.train.sync.control import EMBEDDED, SESSIONS_SINCE, UNVERIFIED, EngineControl, EngineInfo
-from rollbook.train.sync.fits import check_fits
+from rollbook.train.sync.control import (
+    ASLEEP,
+    EMBEDDED,
+    UNVERIFIED,
+    WAKING,
+    EngineControl,
+    EngineInfo,
+)
+from rollbook.train.sync.fits import check_fits, check_transport
+from rollbook.train.sync.given_memory import GivenMemory
 from rollbook.train.sync.presence import looking_at
-from rollbook.train.sync.transports import FromDisk, Receiver, Transport, Weights
+from rollbook.train.sync.transports import Receiver, Transport, Weights
 
 DRAIN = "drain"
 POLL_S = 0.01
@@ -130,16 +137,45 @@ class Syncer:
         self._held: dict[str, list[RankChecksums]] = {}
         """What engines said that they hold when last verified: they need not hash it again to be asked."""
         self._looked_at = {look.url: look for look in looking_at(engines)}
+        self._memory = GivenMemory()
         self._standing: set[str] = set()
         """Engines that failed during a sync and have been paused since."""
+        self._begun: dict[str, tuple[int, str]] = {}
+        """Engines that gave their memory away: (version that they wait for, id of its sync)."""
         self._given: dict[str, str] = {}
         """Engine -> the name of its weights given by the last sync of it that went well."""
 
-    def sync(self, release: Release, weights: Weights, only: Sequence[str] = ()) -> list[str]:
+    def rest(self, policy: str, version: int) -> None:
+        """Have every engine give its memory away, until the sync of this version, which begins with it: no
+        request runs from here on.
+
+        Raises:
+            EngineError: one does not, and is as it was or stays paused; the message gives the reason.
+        """
+        ids, name = {engine.url: new_id() for engine in self._engines}, self._transport.name
+        self._write(*(SyncStarted(policy, version, sync_id, url, name) for url, sync_id in ids.items()))
+        with ThreadPoolExecutor(len(ids)) as pool:
+            tasks = {engine.url: pool.submit(self._rest, engine) for engine in self._engines}
+        failed = {url: task.exception() for url, task in tasks.items() if task.exception() is not None}
+        if failed:
+            self._write(*(SyncFailed(policy, version, ids[url], url, str(e)) for url, e in failed.items()))
+        self._begun |= {url: (version, sync_id) for url, sync_id in ids.items() if url not in failed}
+        if left := [error for error in failed.values() if not isinstance(error, EngineLostError)]:
+            raise EngineError(f"an engine keeps the memory that training needs: {left[0]}") from left[0]
+
+    def sync(
+        self,
+        release: Release,
+        weights: Weights,
+        only: Sequence[str] = (),
+        before_cache: Callable[[], None] = lambda: None,
+    ) -> list[str]:
         """Sync the release to every engine; returns the addresses of those that serve it now.
 
         Args:
             only: addresses of the engines to sync, if not all.
+            before_cache: called once weights are sent, before engines that gave their memory away take that
+                of their caches again.
 
         Raises:
             EngineLostError: none of them can be reached.
@@ -151,6 +187,8 @@ class Syncer:
             self._each(pool, attempts, self._halt)
             sent = self._send(release, weights, attempts)
             self._each(pool, attempts, self._verify)
+            before_cache()
+            self._each(pool, attempts, lambda attempt: self._memory.take_cache(attempt.receiver.control))
             self._each(pool, attempts, lambda attempt: attempt.receiver.control.activate(attempt.name))
             self._note_activated(release, _present(attempts))
             self._each(pool, attempts, self._resume)
@@ -171,7 +209,7 @@ class Syncer:
         for url, given in self._given.items():
             with contextlib.suppress(EngineError):
                 # One that a sync of this process has left standing waits for the next.
-                if self._looked_at[url].weight_version() not in (given, UNVERIFIED):
+                if self._looked_at[url].weight_version() not in (given, UNVERIFIED, ASLEEP, WAKING):
                     found.append(url)
         return found
 
@@ -206,11 +244,9 @@ class Syncer:
             if isinstance(error, Exception):
                 receiver.failed(error)
             begun, flush_first = time.perf_counter(), receiver.flush and not own
+            flush_first = flush_first and engine.url not in self._memory.woken
             attempts.append(SyncAttempt(receiver, new_id(), begun, release.name(), own, flush_first))
-        named = (release.policy, release.version)
-        self._write(
-            *(SyncStarted(*named, c.sync_id, c.receiver.control.url, self._transport.name) for c in attempts)
-        )
+        self._note_starts(release, attempts)
         self._note_ends(release, [c for c in attempts if c.receiver.error], 0)
         return attempts
 
@@ -218,6 +254,8 @@ class Syncer:
         """Check, before anything is sent, that the engine can take the release, and read its description and
         ranks."""
         info, held = engine.info(), self._held.pop(engine.url, None)
+        if held is None or engine.url in self._begun:  # also of one that another trainer left
+            self._memory.take_weights(engine, info)
         if self._options.pause == "in_place" and info.overlap:
             # The step running at the pause uses the old weights, but SGLang attributes its token to the new
             # ones.
@@ -225,23 +263,24 @@ class Syncer:
                 f"engine {engine.url}: in_place would give one token of each running request a wrong version"
             )
             raise EngineError(f"{text}; start it with --disable-overlap-schedule, or pause by retract")
-        self._check_sessions(engine.url, info)
+        check_transport(engine.url, info, self._transport.name)
         ranks = engine.checksums() if held is None else held
         check_fits(engine.url, info, ranks, release.names, release.shape, release.dtype)
         return info, ranks
 
-    def _check_sessions(self, url: str, info: EngineInfo) -> None:
-        found = release_of(info.version)
-        too_old = info.kind != EMBEDDED and found is not None and found < (release_of(SESSIONS_SINCE) or ())
-        if self._transport.name != FromDisk.name and too_old:
-            raise EngineError(
-                f"engine {url}: SGLang {info.version} takes no weights by {self._transport.name}: use "
-                f'{SESSIONS_SINCE} or newer, or transport = "disk"'
-            )
-
     def _halt(self, attempt: SyncAttempt) -> None:
         """Pause the engine, after its requests are drained if the options say so."""
-        control, pause = attempt.receiver.control, self._options.pause
+        control = attempt.receiver.control
+        self._stop(control, self._options.pause, flush=attempt.flush_first)
+        if not attempt.own and control.url not in self._memory.woken:
+            control.disown()  # should this process die now, and somebody have the engine go on
+
+    def _rest(self, control: EngineControl) -> None:
+        pause = DRAIN if self._options.pause == DRAIN else "retract"
+        self._memory.give(control, lambda *, flush: self._stop(control, pause, flush=flush))
+        self._standing.add(control.url)
+
+    def _stop(self, control: EngineControl, pause: str, *, flush: bool) -> None:
         if pause == DRAIN:
             deadline = time.monotonic() + self._options.drain_s
             # Requests of an engine that is paused already do not finish.
@@ -251,10 +290,8 @@ class Syncer:
         known = control.url in self._given and control.url not in self._standing
         self._standing.add(control.url)
         control.pause(pause)
-        if attempt.flush_first:
+        if flush:
             self._flush(control, pause, known)
-        if not attempt.own:
-            control.disown()  # should this process die now, and somebody have the engine go on
 
     def _flush(self, control: EngineControl, pause: str, known: bool) -> None:
         """Flush the prefix cache of a paused engine.
@@ -300,6 +337,24 @@ class Syncer:
     def _resume(self, attempt: SyncAttempt) -> None:
         attempt.receiver.control.resume()
         self._standing.discard(attempt.receiver.control.url)
+
+    def _note_starts(self, release: Release, attempts: Sequence[SyncAttempt]) -> None:
+        """Say in the log which syncs begin. That of an engine that gave its memory away for this version has
+        begun; one that waits for another version waits in vain."""
+        records: list[Record] = []
+        for attempt in attempts:
+            url = attempt.receiver.control.url
+            version, sync_id = self._begun.pop(url, (None, ""))
+            if version == release.version:
+                attempt.sync_id = sync_id
+                continue
+            if version is not None:
+                error = f"version {version} was not made: version {release.version} is sent"
+                records.append(SyncFailed(release.policy, version, sync_id, url, error))
+            named = (release.policy, release.version, attempt.sync_id, url)
+            records.append(SyncStarted(*named, self._transport.name))
+        if records:
+            self._write(*records)
 
     def _note_activated(self, release: Release, attempts: list[SyncAttempt]) -> None:
         """Say in the log which engines hold the verified weights, before they make a token of them."""

@@ -12,14 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import torch
 
 from rollbook.ingest.engines.weights.tensor_layout import Expected
 from rollbook.store.errors import EngineError
+from rollbook.train.config.config import SyncConfig
 from rollbook.train.sync.broadcast import BroadcastGroup
 from rollbook.train.sync.buckets import Bucket, Buffers, NamedTensor, buckets
-from rollbook.train.sync.control import EngineControl
+from rollbook.train.sync.control import EMBEDDED, EngineControl
+from rollbook.train.sync.presence import await_one
 from rollbook.train.sync.shared_memory import payload
 
 Weights = Callable[[], Iterator[NamedTensor]]
@@ -234,3 +237,26 @@ def _expected(tensors: Iterable[NamedTensor], receivers: Sequence[Receiver]) -> 
                     if receiver.expected is expected:
                         receiver.failed(EngineError(f"engine {receiver.control.url}: {error}"))
     return size
+
+
+def transport_for(sync: SyncConfig, engines: list[EngineControl]) -> Transport:
+    """The configured transport; for `auto`, the one that fits the location of the engines.
+
+    Raises:
+        EngineLostError: none of them can be reached for `wait_s`.
+    """
+    size = sync.bucket_mb * 2**20
+    name = _fitting(engines, sync.wait_s) if sync.transport == "auto" else sync.transport
+    if name == "disk":
+        return FromDisk(Path())
+    if name == "tensor":
+        return FromTensors(size)
+    return ByBroadcast(size, sync.address, sync.timeout_s)
+
+
+def _fitting(engines: list[EngineControl], wait_s: float) -> str:
+    """Embedded engines load from disk, engines of this host from its memory, others by broadcast."""
+    if any(info.kind == EMBEDDED for info in await_one(engines, wait_s)):
+        return "disk"
+    hosts = {urlsplit(engine.url).hostname for engine in engines}
+    return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"

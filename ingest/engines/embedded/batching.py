@@ -24,6 +24,7 @@ class SeededManager(ContinuousBatchingManager):  # type: ignore[misc]
     def __init__(self, model: Any, generation_config: Any, config: Any) -> None:
         self._draws = Draws()
         self._stale: set[str] = set()
+        self._cache_bytes = 0
         super().__init__(model, generation_config, config)
         self.logit_processor.logits_processor = LogitsProcessorList([Temperature(), self._draws])
         self.logit_processor.tensors_required = 2
@@ -110,6 +111,19 @@ class SeededManager(ContinuousBatchingManager):  # type: ignore[misc]
         for allocator in cache.cache_allocators.values():
             allocator.ledger.hash_to_block.clear()
             allocator.ledger.block_to_hash.clear()
+
+    def release_cache(self) -> None:
+        """Give the memory of the KV cache back; no request is in it."""
+        if self.batch_processor is not None:
+            self.forget_prefixes()
+            self._cache_bytes = self.batch_processor.cache.cache_tensor.untyped_storage().nbytes()
+            self.batch_processor.cache.cache_tensor.untyped_storage().resize_(0)
+
+    def take_cache(self) -> None:
+        """Take as much memory for it again."""
+        if self.batch_processor is not None:
+            self.batch_processor.cache.cache_tensor.untyped_storage().resize_(self._cache_bytes)
+            self.batch_processor.cache.cache_tensor.zero_()
 
     # Results ----------------------------------------------------------------------------------
 

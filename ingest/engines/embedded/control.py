@@ -34,6 +34,8 @@ CHANGES = frozenset(
         "pause_generation",
         "continue_generation",
         "flush_cache",
+        "release_memory_occupation",
+        "resume_memory_occupation",
         "update_weights_from_disk",
         "begin_weight_update",
         "update_weights_from_tensor",
@@ -66,6 +68,17 @@ class PauseGeneration(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     mode: str = "abort"
+
+
+class MemoryParts(BaseModel):
+    """Body of /release_memory_occupation and /resume_memory_occupation; no tags are all of them."""
+
+    model_config = ConfigDict(extra="allow")
+    tags: list[str] | None = None
+
+
+def _has_cache(body: MemoryParts | None) -> bool:
+    return body is None or not body.tags or "kv_cache" in body.tags
 
 
 class SamplingParams(BaseModel):
@@ -162,7 +175,7 @@ def control_routes(engine: Controlled) -> APIRouter:
         ranks = {"tp_size": 1, "dp_size": 1, "pp_size": 1}
         own: Json = {"version": __version__, "engine": KIND, "device": engine.device} | ranks
         paths = {"model_path": str(engine.weights.path), "weight_version": engine.weights.label}
-        return own | paths | {"paused": engine.updates.paused}
+        return own | paths | {"paused": engine.updates.paused, "asleep": engine.updates.asleep}
 
     @routes.get("/v1/loads")
     async def loads() -> Json:
@@ -180,6 +193,7 @@ def control_routes(engine: Controlled) -> APIRouter:
 
     add_weight_routes(routes, engine.weights, engine.updates)
     _add_flow_routes(routes, engine.updates)
+    _add_memory_routes(routes, engine.updates)
     return routes
 
 
@@ -208,6 +222,24 @@ def _add_flow_routes(routes: APIRouter, updates: WeightControl) -> None:
             return PlainTextResponse("Cache flushed.\n")
         text = "Flush cache failed.\nRequests stand still in the batch: pause with mode retract to flush.\n"
         return PlainTextResponse(text, 400)
+
+
+def _add_memory_routes(routes: APIRouter, updates: WeightControl) -> None:
+    # Of SGLang's parts this engine gives its KV cache: weights are read where they are served.
+    @routes.post("/release_memory_occupation", response_model=None)
+    async def release(body: MemoryParts | None = None) -> Json | JSONResponse:
+        if _has_cache(body):
+            try:
+                await updates.release_cache()
+            except ModelError as error:
+                return refused(error)
+        return {"success": True, "message": "Success"}
+
+    @routes.post("/resume_memory_occupation", response_model=None)
+    async def take(body: MemoryParts | None = None) -> Json:
+        if _has_cache(body):
+            await updates.take_cache()
+        return {"success": True, "message": "Success"}
 
 
 def _generated(made: Generation, prompt_tokens: int) -> Json:

@@ -206,6 +206,10 @@ class EmbeddedEngine:
         return control_routes(self)
 
 
+_WITH_SINKS = ("gpt_oss",)
+"""Architectures whose attention torch's own, which is faster, does not compute."""
+
+
 def _loaded(model: Path, device: str) -> Any:
     """The model, from nothing but the safetensors and the configuration of its directory: no code runs.
 
@@ -222,7 +226,7 @@ def _loaded(model: Path, device: str) -> Any:
             model,
             config=config,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation="eager" if config.model_type in _WITH_SINKS else "sdpa",
             use_safetensors=True,
             **own,
         )

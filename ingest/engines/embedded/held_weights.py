@@ -33,12 +33,15 @@ def file_views(model: Any) -> Tensors:
     """Views of a model's tensors, named and shaped as in its files: writing to one changes the model.
 
     In memory transformers holds a layer's experts in two tensors, gate_up_proj [experts, 2 * inner, hidden]
-    (gate first) and down_proj [experts, hidden, inner]; files hold three for each expert.
+    (gate first) and down_proj [experts, hidden, inner]; files hold three for each expert, but those of
+    gpt-oss, which are as memory is.
     """
     views: Tensors = {}
+    apart = model.config.model_type != "gpt_oss"
     for name, tensor in model.state_dict().items():
         layer, _, kind = name.rpartition(".")
-        if not layer.endswith(".experts") or tensor.ndim != 3 or kind not in ("gate_up_proj", "down_proj"):
+        fused = layer.endswith(".experts") and tensor.ndim == 3 and kind in ("gate_up_proj", "down_proj")
+        if not apart or not fused:
             views[name] = tensor
             continue
         for expert, held in enumerate(tensor):

@@ -31,6 +31,7 @@ class WeightControl:
     """What may be done to a batch and to its weights.
 
     Attributes:
+        asleep: whether the memory of the KV cache is given away.
         paused: how generation is paused, or None. `abort` ended the requests that had tokens, `retract`
             holds them outside the batch, `in_place` has the batch stand still with its KV cache.
     """
@@ -39,6 +40,7 @@ class WeightControl:
         self, manager: SeededManager, weights: HeldWeights, gate: Gate, live: Mapping[str, LiveRequest]
     ) -> None:
         self.paused: Mode | None = None
+        self.asleep = False
         self._manager, self._weights, self._gate, self._live = manager, weights, gate, live
         self._one_at_a_time = asyncio.Lock()
         # The thread that pauses the loop is the one that resumes it: always this one.
@@ -94,6 +96,10 @@ class WeightControl:
         """
 
         async def go_on() -> None:
+            if self.asleep:
+                raise ModelError(
+                    "its memory is given away: resume_memory_occupation() comes before continuing"
+                )
             missing = BEFORE_CONTINUING.get(self._weights.state)
             if missing is not None:
                 raise ModelError(f"the weights are {self._weights.state}: {missing} comes before continuing")
@@ -120,6 +126,34 @@ class WeightControl:
             return True
 
         return await self._alone(flush)
+
+    async def release_cache(self) -> None:
+        """Give the memory of the KV cache back; more than once does no harm.
+
+        Raises:
+            ModelError: requests are in it, or may come.
+        """
+
+        async def release() -> None:
+            if self.paused is None or not self._gate.empty.is_set():
+                raise ModelError("requests use the KV cache: pause with mode retract before it is given away")
+            if not self.asleep:
+                async with self._still():
+                    await self._call(self._manager.release_cache)
+                self.asleep = True
+
+        await self._alone(release)
+
+    async def take_cache(self) -> None:
+        """Take the memory of the KV cache again; nothing is done where it was not given away."""
+
+        async def take() -> None:
+            if self.asleep:
+                async with self._still():
+                    await self._call(self._manager.take_cache)
+                self.asleep = False
+
+        await self._alone(take)
 
     # Weights ----------------------------------------------------------------------------------
 

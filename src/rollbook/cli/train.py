@@ -13,12 +13,12 @@ AbandonAfter = Annotated[
     int | None,
     typer.Option(min=0, help="Give up the steps after this version, and go on from its checkpoint."),
 ]
-RankCount = Annotated[
-    int | None,
-    typer.Option("--ranks", min=1, help="Processes; absent: as many as the sizes of parallel need."),
+RanksOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes; absent: as many as the sizes of parallel need.")
 ]
 Launch = Annotated[
-    Literal["here", "ray"], typer.Option(help="Where ranks run: on this host, or where Ray places them.")
+    Literal["here", "ray"],
+    typer.Option(help="Where ranks run: on this host, or where Ray places them."),
 ]
 Strategy = Annotated[
     Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
@@ -39,7 +39,7 @@ def train(
         list[str] | None, typer.Option("--set", help="Override a key: --set optimizer.lr=1e-4.")
     ] = None,
     abandon_after: AbandonAfter = None,
-    ranks: RankCount = None,
+    ranks: RanksOption = None,
     launch: Launch = "here",
     strategy: Strategy = "PACK",
     place_within: PlaceWithin = 60.0,

@@ -47,6 +47,7 @@ class ScriptedSGLang:
         self.faults = Faults()
         self.paused: str | None = None
         self.running: dict[str, Job] = {}
+        self.released: set[str] = set()
         self.seen: deque[Message] = deque(maxlen=self.options.log)
         self._made, self._started = 0, time.perf_counter()
         file = self.options.tokenizer
@@ -58,6 +59,8 @@ class ScriptedSGLang:
             "/continue_generation": self._continue,
             "/update_weight_version": self._update_weight_version,
             "/flush_cache": self._flush_cache,
+            "/release_memory_occupation": self._release_memory,
+            "/resume_memory_occupation": self._resume_memory,
             "/model_info": self._model_info,
             "/server_info": self._server_info,
             "/v1/loads": self._loads,
@@ -235,6 +238,8 @@ class ScriptedSGLang:
         return 200, {"message": "Generation paused successfully.", "status": "ok"}
 
     def _continue(self, body: Message) -> tuple[int, Any]:
+        if self.released:
+            return 500, b"the scheduler ended"
         self.paused = None
         for job in self.running.values():
             job.wake.set()
@@ -256,6 +261,20 @@ class ScriptedSGLang:
         if self.can_flush():
             return 200, b"Cache flushed.\n"
         return 400, b"Flush cache failed.\n"
+
+    # The real scheduler ends where these are asked for at the wrong time.
+
+    def _release_memory(self, body: Message) -> tuple[int, Any]:
+        if self.paused is None or not self.can_flush() or self.released & set(body["tags"]):
+            return 500, b"the scheduler ended"
+        self.released |= set(body["tags"])
+        return 200, None
+
+    def _resume_memory(self, body: Message) -> tuple[int, Any]:
+        if not set(body["tags"]) <= self.released:
+            return 500, b"the scheduler ended"
+        self.released -= set(body["tags"])
+        return 200, None
 
     def _model_info(self, body: Message) -> tuple[int, Any]:
         path = self.options.model_path

@@ -405,3 +405,51 @@ def test_closing_while_paused(tiny_model: Path, pace: Any, mode: str) -> None:
     made = asyncio.run(scenario())
     assert len(made.completion_ids) >= 5
     assert (made.finish_reason == "abort") is (mode == "retract")
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_given_away_and_taken_again(renewed: Any, pace: Any) -> None:
+    """In the middle of requests, which go on as if nothing had been; until then it does not continue."""
+
+    def size() -> int:
+        return int(renewed.engine._manager.batch_processor.cache.cache_tensor.untyped_storage().nbytes())
+
+    async def scenario() -> tuple[list[Generation], list[Generation]]:
+        undisturbed = await asyncio.gather(*_start(renewed))
+        running, whole = _start(renewed), size()
+        await pace.until(renewed, 10)
+        said = await _post(renewed, "/release_memory_occupation", status=400, tags=["kv_cache"])
+        assert "pause with mode retract" in said["message"]
+        await _post(renewed, "/pause_generation", mode="retract")
+        for tags in (["weights"], None, ["kv_cache", "weights"]):  # weights it keeps; twice does no harm
+            await _post(renewed, "/release_memory_occupation", tags=tags)
+            assert size() == (whole if tags == ["weights"] else 0)
+        assert (await renewed.client.get("/engine/server_info")).json()["asleep"] is True
+        said = await _post(renewed, "/continue_generation", status=400)
+        assert "resume_memory_occupation() comes before continuing" in said["message"]
+        await _post(renewed, "/resume_memory_occupation", tags=["kv_cache"])
+        assert size() == whole > 0
+        await _post(renewed, "/continue_generation")
+        return undisturbed, list(await asyncio.gather(*running))
+
+    for before, after in zip(*renewed.run(scenario()), strict=True):
+        assert after.completion_ids.tolist() == before.completion_ids.tolist()
+        assert np.abs(after.logprobs - before.logprobs).max() < 1e-5
+
+
+def test_weights_change_while_the_cache_is_away(renewed: Any, pace: Any, other_model: Any) -> None:
+    """As a training does that shares the devices: two spans, and what follows is of the new weights."""
+
+    async def scenario() -> Generation:
+        running = _start(renewed, seeds=[1])
+        await pace.until(renewed, 10)
+        await _post(renewed, "/pause_generation", mode="retract")
+        await _post(renewed, "/release_memory_occupation")
+        await _update(renewed, other_model, 1)
+        await _post(renewed, "/resume_memory_occupation")
+        await _post(renewed, "/continue_generation")
+        return (await asyncio.gather(*running))[0]
+
+    assert [span.version for span in renewed.run(scenario()).version_spans] == [0, 1]

@@ -18,6 +18,10 @@ pytest.importorskip("transformers")
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -48,12 +52,16 @@ SMALL = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+FUSED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 KINDS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)),
     "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, **WINDOWS, head_dim=16)),
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SMALL, **WINDOWS, **FUSED, head_dim=16)),
 }
 
 

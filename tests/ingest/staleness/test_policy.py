@@ -49,6 +49,9 @@ class Loop:
     used: list[tuple[str, int]] = field(default_factory=list)
     """Units in the order in which they were used, with their staleness then."""
     evicted: int = 0
+    holds: bool = False
+    """Whether the trainer holds the units of its next step as they complete."""
+    held: list[str] = field(default_factory=list)
 
     def tick(self, durations: st.SearchStrategy[int], data: st.DataObject) -> None:
         """One moment: some begin, some end, and a step is taken if there is one to take."""
@@ -76,9 +79,14 @@ class Loop:
         for unit in _evicted(self.policy, self._units(), self.version):
             self.evicted += 1
             del self.ready[unit.name]
-        chosen = self.policy.select(self._units(), self.version)
+        early = self.policy.early(self._units(), self.version, self.held)
+        assert [unit.name for unit in early[: len(self.held)]] == self.held, "what is held comes first"
+        if self.holds:
+            self.held = [unit.name for unit in early]
+        chosen = self.policy.select(self._units(), self.version, self.held)
         if chosen is None:
             return
+        self.held = []
         assert len(chosen) == self.policy.batch
         for unit in chosen:
             self.used.append((unit.name, self.version - self.ready.pop(unit.name)))
@@ -98,7 +106,7 @@ def test_nothing_is_ever_too_old_and_nothing_waits_for_ever(
     Engines that are synced more rarely than `limit` allows could serve nothing that may begin.
     """
     every = data.draw(st.integers(1, limit + 1), "sync every")
-    loop = Loop(StalenessPolicy(batch, limit, order), every)
+    loop = Loop(StalenessPolicy(batch, limit, order), every, holds=data.draw(st.booleans(), "holds"))
     durations = st.integers(1, longest)
     for _ in range(60 + 4 * longest):
         before = loop.version
@@ -106,6 +114,7 @@ def test_nothing_is_ever_too_old_and_nothing_waits_for_ever(
         held = [*loop.ready.values(), *(oldest for oldest, _ in loop.running.values())]
         assert all(loop.version - oldest <= limit for oldest in held), "what is there may still be used"
         assert before <= loop.version <= before + 1
+        assert set(loop.held) <= loop.ready.keys()
     assert all(staleness <= limit for _, staleness in loop.used)
     assert loop.evicted == 0
     assert loop.version >= 60 // longest, "it goes on"

@@ -229,7 +229,7 @@ def test_the_commands_take_such_turns(passed: Any, upstream: Any, tmp_path: Any)
     passed.close()
 
     def rollbook(*arguments: str) -> str:
-        command = [sys.executable, "-m", "rollbook.cli.app", *arguments, "--store", str(passed.path)]
+        command = [sys.executable, "-m", "rollbook", *arguments, "--store", str(passed.path)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout

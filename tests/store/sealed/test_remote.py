@@ -402,7 +402,7 @@ def test_addresses_that_cannot_be(sealed: Store, storage: Any, uri: str) -> None
 
 def _command(root: Path, *words: object, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "rollbook.cli.app", *map(str, words)],
+        [sys.executable, "-m", "rollbook", *map(str, words)],
         env=os.environ | {"PYTHONPATH": str(root / "src")} | environment,
         capture_output=True,
         text=True,

@@ -37,20 +37,23 @@ class Stream:
         order: str = "windowed",
         *,
         wait_s: float = 300.0,
+        stall_s: float = 60.0,
         history: History | None = None,
         **changes: Any,
     ) -> None:
         values = {
             "algorithm": {"name": "grpo", "groups": 1, "group_size": 2},
             "recipe": {"max_staleness": 1},
-            "admission": {"order": order, "wait_s": wait_s},
+            "admission": {"order": order, "wait_s": wait_s, "stall_s": stall_s},
             "idle_timeout_s": 0.05,
         }
         config = fabric.config(fabric.GRPO, **(values | changes))
         self.fabric = fabric
         self.portions: list[list[Event]] = []
         self.evicted: list[Drop] = []
-        self.source = QueueSource(config, history or History(fabric.RUN, "actor"), self._more, dict)
+        self.said: list[str] = []
+        history = history or History(fabric.RUN, "actor")
+        self.source = QueueSource(config, history, self._more, dict, say=self.said.append)
 
     def _more(self) -> list[Event]:
         return self.portions.pop(0) if self.portions else []
@@ -328,3 +331,77 @@ def test_a_loop_under_admission_never_stands_still(
         # As the trainer writes them: what a step drops stands with its plan.
         fold_in(*(SampleDropped(d.sample.trajectory_id, "", d.rule, "r", 0, {}) for d in selection.drops))
         fold_in(fabric.committed(step, step + 1))
+
+
+# Parts that are held ------------------------------------------------------------------------------
+
+
+def _three(fabric: Any, **changes: Any) -> Stream:
+    """A source whose steps take three groups of two."""
+    return Stream(fabric, algorithm={"name": "grpo", "groups": 3, "group_size": 2}, **changes)
+
+
+def _held(stream: Stream, version: int, count: int) -> list[str]:
+    found = stream.source.hold(version, version, stream.evicted.extend, count)
+    assert found is not None
+    return [sample.name for sample in found]
+
+
+def test_parts_are_held_as_they_come(fabric: Any) -> None:
+    """Each once; the step has them in the order in which they were held, then what else it takes."""
+    stream = _three(fabric)
+    for name in ("a", "b", "c", "d"):
+        stream.group(name)
+    assert _held(stream, 0, 1) == ["a0", "a1"]
+    assert _held(stream, 0, 2) == ["b0", "b1"]
+    assert stream.take(0) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    with pytest.raises(TrainError):
+        stream.take(0)  # d is alone
+
+
+def test_places_of_what_is_due_are_not_held(fabric: Any) -> None:
+    """A running group of the version before must be in this step: there are two places for others."""
+    stream = _three(fabric)
+    stream.group("slow", 4, finished=False)
+    for name in ("a", "b", "c"):
+        stream.group(name, 5)
+    assert _held(stream, 5, 2) == ["a0", "a1", "b0", "b1"]
+    with pytest.raises(TrainError):
+        _held(stream, 5, 3)
+    stream.add(TrajectoryFinished("slow0"), TrajectoryFinished("slow1"))
+    assert stream.take(5) == ["a0", "a1", "b0", "b1", "slow0", "slow1"]
+
+
+def test_what_was_held_may_still_be_given_up(fabric: Any) -> None:
+    """An erased trajectory, or a reward that leaves no difference: another group has its place."""
+    stream = _three(fabric, recipe={"max_staleness": 1, "refill": True})
+    for name in ("a", "b"):
+        stream.group(name)
+    assert _held(stream, 0, 2) == ["a0", "a1", "b0", "b1"]
+    stream.add(RewardAssigned("a0", None, 1.0, supersedes=None))
+    for name in ("c", "d"):
+        stream.group(name)
+    assert stream.take(0) == ["b0", "b1", "c0", "c1", "d0", "d1"]
+    assert stream.gone() == [("a0", "zero_variance"), ("a1", "zero_variance")]
+
+
+def test_what_is_waited_for_is_said(fabric: Any) -> None:
+    """Again and again, with numbers; and once more as it ends."""
+    stream = _three(fabric, stall_s=0.1, idle_timeout_s=0.35)
+    stream.group("whole")
+    stream.group("unrewarded", rewards=(None, 1.0))
+    stream.add(*fabric.records("lone", group="half", reward=1.0))
+    stream.add(*fabric.records("runs", group="other", finished=False))
+    with pytest.raises(TrainError, match=r"no complete batch for 0\.35 s: .*1 trajectories run\)"):
+        stream.take(0)
+    assert len(stream.said) == 3
+    assert stream.said[0].startswith(
+        "no new group for 0 s: 2 of 3 groups are complete; 1 of these lack a reward"
+    )
+    assert "; 1 groups are incomplete and lack 1 trajectories; 1 trajectories run" in stream.said[-1]
+    silent = _three(fabric, stall_s=0.1, idle_timeout_s=0.15)
+    with pytest.raises(TrainError):
+        silent.take(0)
+    assert silent.said[0].endswith(
+        "agents have ended, or proxies hold new trajectories (max_staleness, or no engine serves)"
+    )

@@ -128,7 +128,7 @@ def _loss(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return -chosen[torch.from_numpy(micro.loss_mask[:, 1:])].mean()
 
 
-@pytest.mark.parametrize("model", ["qwen3-tied", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen3-tied", "qwen2", "qwen3_moe", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("targets", [None, ("q_proj", "v_proj"), ("k_proj", "o_proj")])
 def test_a_training_is_pefts(model_folders: Path, model: str, targets: Any) -> None:
     """From the same factors: logits, losses of three steps of AdamW, and the factors after them."""

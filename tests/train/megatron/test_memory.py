@@ -16,7 +16,7 @@ from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, p
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.packed import documents
 from rollbook.train.megatron.reshard import stages_of
-from rollbook.train.megatron.shape import Experts, ModelShape
+from rollbook.train.megatron.shape import Experts, ModelShape, Windows, Yarn
 
 CPU = torch.device("cpu")
 DENSE = ModelShape(
@@ -37,7 +37,22 @@ SHAPES = {
     "llama": DENSE,
     "qwen3": replace(DENSE, family="qwen3", kv_heads=4, tied=True),
     "qwen3_moe": replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 192, renormalized=True)),
+    "gemma3": replace(
+        DENSE,
+        family="gemma3_text",
+        tied=True,
+        query_scalar=24.0,
+        windows=Windows(48, (True, False, True), 1e3),
+    ),
+    "gpt_oss": replace(
+        DENSE,
+        family="gpt_oss",
+        experts=Experts(4, 2, 192, renormalized=True, limit=7.0),
+        windows=Windows(48, (True, False, True)),
+        yarn=Yarn(8.0, 256, 32.0, 1.0, truncated=False),
+    ),
 }
+"""Samples of `TOKENS // 2` are longer than the windows."""
 TOKENS = 256
 
 
@@ -115,12 +130,20 @@ def test_ranks_share_it(shape: str) -> None:
     embedding = wanted.vocab * wanted.hidden
     stages = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(pipeline=2))]
     assert sum(stages) == whole + wanted.tied * embedding
-    [half] = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(tensor=2))]
-    assert whole / 2 < half < 0.51 * whole
+    if not wanted.biases:  # else tensors are not shared
+        [half] = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(tensor=2))]
+        assert whole / 2 < half < 0.51 * whole
     if wanted.experts:
         [spread] = [parameters_of(wanted, layout) for layout in stages_of(wanted, ParallelConfig(expert=2))]
-        experts = wanted.layers * wanted.experts.count * 3 * wanted.hidden * wanted.experts.ffn
-        assert spread == whole - experts // 2
+        assert spread == whole - _of_experts(wanted) // 2
+
+
+def _of_experts(shape: ModelShape) -> int:
+    """How many numbers the weights and biases of all experts are."""
+    if shape.experts is None:
+        return 0
+    biases = 2 * shape.experts.ffn + shape.hidden if shape.biases else 0
+    return shape.layers * shape.experts.count * (3 * shape.hidden * shape.experts.ffn + biases)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -133,10 +156,7 @@ def test_copies_share_the_state(shape: str) -> None:
             continue
         [layout] = stages_of(wanted, sizes)
         alone, shared = (memory_of(wanted, layout, Pass(1), Asked(sharing=n)) for n in (1, 4))
-        of_experts = 0
-        if wanted.experts:
-            of_experts = wanted.layers * wanted.experts.count * 3 * wanted.hidden * wanted.experts.ffn
-            of_experts //= layout.spread
+        of_experts = _of_experts(wanted) // layout.spread
         others = alone.parameters - of_experts
         assert shared.optimizer == 8 * (others // 4 + of_experts // experts_among)
         assert (shared.weights, shared.gradients) == (alone.weights, alone.gradients)

@@ -52,7 +52,7 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("model", ["qwen3-untied", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["qwen3-untied", "qwen3_moe", "gemma3"])
 def test_streaming_holds_no_second_copy(model_folders: Path, model: str) -> None:
     """While weights stream, no more is alive than the copies of one packed tensor's parts."""
     folder = model_folders / model
@@ -125,6 +125,14 @@ def test_uneven_splits_are_refused(model_folders: Path, layout: RankLayout, reas
     shape = read_shape(model_folders / "qwen3_moe")
     with pytest.raises(ModelError, match=reason):
         dict(rank_weights(read_weights(model_folders / "qwen3_moe"), shape, layout))
+
+
+def test_experts_with_biases_are_not_split(model_folders: Path) -> None:
+    """Nor is what is beside them; they go to stages and to ranks that share the experts."""
+    shape = read_shape(model_folders / "gpt_oss")
+    check_layout(shape, RankLayout((1, 1), spread=2))
+    with pytest.raises(ModelError, match=r"gpt_oss on 2 tensor-parallel ranks.*leave tensor 1"):
+        check_layout(shape, RankLayout((2,), tensor=2, expert_tensor=1, sequence=True))
 
 
 def test_what_must_divide(model_folders: Path) -> None:

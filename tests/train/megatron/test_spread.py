@@ -30,6 +30,7 @@ from rollbook.train.megatron.weight_names import weight_shapes
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2": (2, {"expert": 2, "distributed_optimizer": True}),
+    "expert 2, pipeline 2": (4, {"expert": 2, "pipeline": 2}),
     "data 3": (3, {"distributed_optimizer": True}),
     "data 2, tensor 2": (4, {"tensor": 2, "distributed_optimizer": True}),
     "tensor 2, pipeline 2, sequence": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
@@ -37,7 +38,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 pytestmark = pytest.mark.ranks
 LORA = LoraConfig(rank=4, alpha=8.0)
 ADAPTED = "qwen3-tied with factors"
-MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", ADAPTED)
+MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", "gpt_oss", "gemma3", ADAPTED)
+SPARSE = ("qwen3_moe", "gpt_oss")
 OPTIMIZER = OptimizerConfig(lr=0.01, weight_decay=0.01)
 
 
@@ -171,13 +173,14 @@ def _moments_said(ranks: Ranks) -> int:
 
 
 def _fits(layout: str, model: str) -> bool:
-    return "expert" not in layout or model == "qwen3_moe"
+    return "expert" not in layout or model in SPARSE
 
 
 def _models(layout: str) -> list[str]:
-    """Megatron trains experts on ranks that share matrices only where these share tokens too."""
-    apart = "tensor" in layout and "sequence" not in layout
-    fitting = [m for m in MODELS if _fits(layout, m) and not (apart and m == "qwen3_moe")]
+    """Megatron trains experts on ranks that share matrices only where these share tokens too, and have no
+    biases."""
+    apart = SPARSE if "sequence" not in layout else ("gpt_oss",)
+    fitting = [m for m in MODELS if _fits(layout, m) and not ("tensor" in layout and m in apart)]
     return fitting[:1] if layout == "data 3" else fitting
 
 

@@ -16,7 +16,7 @@ from rollbook.store.events import PolicyActivated, SyncFailed, SyncFinished
 from rollbook.testing.scripted_answers import Answer, in_turn
 from rollbook.train.sync.control import UNVERIFIED, EngineControl
 
-BEFORE = ["/server_info", "/weights_checker"]
+BEFORE = ["/server_info", "/model_info", "/weights_checker"]
 UPDATES = {
     "disk": ["/update_weights_from_disk"],
     "tensor": ["/begin_weight_update", *7 * ["/update_weights_from_tensor"], "/end_weight_update"],

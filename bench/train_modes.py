@@ -1,0 +1,97 @@
+"""How fast the loop of agents, engine and trainer goes in each mode of running them.
+
+Agents with long-tailed latencies, the real `rollbook serve` and `rollbook train`, a scripted SGLang. The
+algorithm scores each rollout batch with the trainer's and a reference's weights before it trains on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from rollbook.bench.figure import Figure, Spread, spread
+from rollbook.bench.loop_agents import Habits
+from rollbook.bench.loop_stage import Setting, loop_of, write_model
+from rollbook.bench.processes import BenchError
+from rollbook.bench.rounds import order
+from rollbook.store import Store
+from rollbook.store.events import StepCommitted
+
+COLOCATE, HYBRID, ASYNC, OVERLAP = "colocate", "hybrid", "async", "async, overlapped syncs"
+SCORED = 'kl = 0.01\nold = "trainer"\n'
+AGENTS, WARM_UP, RUN_S = 16, 2, 120.0
+_SETTING = Setting(ASYNC, 1, steps=10, algorithm=SCORED)
+MODES: Mapping[str, Setting] = {
+    COLOCATE: replace(_SETTING, name=COLOCATE, mode=COLOCATE),
+    HYBRID: replace(_SETTING, name=HYBRID, mode=HYBRID),
+    ASYNC: _SETTING,
+    OVERLAP: replace(_SETTING, name=OVERLAP, overlap=True),
+}
+"""All may use what is a version old: whether it is waited for or not is the mode's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laps:
+    """Steps a second of each mode, round by round."""
+
+    steps_per_s: Mapping[str, Sequence[float]]
+
+
+def run_modes(folder: Path, rounds: int, on_round: Callable[[], None]) -> Laps:
+    """Run the loop in each mode, in turns.
+
+    Raises:
+        BenchError: a process failed.
+    """
+    model = write_model(folder / "modes-model")
+    found: dict[str, list[float]] = {name: [] for name in MODES}
+    for number in range(rounds):
+        for name in order(list(MODES), number):
+            found[name].append(
+                _lap(
+                    folder / f"modes-{name.split(',')[0]}-{len(found[name])}-{name[-1]}", model, name, number
+                )
+            )
+        on_round()
+    return Laps(found)
+
+
+def _lap(folder: Path, model: Path, name: str, number: int) -> float:
+    habits = Habits("", seed=number, agents=AGENTS)
+    with loop_of(folder, model, MODES[name], habits) as loop:
+        loop.start()
+        loop.await_weights(RUN_S)
+        loop.agents.ask(do="begin")
+        loop.trainer.wait(RUN_S)
+        if loop.trainer.code != 0:
+            raise BenchError(f"{name}: the training ended with {loop.trainer.code}")
+    return _rate(loop.log)
+
+
+def _rate(log: Store) -> float:
+    """Steps a second, from the last one that warms up on."""
+    ended = [event.time_us for event in log.events_of([StepCommitted.KIND])]
+    return 1e6 * (len(ended) - WARM_UP) / (ended[-1] - ended[WARM_UP - 1])
+
+
+def mode_figures(laps: Laps) -> Iterator[Figure]:
+    """The figures of the modes."""
+    of = laps.steps_per_s
+    if not of:
+        return
+    for figure, ours, theirs in (
+        ("train.hybrid_vs_colocate", HYBRID, COLOCATE),
+        ("train.hybrid_vs_async", HYBRID, ASYNC),
+        ("train.overlap_gain", OVERLAP, ASYNC),
+    ):
+        ratio = median(a / b for a, b in zip(of[ours], of[theirs], strict=True))
+        against = f"{theirs}: {median(of[theirs]):.2f} steps/s"
+        yield Figure(figure, median(of[ours]), "steps/s", against, ratio, len(of[ours]))
+
+
+def mode_spreads(laps: Laps) -> Iterator[Spread]:
+    """How far the runs of each mode lie apart."""
+    for name, rates in laps.steps_per_s.items():
+        yield spread(f"{name}: steps", "1/s", rates)
