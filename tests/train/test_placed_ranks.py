@@ -143,6 +143,8 @@ def test_a_rank_that_dies_or_hangs(
             (process,) = _ranks(mark)
             how = signal.SIGSTOP if who == "rank that hangs" else signal.SIGKILL
             (process.parent() if who == "actor" else process).send_signal(how)
+            if who == "actor":
+                process.wait(20)  # the kernel ends it soon, but a step is short
         return run(policy, plan, *given, **options)
 
     said = {
