@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import io
 import os
 import pickle
@@ -283,6 +284,7 @@ def follow(store: Any, rank: int, count: int) -> None:
     """Do this rank's part of what rank 0 asks of all, until it lets go."""
     parts: dict[str, Part] = {}
     said = 0
+    _import_all()
     store.set(f"here/{rank}", b"")
     while True:
         key = f"said/{said}"
@@ -305,6 +307,16 @@ def follow(store: Any, rank: int, count: int) -> None:
                         pass
             case ("end",):
                 return
+
+
+def _import_all() -> None:
+    """Import what a step needs before the others are told that this rank is there: they wait long for it to
+    come, and within a step no longer than `timeout_s`."""
+    if not torch.cuda.is_available():
+        cpu_device.install()
+    for name in ("core.models.gpt", "core.optimizer", "core.pipeline_parallel"):
+        importlib.import_module(f"megatron.{name}")
+    importlib.import_module("rollbook.train.megatron.layer")
 
 
 def follow_at(place: Place) -> None:
