@@ -139,6 +139,29 @@ def test_killed_between_weights_and_cache(fabric: Any, recorded: Stores, engine:
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_another_name_than_it_was_given(
+    fabric: Any, recorded: Stores, engine: Any, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """A proxy that was just comparing weights names them: the engine is asleep all the same. One that was
+    started anew has the name that it starts with, and its memory."""
+    (app, url), log = engine, recorded()
+    answer = ScriptedSGLang._update_weight_version
+
+    def renamed(self: ScriptedSGLang, body: Any) -> Any:
+        reply = answer(self, body)
+        if body["new_version"] == ASLEEP:
+            self.weight_version = "default" if restarted else "demo/actor/0/0123456789ab"
+            self.released = set() if restarted else self.released
+        return reply
+
+    monkeypatch.setattr(ScriptedSGLang, "_update_weight_version", renamed)
+    app._routes["/update_weight_version"] = app._update_weight_version
+    fabric.train(log, _colocated(fabric, url), "tail")
+    assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
+    assert len(_of(log, StepCommitted)) == 2
+
+
 def test_a_skipped_step_wakes_the_engine(
     fabric: Any, recorded: Stores, engine: Any, monkeypatch: Any
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollbook.ingest.engines.weights.name import read_name
 from rollbook.train.sync.control import ASLEEP, CACHE, EMBEDDED, WAKING, WEIGHTS, EngineControl, EngineInfo
 
 
@@ -20,6 +21,8 @@ class GivenMemory:
 
     def __init__(self) -> None:
         self.woken: set[str] = set()
+        self._given: set[str] = set()
+        """Those that gave it to this trainer."""
 
     def give(self, control: EngineControl, stop: Callable[..., None]) -> None:
         """Stop an engine, and have it give its memory away. One that a trainer left so is so already.
@@ -29,6 +32,7 @@ class GivenMemory:
         """
         own = control.info().kind == EMBEDDED
         name = "" if own else control.weight_version()
+        self._given.add(control.url)
         if name == ASLEEP:
             return
         stop(flush=not own and name != WAKING)
@@ -41,11 +45,15 @@ class GivenMemory:
         if info.kind == EMBEDDED:  # which keeps it
             self.woken |= {control.url} if info.asleep else set()
             return
-        name = control.weight_version()
-        if name == ASLEEP:
+        name, given = control.weight_version(), control.url in self._given
+        self._given.discard(control.url)
+        # A proxy that was just comparing weights may have named it since; one that was started anew has
+        # another name, and all of its memory.
+        asleep = name == ASLEEP or (given and read_name(name) is not None)
+        if asleep:
             control.resume_memory(WEIGHTS)
             control.activate(WAKING)
-        self.woken |= {control.url} if name in (ASLEEP, WAKING) else set()
+        self.woken |= {control.url} if asleep or name == WAKING else set()
 
     def take_cache(self, control: EngineControl) -> None:
         """And that of its cache."""
