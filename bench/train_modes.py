@@ -48,12 +48,8 @@ def run_modes(folder: Path, rounds: int, on_round: Callable[[], None]) -> Laps:
     model = write_model(folder / "modes-model")
     found: dict[str, list[float]] = {name: [] for name in MODES}
     for number in range(rounds):
-        for name in order(list(MODES), number):
-            found[name].append(
-                _lap(
-                    folder / f"modes-{name.split(',')[0]}-{len(found[name])}-{name[-1]}", model, name, number
-                )
-            )
+        for place, name in enumerate(order(list(MODES), number)):
+            found[name].append(_lap(folder / f"modes-{number}-{place}", model, name, number))
         on_round()
     return Laps(found)
 

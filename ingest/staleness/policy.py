@@ -71,13 +71,6 @@ class StalenessPolicy:
         limit = self.max_staleness
         return limit is not None and group.oldest is not None and version - group.oldest > limit
 
-    def select(
-        self, groups: Sequence[PromptGroup], version: int, held: Collection[str] = ()
-    ) -> list[PromptGroup] | None:
-        """The groups of the next step, or None: wait. Arguments as of `early`."""
-        chosen = self.early(groups, version, held)
-        return chosen if len(chosen) == self.batch else None
-
     def early(
         self, groups: Sequence[PromptGroup], version: int, held: Collection[str] = ()
     ) -> list[PromptGroup]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from rollbook.cli.options import AsJson, AsOf, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.train.checkpoints.export import ExportedModel
 
 
 class ExportFormat(StrEnum):
@@ -61,16 +64,23 @@ def trajectories(
     run_export(store, to, format.value, as_of, run, None if split == "all" else split, json)
 
 
+NewFolder = Annotated[
+    Path, typer.Option("--to", "-o", help="Folder to make; one that is there must be empty.")
+]
+Version = Annotated[
+    int | None, typer.Option(min=0, help="Policy version; default: the newest that has a checkpoint.")
+]
+OfRun = Annotated[str | None, typer.Option("--run", help="Run, where several have checkpoints.")]
+OfPolicy = Annotated[str, typer.Option(help="Which line of weights.")]
+
+
 @export_app.command("model")
 def model(
     store: StoreOption,
-    to: Annotated[Path, typer.Option("--to", "-o", help="Folder to make; one that is there must be empty.")],
-    version: Annotated[
-        int | None,
-        typer.Option(min=0, help="Policy version; default: the newest that has a checkpoint."),
-    ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Run, where several have checkpoints.")] = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    to: NewFolder,
+    version: Version = None,
+    run: OfRun = None,
+    policy: OfPolicy = "actor",
     json: AsJson = False,
 ) -> None:
     """Write a trained version as a Hugging Face model directory: config, tokenizer, safetensors.
@@ -85,13 +95,10 @@ def model(
 @export_app.command("adapter")
 def adapter(
     store: StoreOption,
-    to: Annotated[Path, typer.Option("--to", "-o", help="Folder to make; one that is there must be empty.")],
-    version: Annotated[
-        int | None,
-        typer.Option(min=0, help="Policy version; default: the newest that has a checkpoint."),
-    ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Run, where several have checkpoints.")] = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    to: NewFolder,
+    version: Version = None,
+    run: OfRun = None,
+    policy: OfPolicy = "actor",
     json: AsJson = False,
 ) -> None:
     """Write the factors of a training with [lora] as an adapter for PEFT, vLLM or SGLang.
@@ -126,43 +133,38 @@ def run_export_model(
     store: Path, out: Path, version: int | None, run: str | None, policy: str, as_json: bool
 ) -> None:
     """Export a model, and print what it is."""
-    from dataclasses import asdict
-
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import print_json, say
     from rollbook.store.open import open_store
     from rollbook.train.checkpoints.export import export_model
 
     log = open_store(store)
     with of_run(log, run):
         done = export_model(log, out, version, run, policy)
-    if as_json:
-        print_json(asdict(done))
-        return
-    say(
-        f"wrote {out}: version {done.policy_version} of policy {done.policy}, run {done.run} "
-        f"({done.bytes / 2**20:.1f} MiB); its weights are those that the log names"
-    )
+    size = f"({done.bytes / 2**20:.1f} MiB)"
+    _say(done, "", f"{size}; its weights are those that the log names", as_json=as_json)
 
 
 def run_export_adapter(
     store: Path, out: Path, version: int | None, run: str | None, policy: str, as_json: bool
 ) -> None:
     """Export an adapter, and print what it is."""
-    from dataclasses import asdict
-
     from rollbook.cli.runs import of_run
-    from rollbook.cli.terminal import print_json, say
     from rollbook.store.open import open_store
     from rollbook.train.checkpoints.export import export_adapter
 
     log = open_store(store)
     with of_run(log, run):
         done = export_adapter(log, out, version, run, policy)
+    _say(done, "the adapter of ", f"({done.bytes / 2**20:.2f} MiB)", as_json=as_json)
+
+
+def _say(done: ExportedModel, what: str, end: str, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from rollbook.cli.terminal import print_json, say
+
     if as_json:
         print_json(asdict(done))
         return
-    say(
-        f"wrote {out}: the adapter of version {done.policy_version} of policy {done.policy}, run {done.run} "
-        f"({done.bytes / 2**20:.2f} MiB)"
-    )
+    version = f"version {done.policy_version} of policy {done.policy}, run {done.run}"
+    say(f"wrote {done.to}: {what}{version} {end}")
