@@ -81,6 +81,7 @@ def test_every_key_that_changes_numbers_is_there(page: str) -> None:
         "epochs",
         "mini_batches",
         "reference_version",
+        "ref_update_interval",
         "batch_size",
         "pairs",
     }

@@ -170,6 +170,12 @@ class Algorithm(Table):
         return None
 
     @property
+    def reference_interval(self) -> int | None:
+        """Optimizer steps after which the policy's newest version takes the reference's place; None: the
+        reference stays."""
+        return None
+
+    @property
     def counts_rejected(self) -> bool:
         """Whether tokens of weight 0 count in the normalizer's denominator, and in the other terms of the
         loss."""

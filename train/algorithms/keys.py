@@ -182,6 +182,9 @@ class PolicyGradientKeys(Algorithm):
     reference_version: Annotated[int, Field(ge=0)] = 0
     """The policy version that is the reference, of which there must be a checkpoint: 0 is the model that the
     run starts from."""
+    ref_update_interval: Positive | None = None
+    """Optimizer steps after which the policy's newest version takes the reference's place, again and again,
+    each time at the end of a rollout batch; absent: the reference stays."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy of a token's distribution, which is subtracted from its loss."""
     normalizer: Normalization = "token_mean"
@@ -204,6 +207,8 @@ class PolicyGradientKeys(Algorithm):
             raise ValueError(f"reward_clip {list(self.reward_clip)}: write the lower bound first")
         if self.kl_target is not None and not (self.kl or self.reward_kl):
             raise ValueError("kl_target is what kl or reward_kl adapts to: set one of them above 0")
+        if self.ref_update_interval is not None and "reference" not in self.needs:
+            raise ValueError("ref_update_interval is of the reference: set kl or reward_kl above 0")
         if self.group_size == 1 and (self.baseline != "none" or self.deviation != "none"):
             raise ValueError(
                 'group_size 1 leaves nothing to compare: set baseline = "none" and deviation = "none"'

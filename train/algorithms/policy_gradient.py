@@ -95,6 +95,11 @@ class GroupPolicyGradient(PolicyGradientKeys):
         return self.reference_version if "reference" in self.needs else None
 
     @property
+    def reference_interval(self) -> int | None:
+        """Its key's."""
+        return self.ref_update_interval
+
+    @property
     def counts_rejected(self) -> bool:
         """As its key says."""
         return self.count_rejected
@@ -166,8 +171,9 @@ class GroupPolicyGradient(PolicyGradientKeys):
 
     @property
     def adapts(self) -> bool:
-        """KL coefficients and the moments of rewards may."""
-        return self.kl_target is not None or self.reward_normalization == "running"
+        """KL coefficients, the moments of rewards and the reference may."""
+        follows = self.kl_target is not None or self.reward_normalization == "running"
+        return follows or self.ref_update_interval is not None
 
     def after(self, metrics: Json) -> GroupPolicyGradient:
         """With the KL coefficients and the reward's moments that follow from a step."""

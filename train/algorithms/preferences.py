@@ -78,6 +78,9 @@ class Dpo(Pairs):
     reference_version: Annotated[int, Field(ge=0)] = 0
     """The policy version that is the reference, of which there must be a checkpoint: 0 is the model that the
     run starts from."""
+    ref_update_interval: Positive | None = None
+    """Optimizer steps after which the policy's newest version takes the reference's place, again and again,
+    each time at the end of a rollout batch; absent: the reference stays."""
 
     @model_validator(mode="after")
     def _smoothed(self) -> Dpo:
@@ -94,6 +97,16 @@ class Dpo(Pairs):
     def reference(self) -> int | None:
         """Its key's."""
         return self.reference_version
+
+    @property
+    def reference_interval(self) -> int | None:
+        """Its key's."""
+        return self.ref_update_interval
+
+    @property
+    def adapts(self) -> bool:
+        """The reference may."""
+        return self.ref_update_interval is not None
 
     def loss(self, inputs: LossInputs) -> torch.Tensor:
         """The loss of a pair, in equal shares on the trained tokens of both its samples, [B, T - 1]."""

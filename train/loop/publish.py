@@ -36,6 +36,7 @@ from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
 from rollbook.train.config.config import DTYPES, TrainConfig
 from rollbook.train.config.lora import LoraTraining
+from rollbook.train.loop.reference import reference_line
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
@@ -301,6 +302,16 @@ class Publisher:
         self.write(record, published)
         self._history.checkpoints.append(record)
         note_checkpoint(self._log.path, self._config.run, record)
+
+    def renew_reference(self, version: int, before: int | None) -> None:
+        """Record that a version, of which there is a checkpoint, is the policy's reference from here on.
+
+        Args:
+            before: the version that was.
+        """
+        record = [c for c in self._history.checkpoints if c.policy_version == version][-1]
+        line = reference_line(self._config.policy)
+        self.write(PolicyPublished(line, version, before, record.path, record.weights_digest))
 
     # Engines ----------------------------------------------------------------------------------
 

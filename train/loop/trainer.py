@@ -10,7 +10,7 @@ from typing import Any
 
 from rollbook.store import Store, format_cut
 from rollbook.store.digest import digest_json
-from rollbook.store.errors import AllRejectedError, NotFiniteError
+from rollbook.store.errors import NotFiniteError
 from rollbook.store.events import (
     Json,
     Record,
@@ -33,13 +33,13 @@ from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished, without
 from rollbook.train.loop.device_turns import DeviceTurns
 from rollbook.train.loop.experiences import oldest_of
 from rollbook.train.loop.publish import Publisher
+from rollbook.train.loop.reference import steps_since
 from rollbook.train.loop.restore import adapted, fingerprint_of, restored
 from rollbook.train.loop.spent import Spent
 from rollbook.train.loop.step import run_step, step_seed
+from rollbook.train.loop.step_drops import Skipped, StepDrops, drop_records
 from rollbook.train.megatron.ranks import Ranks
 
-SKIPS_IN_A_ROW = 8
-"""Most batches in a row that may be skipped, not finite or all rejected: more are not caused by samples."""
 LOOK_S = 2.0
 """Seconds between checks of engines while the trainer waits for samples."""
 
@@ -87,14 +87,11 @@ class Trainer:
         self.step = history.next_step
         self.done = len(history.of_family(family))
         self._algorithm = adapted(config.algorithm, history.of_family(family))
+        self._since_reference = steps_since(self._algorithm, history.of_family(family))
+        """Committed steps since the version that is the reference."""
         self._batch = unfinished(log, history, self._phase, config)
         self._served = self._served_before = self.version
-        self._held_back: list[Drop] = []
-        """Drops of steps that were skipped, until a plan follows."""
-        self._recorded_drops: list[Drop] = []
-        """Drops that were written with the attempt that is the next one to plan."""
-        self.skipped = 0
-        """How many steps in a row were skipped."""
+        self._drops = StepDrops()
         self._taken = 0
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
@@ -103,6 +100,7 @@ class Trainer:
         """The fingerprint of what its steps run in."""
         if made.base.record.policy_version == self.version:
             self._publisher.restored(self.version)
+        self._renew_reference()
 
     def write(self, *records: Record) -> None:
         """Append records together and wait until they are durable."""
@@ -118,6 +116,11 @@ class Trainer:
     def phase(self) -> str:
         """The phase that its steps belong to."""
         return self._phase
+
+    @property
+    def skipped(self) -> int:
+        """How many steps in a row were skipped."""
+        return self._drops.skipped
 
     @property
     def in_batch(self) -> bool:
@@ -174,8 +177,7 @@ class Trainer:
         assert in_hand is not None
         samples = [in_hand.samples[i] for i in in_hand.parts[in_hand.next]]
         plan = self._plan(samples, in_hand)
-        self._recorded_drops += (fresh := [*self._held_back, *in_hand.drops])
-        in_hand.drops = []
+        fresh, in_hand.drops = self._drops.to_record(in_hand.drops), []
         self.write(*self._drop_records(fresh), plan)
         in_hand.next += 1
         try:
@@ -184,21 +186,23 @@ class Trainer:
             result = run_step(self.policy, plan, batch, critic=self.critic)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
-            if not isinstance(error, NotFiniteError | AllRejectedError) or not self._skips(error):
+            if not isinstance(error, Skipped) or not self._drops.may_skip(error, self._config.on_not_finite):
                 raise
             bad = error.sample if isinstance(error, NotFiniteError) and in_hand.next == 1 else None
             left = without(in_hand, bad, self._config) if self._config.on_not_finite == "retake" else None
-            self._hold_back([s for s in samples if left is None or s not in left.samples], error)
+            self._history.attempts[self.step] = plan.attempt
+            self._drops.hold_back([s for s in samples if left is None or s not in left.samples], error)
             self._batch = left or in_hand
             self._end_batch()
             return None
-        self._recorded_drops, self._held_back, self.skipped = [], [], 0
+        self._drops.committed()
         self.version += 1
         found = result.metrics | self._spent.metrics(counted)
         outcome = StepOutcome(self.step, self.version, found, len(fresh))
         self.write(StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, found))
         self.step, self.done = self.step + 1, self.done + 1
         self._algorithm = self._algorithm.after(result.metrics)
+        self._since_reference += 1
         in_hand.committed += 1
         self._taken = in_hand.committed
         self._end_batch()
@@ -209,51 +213,17 @@ class Trainer:
         if self._batch is not None and self._batch.next == len(self._batch.parts):
             self._batch = None
 
-    def _skips(self, error: NotFiniteError | AllRejectedError) -> bool:
-        """Whether the step's samples are to be dropped. Not possible if the weights were updated already."""
-        may = isinstance(error, AllRejectedError) or (
-            self._config.on_not_finite != "stop" and error.stage != "weights"
-        )
-        return may and self.skipped < SKIPS_IN_A_ROW
-
-    def _hold_back(self, samples: list[Sample], error: NotFiniteError | AllRejectedError) -> None:
-        """Keep the step's drops, and its samples as drops, for the next plan; they count once a step
-        commits."""
-        self._history.attempts[self.step] = self._attempt
-        self.skipped += 1
-        rule, detail = "all_rejected", {"error": str(error).partition(": the step is")[0]}
-        if isinstance(error, NotFiniteError):
-            rule = "not_finite"
-            detail = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
-        one_each = {sample.leaf_turn_id: sample for sample in samples}
-        self._held_back, self._recorded_drops = self._recorded_drops, []
-        self._held_back += [Drop(sample, rule, detail) for sample in one_each.values()]
-
-    def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
-        recipe = digest_json(self._config.recipe.model_dump(mode="json"))
-        return [
-            SampleDropped(
-                d.sample.trajectory_id,
-                d.sample.leaf_turn_id,
-                d.rule,
-                recipe,
-                self.step,
-                d.detail,
-                self._attempt,
-            )
-            for d in drops
-        ]
-
     @property
     def _attempt(self) -> int:
         return self._history.attempts.get(self.step, 0) + 1
 
     def note_drops(self, drops: list[Drop]) -> None:
         """Record drops without a following step, if the remaining samples do not fill one."""
-        drops, self._held_back = [*self._held_back, *drops], []
-        self._recorded_drops += drops
-        if drops:
-            self.write(*self._drop_records(drops))
+        if fresh := self._drops.to_record(drops):
+            self.write(*self._drop_records(fresh))
+
+    def _drop_records(self, drops: list[Drop]) -> list[SampleDropped]:
+        return drop_records(drops, self._config.recipe.model_dump(mode="json"), self.step, self._attempt)
 
     def _plan(self, samples: list[Sample], in_hand: BatchInHand) -> StepPlanned:
         config = self._config
@@ -274,7 +244,7 @@ class Trainer:
             optimizer=config.optimizer.model_dump(mode="json"),
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
-            input_digests=self._experiences.input_digests(config.algorithm, seed),
+            input_digests=self._experiences.input_digests(self._algorithm, seed),
             environment=self.environment,
             rollout_batch=in_hand.described(self._divide),
             critic=self._critic_plan(),
@@ -325,17 +295,35 @@ class Trainer:
             self.version,
             self._like,
             self._phase,
-            checkpoint=last or self._due(config.checkpoint_every),
+            checkpoint=last or self._renews_reference or self._due(config.checkpoint_every),
             sync=sync,
             critic=self.critic,
             before_cache=self._turns.offload,
             overlap=config.sync is not None and config.sync.overlap and not last,
         )
+        self._renew_reference()
         self._spent.published(begun)
 
     def _due(self, every: int) -> bool:
         """Whether the steps on the last rollout batch reached or passed a multiple of `every`."""
         return self.done // every > (self.done - self._taken) // every
+
+    @property
+    def _renews_reference(self) -> bool:
+        """Whether the newest version is to be the reference of the steps to come."""
+        interval = self._algorithm.reference_interval
+        comes = self.done < self._config.steps and not self.in_batch
+        return interval is not None and comes and self._since_reference >= interval
+
+    def _renew_reference(self) -> None:
+        """Make the newest version the reference, if it is time."""
+        if not self._renews_reference:
+            return
+        if not self._publisher.has_checkpoint(self.version):  # a training was killed before it was written
+            self.ensure_checkpoint()
+        self._publisher.renew_reference(self.version, self._algorithm.reference)
+        self._algorithm = self._algorithm.model_copy(update={"reference_version": self.version})
+        self._since_reference = 0
 
     def ensure_checkpoint(self) -> None:
         """Write a checkpoint of this version, unless there is one."""
