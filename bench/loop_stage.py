@@ -98,11 +98,11 @@ def _toml(value: bool) -> str:
     return str(value).lower()
 
 
-def write_model(folder: Path) -> Path:
-    """A tiny Qwen3 with its tokenizer; what all loops start from."""
+def write_model(folder: Path, width: int = 96, layers: int = 2) -> Path:
+    """A tiny Qwen3 with its tokenizer; what a loop starts from."""
     from rollbook.demo.model import make_model
 
-    make_model(folder, seed=0)
+    make_model(folder, seed=0, width=width, layers=layers)
     return folder
 
 

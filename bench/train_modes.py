@@ -1,7 +1,8 @@
 """How fast the loop of agents, engine and trainer goes in each mode of running them.
 
 Agents with long-tailed latencies, the real `rollbook serve` and `rollbook train`, a scripted SGLang. The
-algorithm scores each rollout batch with the trainer's and a reference's weights before it trains on it.
+algorithm scores each rollout batch with the trainer's and a reference's weights before it trains on it. The
+model is so large that this takes about as long as the agents do: only what takes time can be overlapped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from rollbook.store.events import StepCommitted
 COLOCATE, HYBRID, ASYNC, OVERLAP = "colocate", "hybrid", "async", "async, overlapped syncs"
 SCORED = 'kl = 0.01\nold = "trainer"\n'
 AGENTS, WARM_UP, RUN_S = 16, 2, 120.0
+WIDTH, LAYERS = 264, 6
+"""Of the model: 4 million parameters."""
 _SETTING = Setting(ASYNC, 1, steps=10, algorithm=SCORED)
 MODES: Mapping[str, Setting] = {
     COLOCATE: replace(_SETTING, name=COLOCATE, mode=COLOCATE),
@@ -45,7 +48,7 @@ def run_modes(folder: Path, rounds: int, on_round: Callable[[], None]) -> Laps:
     Raises:
         BenchError: a process failed.
     """
-    model = write_model(folder / "modes-model")
+    model = write_model(folder / "modes-model", WIDTH, LAYERS)
     found: dict[str, list[float]] = {name: [] for name in MODES}
     for number in range(rounds):
         for place, name in enumerate(order(list(MODES), number)):

@@ -39,11 +39,12 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_model(folder: Path, seed: int, calls: int = 1) -> None:
+def make_model(folder: Path, seed: int, calls: int = 1, width: int = 96, layers: int = 2) -> None:
     """Write a model directory: config, random float32 weights, tokenizer and chat template.
 
     Args:
         calls: that the problems take whose words the tokenizer knows.
+        width: of its hidden states, a multiple of 24.
     """
     import torch
     from transformers import (
@@ -66,12 +67,12 @@ def make_model(folder: Path, seed: int, calls: int = 1) -> None:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=96,
-        num_hidden_layers=2,
-        intermediate_size=256,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        intermediate_size=8 * width // 3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=width // 4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         rope_theta=1e4,
