@@ -199,6 +199,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(**held, adapter=adapter)
 
 
+def weights_named(path: Path, digest: str) -> Tensors:
+    """The weights of a checkpoint.
+
+    Args:
+        digest: of them, as the log has it.
+
+    Raises:
+        ModelError: files are missing or damaged, or the log names others.
+    """
+    weights = read_checkpoint(path).weights
+    if digest_tensors(weights) != digest:
+        raise ModelError(f"{path}: its weights are not those the log names")
+    return weights
+
+
 def _damage(tensors: Tensors, recorded: Any) -> str:
     """Which tensors differ from their digests in the manifest, for an error message."""
     if not isinstance(recorded, dict):

@@ -201,6 +201,10 @@ class TrainConfig(Table):
     num_iters_per_train_update: Positive = 4
     """With mode = "hybrid": parts in which a rollout batch is scored, with the weights of its first step. The
     update is one, over all of it."""
+    reference_apart: bool = False
+    """With mode = "async" or "hybrid": the reference is a process of its own, which computes while the policy
+    does, one copy of the model on as many ranks as that takes; else other weights are put in the policy's
+    place for its passes. The bits are the same."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """With --source tail: end the training after this long without a full batch."""
     algorithm: AnyAlgorithm
@@ -256,6 +260,25 @@ class TrainConfig(Table):
         if self.algorithm.algorithm_name in ALGORITHMS:  # one of the user's own may measure what it likes
             known = {column.name for column in RECORDED}
             check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
+        return self
+
+    @model_validator(mode="after")
+    def _reference_fits(self) -> TrainConfig:
+        if not self.reference_apart:
+            return self
+        if self.algorithm.reference is None:
+            name = self.algorithm.algorithm_name
+            raise ValueError(f"reference_apart: algorithm {name} asks for no reference; leave it out")
+        if self.mode == "colocate":
+            raise ValueError(
+                'reference_apart: with mode "colocate" training and engines take turns on the same devices: '
+                'leave it out, or take "async" or "hybrid"'
+            )
+        if self.parallel.expert > 1:
+            raise ValueError(
+                "reference_apart: it is one copy of the model, whose experts are not spread; with "
+                "parallel.expert above 1 leave it out"
+            )
         return self
 
     @model_validator(mode="after")

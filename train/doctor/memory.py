@@ -69,7 +69,7 @@ def need_of(config: TrainConfig, shape: ModelShape, longest: int, ranks: int) ->
         getattr(torch, config.dtype),
         recompute=config.recompute,
         critic="values" in needs,
-        reference="reference" in needs,
+        reference="reference" in needs and not config.reference_apart,
         sharing=sizes.copies(ranks) if sizes.distributed_optimizer else 1,
         lora=config.lora,
     )

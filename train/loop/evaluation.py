@@ -21,7 +21,7 @@ from rollbook.train.data.held_out import HeldOutReward, HeldOutSamples, held_out
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
-from rollbook.train.loop.scoring import References, score
+from rollbook.train.loop.scoring import score
 from rollbook.train.loop.step import loss_inputs
 from rollbook.train.loop.trainer import Trainer
 
@@ -130,11 +130,10 @@ class Evaluation:
         """The reference's logprobs of a micro-batch, where the algorithm asks for them."""
         if self._config.algorithm.reference is None:
             return None
-        references = References(self._log, self._history)
-        masks = trained_masks(samples)
+        masks, references = trained_masks(samples), self._trainer.references
         policy, algorithm = self._trainer.policy, self._config.algorithm
         of = score(policy, algorithm, samples, masks, _whole(samples), references, packed=self._config.packed)
-        return of.reference_logprobs
+        return of().reference_logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from rollbook.train.data.batch import Batch, Partition, build_batch
 from rollbook.train.data.experience import (
     Bools,
     Experience,
-    Scores,
     age_weights,
     experience_of,
     trained_masks,
@@ -25,7 +24,14 @@ from rollbook.train.data.experience import (
 from rollbook.train.data.others import others_of
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import critic_inputs
-from rollbook.train.loop.scoring import References, joined_partition, joined_scores, part_of, score
+from rollbook.train.loop.scoring import (
+    Pending,
+    References,
+    joined_partition,
+    joined_scores,
+    part_of,
+    score,
+)
 from rollbook.train.loop.step import input_digests
 from rollbook.train.megatron.policy import Policy
 
@@ -112,7 +118,8 @@ class Experiences:
         masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
         ahead, self._ahead = self._ahead, []
         with timed("scoring"):
-            scores = joined_scores([part.scores for part in ahead] or self._scored(plan, ordered, masks))
+            pending = [part.scores for part in ahead] or self._scored(plan, ordered, masks)
+            scores = joined_scores([part() for part in pending])
         aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
         others = others_of(ordered, plan.others)
         self._held = experience_of(ordered, algorithm, scores, masks, aged, others)
@@ -120,7 +127,7 @@ class Experiences:
         for place, ref in enumerate(all_samples(plan)):
             self._places.setdefault(ref["turn_id"], []).append(place)
 
-    def _scored(self, plan: StepPlanned, samples: Sequence[Sample], masks: Sequence[Bools]) -> list[Scores]:
+    def _scored(self, plan: StepPlanned, samples: Sequence[Sample], masks: Sequence[Bools]) -> list[Pending]:
         """The scores of a rollout batch, in the parts that its manifest names."""
         algorithm, batch = recorded_algorithm(plan.algorithm), plan.rollout_batch or {}
         parts = batch.get("partition", plan.partition)
@@ -146,7 +153,7 @@ class _Scored:
 
     leaves: list[str]
     parts: Partition
-    scores: Scores
+    scores: Pending
 
 
 def oldest_of(recipe: Json, version: int) -> int | None:

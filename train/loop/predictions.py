@@ -14,6 +14,11 @@ ROWS = 512
 """Distributions whose entropy is computed at once, which bounds the memory."""
 
 
+def logprobs_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Log-probability of each token that came, [B, T - 1]. Other processes are sent it."""
+    return Predictions(logits, micro).logprobs()
+
+
 class Predictions:
     """The distributions that the tokens of a micro-batch are drawn from, by the policy.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollbook.store import Store
-from rollbook.store.errors import ReplayError, TrainError
+from rollbook.store.errors import ConfigError, ReplayError, TrainError
 from rollbook.store.events import Json
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.algorithm import Algorithm
@@ -17,6 +17,7 @@ from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole
 from rollbook.train.loop.critic import restored_critic
 from rollbook.train.loop.environment import differences, fingerprint
 from rollbook.train.loop.experiences import Experiences
+from rollbook.train.loop.reference_process import ReferenceProcess
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
 from rollbook.train.megatron.model import Build, choose_device, set_deterministic
@@ -30,6 +31,7 @@ class Restored:
 
     Attributes:
         base: the checkpoint that it was restored from.
+        references: weights of earlier versions, and the process of the reference, if it has one.
         lora: the training of low-rank factors, if it is one.
     """
 
@@ -37,6 +39,7 @@ class Restored:
     policy: Policy
     critic: Policy | None
     experiences: Experiences
+    references: References
     lora: LoraTraining | None
 
 
@@ -56,8 +59,25 @@ def restored(
     Raises:
         ModelError: no checkpoint is whole, or the model cannot be spread so.
         TrainError: steps that run again here differ, or one of them cannot be run.
+        ConfigError: the reference cannot have a process of its own here.
     """
-    whole = nearest_whole(log, history, phase, warn)
+    whole, references = nearest_whole(log, history, phase, warn), References(log, history)
+    try:
+        return _restored(config, log, history, phase, ranks, whole, references)
+    except BaseException:
+        references.close()
+        raise
+
+
+def _restored(
+    config: TrainConfig,
+    log: Store,
+    history: History,
+    phase: str,
+    ranks: Ranks,
+    whole: WholeCheckpoint,
+    references: References,
+) -> Restored:
     goes_on = whole.record.phase == phase and whole.held.optimizer is not None
     how = Build(
         config.steps,
@@ -67,18 +87,35 @@ def restored(
         config.dtype,
         recompute=config.recompute,
     )
+    if config.reference_apart:
+        references.apart = _apart(config, whole, how, ranks)
     policy = ranks.policy("actor", whole.shape, config.optimizer, replace(how, lora=config.lora))
     critic = None
     if "values" in config.algorithm.needs:
         wanted = config.critic or CriticConfig()
         critic = restored_critic(ranks, whole.shape, wanted, whole.held, how, goes_on=goes_on)
-    references, lora = References(log, history), _lora(config, whole, goes_on=goes_on)
+    lora = _lora(config, whole, goes_on=goes_on)
     put_in_place(policy, whole.held, lora, references, goes_on=goes_on)
     check_exact(policy, whole.record, config)
-    found = Restored(whole, policy, critic, Experiences(policy, references, critic), lora)
+    found = Restored(whole, policy, critic, Experiences(policy, references, critic), references, lora)
     _run_again(config, log, found, history.between(whole.record, history.next_step), ranks)
     set_deterministic(config.threads)
     return found
+
+
+def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks) -> ReferenceProcess:
+    """The reference in a process of its own, which starts while the policy is restored.
+
+    Raises:
+        ConfigError: ranks were started by others, or leave it no GPU.
+    """
+    if not ranks.on_this_host:
+        raise ConfigError(
+            "reference_apart goes with ranks that this command starts on its own host: leave it out, and the "
+            "reference's weights take turns with the policy's"
+        )
+    own = replace(how, recompute=False, trains=False)
+    return ReferenceProcess(whole.shape, own, ranks.parallel, ranks.count)
 
 
 def fingerprint_of(config: TrainConfig, ranks: Ranks) -> Json:

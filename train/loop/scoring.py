@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors
+from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.store import Store
-from rollbook.store.errors import ModelError, TrainError
+from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.rollouts import Singles
-from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.checkpoints.checkpoint import weights_named
 from rollbook.train.data.batch import (
     MicroBatch,
     Partition,
@@ -28,7 +28,8 @@ from rollbook.train.data.batch import (
 from rollbook.train.data.experience import Bools, Scores
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import token_scores
-from rollbook.train.loop.predictions import Predictions
+from rollbook.train.loop.predictions import logprobs_of
+from rollbook.train.loop.reference_process import ReferenceProcess
 from rollbook.train.loop.reward_scores import sample_scores
 from rollbook.train.megatron.policy import Policy, Read
 
@@ -38,10 +39,15 @@ REFERENCE = "algorithm.reference_version"
 @dataclass(slots=True)
 class References:
     """Weights of a policy's earlier versions, read when they are first asked for, of which the last is
-    kept."""
+    kept.
+
+    Attributes:
+        apart: the process that the reference's forward passes run in; None: that of the policy.
+    """
 
     log: Store
     history: History
+    apart: ReferenceProcess | None = None
     _held: tuple[int, Tensors] | None = field(default=None)
 
     def weights(self, version: int) -> Tensors:
@@ -84,11 +90,35 @@ class References:
             ModelError: it is damaged.
         """
         record = self._record(version, what)
-        path = place_inside(self.log.path, record.path)
-        weights = read_checkpoint(path).weights
-        if digest_tensors(weights) != record.weights_digest:
-            raise ModelError(f"{path}: its weights are not those the log names")
-        return weights
+        return weights_named(place_inside(self.log.path, record.path), record.weights_digest)
+
+    def logprobs(
+        self, policy: Policy, version: int, micro_batches: Sequence[MicroBatch], parts: Partition
+    ) -> Callable[[], list[torch.Tensor]]:
+        """What gives the reference's logprobs of micro-batches, each [B, T - 1], once they are asked for.
+
+        Args:
+            policy: in whose place the reference's weights are put, unless it is apart.
+
+        Raises:
+            TrainError, ModelError: as `read`; what is given may raise `ModelError` and `RankError`.
+        """
+        if self.apart is not None:
+            record = self._record(version, REFERENCE)
+            path = place_inside(self.log.path, record.path)
+            return self.apart.logprobs(path, record.weights_digest, micro_batches)
+        with policy.using(self.weights(version)):
+            found = policy.forward(micro_batches, logprobs_of, shares_of(parts))
+        return lambda: found
+
+    def close(self) -> None:
+        """End the process of the reference, if it has one."""
+        if self.apart is not None:
+            self.apart.close()
+
+
+Pending = Callable[[], Scores]
+"""Gives scores, of which some may still be computed."""
 
 
 def score(
@@ -101,7 +131,7 @@ def score(
     critic: Policy | None = None,
     *,
     packed: bool,
-) -> Scores:
+) -> Pending:
     """What the algorithm needs of models: of the weights in place, of the reference policy, and of the
     critic.
 
@@ -113,12 +143,11 @@ def score(
         collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed)
         for part in micro_batches_of(parts)
     )
-    old = reference = values = None
+    old = pending = values = None
+    if algorithm.reference is not None:  # first, so that one apart computes while these do
+        pending = references.logprobs(policy, algorithm.reference, micro_batches, parts)
     if "old" in algorithm.needs:
-        old = _joined(policy, micro_batches, parts, _logprobs)
-    if algorithm.reference is not None:
-        with policy.using(references.weights(algorithm.reference)):
-            reference = _joined(policy, micro_batches, parts, _logprobs)
+        old = _joined(policy, micro_batches, parts, logprobs_of)
     if "values" in algorithm.needs:
         assert critic is not None
         values = _joined(critic, micro_batches, parts, token_scores)
@@ -126,7 +155,12 @@ def score(
     if "batch_score" in algorithm.needs:
         given = policy.forward(micro_batches, sample_scores, shares_of(parts))
         mean = float(torch.cat(given)[:, 0].double().mean())
-    return Scores(old, reference, values, mean)
+
+    def whole() -> Scores:
+        reference = None if pending is None else _in_order(micro_batches, parts, pending())
+        return Scores(old, reference, values, mean)
+
+    return whole
 
 
 def part_of(parts: Partition, start: int, end: int) -> Partition:
@@ -164,12 +198,11 @@ def _joined(
     policy: Policy, micro_batches: tuple[MicroBatch, ...], parts: Partition, read: Read[torch.Tensor]
 ) -> Singles:
     """What is read of the trained tokens of all samples, in their order, float32 [P]."""
+    return _in_order(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))
+
+
+def _in_order(micro_batches: Sequence[MicroBatch], parts: Partition, read: Sequence[torch.Tensor]) -> Singles:
     found: dict[int, Singles] = {}
-    read_of = policy.forward(micro_batches, read, shares_of(parts))
-    for micro, part, values in zip(micro_batches, micro_batches_of(parts), read_of, strict=True):
+    for micro, part, values in zip(micro_batches, micro_batches_of(parts), read, strict=True):
         found |= zip(part, token_values(micro, values.cpu().numpy()), strict=True)
     return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
-
-
-def _logprobs(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    return Predictions(logits, micro).logprobs()

@@ -81,6 +81,8 @@ class Trainer:
         made = restored(config, log, history, self._phase, ranks, warn)
         self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
         self._like, self._lora = made.base.path, made.lora
+        self.references = made.references
+        """Weights of its earlier versions."""
         self._publisher.lora = made.lora
         self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
@@ -375,5 +377,6 @@ class Trainer:
             self._looked = time.monotonic()
 
     def close(self) -> None:
-        """Close connections."""
+        """Close connections, and end the process of the reference."""
+        self.references.close()
         self._publisher.close()

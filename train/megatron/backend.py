@@ -44,7 +44,9 @@ class TrainablePolicy:
     def __init__(self, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> None:
         self.shape = shape
         self._parts: MegatronParts = build(shape, optimizer, how)
-        self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
+        self._schedule: Any = None  # of a policy that is not trained
+        if how.trains:
+            self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
         self._wanted = optimizer
         self._stepped = stepped_of(self._parts.module, self._parts.optimizers)
         self.lora = how.lora

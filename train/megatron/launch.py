@@ -64,15 +64,21 @@ class Follower:
     Args:
         address: host and port of the store at which all ranks meet.
         environment: of the process, all of it; None: that of this one.
+        program: words of the interpreter, before its own; None: those of a rank.
     """
 
     def __init__(
-        self, address: tuple[str, int], rank: int, count: int, environment: Mapping[str, str] | None = None
+        self,
+        address: tuple[str, int],
+        rank: int,
+        count: int,
+        environment: Mapping[str, str] | None = None,
+        program: tuple[str, ...] | None = None,
     ) -> None:
         words = [str(word) for word in (*address, rank, count, os.getpid())]
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
-            [sys.executable, *FOLLOW, *words],
+            [sys.executable, *(program or FOLLOW), *words],
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._said,

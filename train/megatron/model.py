@@ -48,6 +48,7 @@ class Build:
         sequence: whether ranks that share each tensor share the tokens, too.
         distributed_optimizer: whether data-parallel copies share the optimizer's state.
         lora: the low-rank factors that are trained in place of its weights; None: these are.
+        trains: whether it is trained; else it has neither gradients nor an optimizer.
     """
 
     steps: int
@@ -59,6 +60,7 @@ class Build:
     sequence: bool = False
     distributed_optimizer: bool = False
     lora: LoraConfig | None = None
+    trains: bool = True
 
     @property
     def type(self) -> torch.dtype:
@@ -69,8 +71,9 @@ class Build:
 
 @dataclass(slots=True)
 class MegatronParts:
-    """A rank's part of a model in training: the bare module, its data-parallel wrapper, the optimizer; where
-    it stands, what its output layer computes, and its low-rank factors, if it is trained by them."""
+    """A rank's part of a model: the bare module, its data-parallel wrapper and the optimizer, if it is in
+    training; where it stands, what its output layer computes, and its low-rank factors, if it is trained by
+    them."""
 
     module: Any
     wrapped: Any
@@ -83,6 +86,8 @@ class MegatronParts:
     @property
     def optimizers(self) -> list[Any]:
         """Megatron's: one, and where experts are spread over ranks one for them."""
+        if self.optimizer is None:
+            return []
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
 
@@ -154,7 +159,10 @@ def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Megatron
         from rollbook.train.megatron.adapter import adapt
 
         adapters = adapt(module, shape, how.lora, layout)
-    parts = _wrap(module.to(how.device), layout, optimizer, how)
+    module = module.to(how.device)
+    if not how.trains:
+        return MegatronParts(module, module, None, layout, how.device, _places(module, layout))
+    parts = _wrap(module, layout, optimizer, how)
     parts.adapters = adapters
     return parts
 
@@ -318,5 +326,8 @@ def _wrap(module: Any, layout: RankLayout, wanted: OptimizerConfig, how: Build) 
     if wanted.name == "muon":
         inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
         inner.optimizer = MuonBesideAdam(inner.optimizer, module, wanted)
-    places = OutputPlaces(getattr(module, "output_layer", None), sequence=layout.sequence)
-    return MegatronParts(module, wrapped, optimizer, layout, how.device, places)
+    return MegatronParts(module, wrapped, optimizer, layout, how.device, _places(module, layout))
+
+
+def _places(module: Any, layout: RankLayout) -> OutputPlaces:
+    return OutputPlaces(getattr(module, "output_layer", None), sequence=layout.sequence)

@@ -148,6 +148,8 @@ class Ranks:
         self._said, self._joined, self._parts = 0, False, dict[str, Part]()
         self._launched: Others | None = None
         self._store: Any = None
+        self.on_this_host = place is None and launch is launch_here
+        """Whether all ranks are processes of this host that this one starts."""
         if count == 1:
             return
         if place is None:
