@@ -1,5 +1,5 @@
-"""Writes tests/data/format-1-routing: steps of a training that replays routing, as the release that brought it
-does.
+"""Writes tests/data/format-1-routing: steps of a training that replays routing, as the release that brought
+it does.
 
     python tests/data/make_golden_routing.py
 

@@ -186,6 +186,10 @@ class TrainConfig(Table):
     recompute: bool = False
     """Keep the input of each layer alone, and compute its activations again in the backward pass: less
     memory, and about a third more time."""
+    routing_replay: bool = False
+    """Of a mixture of experts: send each token to the experts that its turn records (`rollbook serve
+    --routed-experts`), where it does, in the training pass and for the trainer's old logprobs. The router's
+    weights of these are still the trainer's own."""
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Warn if the engine's logprobs of tokens of the step's input version differ by more than this from the
     trainer's. Another order of summation causes about 1e-5 in float32; other weights cause 1 and more."""
@@ -246,6 +250,11 @@ class TrainConfig(Table):
             raise ValueError(
                 "[sync]: engines serve policies, and "
                 f"{self.algorithm.algorithm_name} trains a reward model: leave the table out"
+            )
+        if self.algorithm.head_width and self.routing_replay:
+            raise ValueError(
+                f"routing_replay: {self.algorithm.algorithm_name} trains a reward model, whose experts no "
+                "engine chose: leave it out"
             )
         steps = self.algorithm.demand.steps
         if self.steps % steps:
