@@ -25,15 +25,12 @@ from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
 from rollbook.train.data.numbering import numbered
-from rollbook.train.data.path_columns import PathColumns, Sums, path_columns
+from rollbook.train.data.path_columns import Bools, Ints, PathColumns, Sums, path_columns
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.data.routed_turns import Texts, misrouted_paths
 from rollbook.train.data.routing import Mixture
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 from rollbook.train.data.turn_order import in_turn_order
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.run, o.trajectory AS name, o."group",
@@ -315,13 +312,8 @@ def _references(
     misrouted: Texts,
 ) -> References:
     starts, path = paths.starts, paths.path
-    completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
-    sampled = paths.owned & _flags(turns, "delivered")[path]
-    trained = sampled & ~_flags(turns, "altered")[path]
-    length = completions[path]
-    of_sample = Sums(starts)
-    spoiled = (of_sample.sum(erased[path]) > 0) & (of_sample.sum(np.where(trained, length, 0)) > 0)
-    trained &= ~np.repeat(spoiled, np.diff(starts))
+    of_sample, length = Sums(starts), _numbers(turns, "completion_length")[path]
+    sampled, trained, spoiled = _with_loss(turns, paths)
     tokens = np.where(trained, length, 0)
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
     leaf, root = path[starts[1:] - 1], starts[:-1]
@@ -338,7 +330,7 @@ def _references(
         path=path,
         sampled=sampled,
         trained=trained,
-        length=_numbers(turns, "prompt_length")[leaf] + completions[leaf],
+        length=_numbers(turns, "prompt_length")[leaf] + _numbers(turns, "completion_length")[leaf],
         trained_tokens=of_sample.sum(tokens),
         unknown=of_sample.sum(tokens - known),
         oldest=np.where(own, oldest, NOWHERE),
@@ -356,6 +348,17 @@ def _references(
         misrouted=misrouted,
         turn_rewards=rewards,
     )
+
+
+def _with_loss(turns: pa.Table, paths: PathColumns) -> tuple[Bools, Bools, Bools]:
+    """Of each turn on each path whether the client had it, and whether it has loss; of each path whether its
+    loss was erased."""
+    of_sample, path = Sums(paths.starts), paths.path
+    sampled = paths.owned & _flags(turns, "delivered")[path]
+    trained = sampled & ~_flags(turns, "altered")[path]
+    lost = np.where(trained, _numbers(turns, "completion_length")[path], 0)
+    spoiled = (of_sample.sum(_flags(turns, "erased")[path]) > 0) & (of_sample.sum(lost) > 0)
+    return sampled, trained & ~np.repeat(spoiled, np.diff(paths.starts)), spoiled
 
 
 def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
