@@ -3,7 +3,7 @@ replay that. Pure, and without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class Recorded(Protocol):
     @property
     def turn_ends(self) -> tuple[int, ...]: ...
     @property
-    def routed(self) -> Mapping[str, Json]: ...
+    def routed(self) -> dict[str, Json]: ...
     @property
     def length(self) -> int: ...
 
@@ -51,11 +51,10 @@ def experts_of(path: Recorded, mixture: Mixture) -> ExpertIds:
         path: whose records fit the mixture.
     """
     found = np.full((path.length, mixture.layers, mixture.topk), FREE, np.int16)
-    for turn_id in reversed(path.turn_ids):
-        if stored := path.routed.get(turn_id):
-            start = min(stored["start"], path.length)
-            ids = unpack(stored)[: path.length - start]
-            found[start : start + len(ids)] = ids
+    for stored in reversed(path.routed.values()):
+        start = min(stored["start"], path.length)
+        ids = unpack(stored)[: path.length - start]
+        found[start : start + len(ids)] = ids
     return found
 
 

@@ -38,7 +38,7 @@ class Sample:
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
         routed: turn id -> the experts that its tokens went to, packed as the log has them, of the turns that
-            have any; `train.data.routing` says which experts those of the path are.
+            have any, from the root on; `train.data.routing` says which experts those of the path are.
         success, status: as the trajectory finished; None where that was not said, or it has not.
         truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
