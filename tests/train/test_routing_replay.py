@@ -184,3 +184,17 @@ def test_a_training_that_was_cut_off_goes_on(fabric: Any, store: Store) -> None:
     assert [plan.step for plan in _of(log, StepPlanned)] == [0, 1, 2, 2]
     phases = {plan.phase for plan in _of(log, StepPlanned)}
     assert len(phases) == 1
+
+
+def test_a_critic_chooses_for_itself(fabric: Any, tmp_path: Path) -> None:
+    """Its values, losses and gradients are those of a step without replay; the policy's logprobs are not."""
+    digests = []
+    for replayed in (True, False):
+        log = _recorded(fabric, rb.open(tmp_path / f"{replayed}", create=True), "qwen3_moe", 2)
+        algorithm = {"name": "ppo", "groups": 8}
+        fabric.train(log, _settings(fabric, "qwen3_moe", routing_replay=replayed, algorithm=algorithm))
+        assert replay_step(log, 0).bit_for_bit
+        digests.append(_of(log, StepCommitted)[0].digests)
+    for stage in ("values", "value_losses", "critic_gradients"):
+        assert digests[0][stage] == digests[1][stage]
+    assert digests[0]["logprobs"] != digests[1]["logprobs"]
