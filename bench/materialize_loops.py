@@ -87,6 +87,7 @@ def _candidates(groups: Ints, trajectories: Ints, rewards: Floats, versions: Int
         lengths=tokens,
         lowest=none,
         highest=tokens,
+        misrouted=np.zeros(len(rewards), np.str_),
     )
 
 

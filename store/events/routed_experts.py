@@ -1,4 +1,5 @@
-"""Packs, for the log, the experts to which a mixture-of-experts model routed each token. Pure.
+"""Packs, for the log, the experts to which a mixture-of-experts model routed each token, and unpacks them.
+Pure.
 
 A token passes `topk` experts in each of `layers`, so an engine's int32 ids are 1,536 bytes a token for 48
 layers of 8 out of 128 experts. Ids of so few experts need 7 bits each: 336 bytes, which no general
@@ -9,12 +10,17 @@ and is no larger once it is sealed: zstd takes either back to about the bits tha
 from __future__ import annotations
 
 import base64
+import binascii
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 LARGEST = 2**15 - 1
+
+ExpertIds = npt.NDArray[np.int16]
 
 
 def pack(experts: npt.NDArray[Any], start: int) -> dict[str, Any]:
@@ -57,3 +63,46 @@ def _packed(ids: npt.NDArray[Any], bits: int) -> bytes:
         words = (words << np.uint64(bits)) | groups[:, place]
     packed = words.astype(">u8").view(np.uint8).reshape(-1, 8)[:, 8 - bits :]
     return packed.tobytes()[: (len(ids) * bits + 7) // 8]
+
+
+def unpack(stored: Mapping[str, Any]) -> ExpertIds:
+    """The expert ids that `pack` packed.
+
+    Args:
+        stored: `routed_experts` of a completed turn.
+
+    Returns:
+        int16 [positions, layers, topk]; the first position is `stored["start"]`.
+
+    Raises:
+        ValueError: `stored` is empty, or not what `pack` makes.
+    """
+    try:
+        shape, bits = tuple(stored["shape"]), stored["bits"]
+        data = np.frombuffer(base64.b64decode(stored["data"], validate=True), np.uint8)
+        numbers = all(isinstance(number, int) and number >= 0 for number in (*shape, bits))
+        if not numbers or len(shape) != 3 or not 1 <= bits <= 15:
+            raise ValueError(f"{shape} of {bits} bits are no packed expert ids")
+        count = math.prod(shape)
+        if len(data) != (count * bits + 7) // 8:
+            raise ValueError(f"{len(data)} bytes are not {shape} ids of {bits} bits")
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(f"these are no packed expert ids: {error!r}") from error
+    return _unpacked(data, count, bits).reshape(shape)
+
+
+def _unpacked(data: npt.NDArray[np.uint8], count: int, bits: int) -> ExpertIds:
+    # Eight ids fill `bits` bytes, and none lies in more than three of them.
+    groups = -(-count // 8)
+    whole = np.zeros(groups * bits, np.uint8)
+    whole[: len(data)] = data
+    padded = np.zeros((groups, bits + 2), np.uint8)
+    padded[:, :bits] = whole.reshape(groups, bits)
+    ids = np.empty((groups, 8), np.int16)
+    for place in range(8):
+        byte, bit = divmod(place * bits, 8)
+        three = padded[:, byte].astype(np.uint32) << 16
+        three |= padded[:, byte + 1].astype(np.uint32) << 8
+        three |= padded[:, byte + 2]
+        ids[:, place] = (three >> (24 - bits - bit)) & (2**bits - 1)
+    return ids.reshape(-1)[:count]

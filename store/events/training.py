@@ -110,6 +110,7 @@ class StepPlanned:
     `lora` is null where the policy's weights are trained; otherwise low-rank factors beside those of version
     `base_version` are: their `rank`, `alpha`, `targets` (null: all that there are), and the `seed` that they
     began by.
+    `routing_replay` says that tokens went to the experts that their turns record, where these do.
     """
 
     KIND: ClassVar[str] = "step.planned"
@@ -135,6 +136,7 @@ class StepPlanned:
     packed: bool = False
     others: list[Json] | None = None
     lora: Json | None = None
+    routing_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

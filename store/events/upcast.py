@@ -18,7 +18,7 @@ VERSIONS: Mapping[str, int] = {
     "policy.activated": 2,
     "reward.assigned": 2,
     "sample.dropped": 2,
-    "step.planned": 5,
+    "step.planned": 6,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
@@ -57,6 +57,11 @@ def _step_planned_3(values: Values) -> Values:
 def _step_planned_4(values: Values) -> Values:
     """Version 5 says which low-rank factors were trained. Before, weights were."""
     return values | {"lora": None}
+
+
+def _step_planned_5(values: Values) -> Values:
+    """Version 6 says whether recorded experts were replayed. Before, each router chose for itself."""
+    return values | {"routing_replay": False}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -99,6 +104,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("step.planned", 2): _step_planned_2,
     ("step.planned", 3): _step_planned_3,
     ("step.planned", 4): _step_planned_4,
+    ("step.planned", 5): _step_planned_5,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,

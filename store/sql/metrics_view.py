@@ -39,6 +39,8 @@ RECORDED = (
     ),
     ViewColumn("engine_logprob_gap_mean", "DOUBLE", "the same, mean"),
     ViewColumn("stale_logprob_gap", "DOUBLE", "the same for older versions, greatest"),
+    ViewColumn("routing_replayed", "DOUBLE", "share of positions whose recorded experts were replayed"),
+    ViewColumn("own_routing_logprob_gap", "DOUBLE", "`engine_logprob_gap` had the routers chosen, of a part"),
     ViewColumn("preference_accuracy", "DOUBLE", "share of pairs whose chosen sample is rated higher"),
     ViewColumn("preference_margin", "DOUBLE", "mean rating of chosen samples less that of rejected ones"),
     ViewColumn("score_mean", "DOUBLE", "mean score that a reward model gives its samples"),

@@ -79,9 +79,12 @@ def test_the_commands_run(page: str, work: Path) -> None:
     assert "bit for bit" in _invoke(replay)
     assert "version 4 of policy actor" in _invoke(export)
     assert AutoTokenizer.from_pretrained("first-model").decode([1])
-    times, query = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    times, query, routed = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
     steps = _invoke(f'sql "{times}" --format csv --store runs').split()[1:]
     assert [line.split(",")[0] for line in steps] == ["0", "1", "2", "3"]
+    of_dense = _invoke(f'sql "{routed}" --format csv --store runs').splitlines()
+    assert of_dense[0] == "step,routing_replayed,engine_logprob_gap,own_routing_logprob_gap"
+    assert [line.split(",")[1] for line in of_dense[1:]] == [""] * 4
     assert all(float(cell) >= 0 for line in steps for cell in line.split(","))
     assert [row.split(",")[2] for row in _invoke(f'sql "{query}" --format csv --store runs').split()[1:]] == [
         "0",

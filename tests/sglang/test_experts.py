@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, Client
 from tests.sglang.server import ENVIRONMENT, SHARED_MEMORY, environment
-from unpacked_experts import unpack
 
 from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.engines.sglang import client as sglang
 from rollbook.ingest.engines.sglang.parts import routing_of
 from rollbook.store.errors import EngineError
+from rollbook.store.events.routed_experts import unpack
 
 PLAIN = Sampling(40, 1.0, 7)
 SEND = Path(__file__).parent / "programs" / "send_experts.py"

@@ -15,10 +15,10 @@ import orjson
 import pytest
 from tests.ingest.conftest import Served
 from tests.sglang.conftest import ROUTING
-from unpacked_experts import unpack
 
 from rollbook import store
 from rollbook.store.events import PolicyActivated
+from rollbook.store.events.routed_experts import unpack
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.testing.asgi import read_body, serving
 

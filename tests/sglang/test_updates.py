@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.sglang.conftest import PROMPT, ROUTING, TIE, TOLERANCE, greatest_difference
-from unpacked_experts import unpack
 
 from rollbook.ingest.engines.engine import Generation, Sampling
+from rollbook.store.events.routed_experts import unpack
 
 LENGTH = 720
 """Tokens of a request: two seconds and more, so that what is to change in its middle does so everywhere."""

@@ -65,4 +65,5 @@ def test_before_version_2_each_step_was_a_batch() -> None:
         "packed": False,
         "others": None,
         "lora": None,
+        "routing_replay": False,
     }

@@ -48,4 +48,9 @@ def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) 
 
 def test_before_version_4_samples_were_compared_among_themselves() -> None:
     """There was no other way."""
-    assert upcast("step.planned", 3, {"step": 3}) == {"step": 3, "others": None, "lora": None}
+    assert upcast("step.planned", 3, {"step": 3}) == {
+        "step": 3,
+        "others": None,
+        "lora": None,
+        "routing_replay": False,
+    }

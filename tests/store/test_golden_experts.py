@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from unpacked_experts import unpack
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.events import BodyStored, TurnCompleted, token_ids
 from rollbook.store.events.codec import decode, inline_bodies
 from rollbook.store.events.event_json import from_json
-from rollbook.store.events.routed_experts import pack
+from rollbook.store.events.routed_experts import pack, unpack
 from rollbook.store.events.upcast import upcast
 from rollbook.store.settings import AppendSettings
 from rollbook.store.upkeep.sealer import Sealer

@@ -52,4 +52,5 @@ def test_before_version_3_samples_were_padded() -> None:
         "packed": False,
         "others": None,
         "lora": None,
+        "routing_replay": False,
     }

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ RUN = "demo"
 class T:
     """A turn to fabricate. `parent` is an index among the trajectory's turns; `prompt` its delta.
 
-    `logprobs` of None is a teacher's; a number is every token's. `version` of None leaves no span.
+    `logprobs` of None is a teacher's; a number is every token's. `version` of None leaves no span. `experts`
+    are packed as the log has them.
     """
 
     prompt: Sequence[int] = (1, 2)
@@ -62,6 +63,7 @@ class T:
     temperature: float = 1.0
     delivered: bool = True
     failed: bool = False
+    experts: dict[str, Any] = field(default_factory=dict)
 
 
 def records(
@@ -105,6 +107,7 @@ def _completed(name: str, turn_id: str, turn: T, sent: list[int]) -> TurnComplet
         *(name, turn_id, "actor", turn.version, token_ids(turn.prompt), token_ids(turn.completion)),
         *(logprobs, spans, len(sent), prompt_sha256(token_ids(sent)), "stop", {}),
         *({"temperature": turn.temperature}, [], {}),
+        routed_experts=turn.experts,
     )
 
 

@@ -10,13 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Field,
-    PlainSerializer,
-    PlainValidator,
     ValidationError,
     model_validator,
 )
 
-from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
@@ -27,6 +24,7 @@ from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
+from rollbook.train.config.sync import SyncConfig
 from rollbook.train.table import Count, Positive, Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -87,58 +85,6 @@ class CriticConfig(OptimizerConfig):
     are."""
 
 
-Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
-
-
-class SyncConfig(Table):
-    """Which engines get new weights, how often, and how running requests are treated."""
-
-    engines: Annotated[tuple[Address, ...], Field(min_length=1)]
-    """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
-    key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
-    """Environment variable with the key sent to the engines: SGLang's API key, or an operator key of a
-    proxy."""
-    transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
-    """How weights are sent: from a directory that engines see too, from this host's memory, or by
-    broadcast."""
-    sync_every: Positive = 1
-    """Optimizer steps between syncs."""
-    overlap: bool = False
-    """Go on while weights travel: the next samples are gathered, scored and trained on meanwhile. It takes a
-    copy of the weights in the host's memory, unless they travel by disk."""
-    partial_rollout: bool = False
-    """Update weights while requests run; they continue with the new version. Otherwise requests finish
-    first."""
-    pause: Literal["retract", "in_place", "abort"] = "retract"
-    """How running requests continue with partial_rollout: their KV cache is recomputed, or kept, or they are
-    aborted and resumed. Keeping it needs SGLang started with --disable-overlap-schedule."""
-    drain_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for running requests to end, without partial_rollout; after it they are retracted."""
-    bucket_mb: Positive = 512
-    """Size of a bucket of tensors; two buckets are in flight at a time."""
-    address: str = "127.0.0.1"
-    """Address of this host, as engines reach it, for broadcasts."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Longest wait for a reply of an engine, or for a collective operation."""
-    wait_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for an engine to become reachable, if none is."""
-
-    def key(self, environment: Mapping[str, str]) -> str | None:
-        """The key sent to engines. It comes from the environment because a configuration is recorded.
-
-        Raises:
-            ConfigError: the variable is set to nothing, or another than the default is not set.
-        """
-        found = environment.get(self.key_env)
-        default = SyncConfig.model_fields["key_env"].default
-        if (found is None and self.key_env != default) or (found is not None and not found.strip()):
-            state = "not set" if found is None else "set and empty"
-            raise ConfigError(
-                f"sync.key_env names {self.key_env}, which is {state}: give it the engines' key"
-            )
-        return found
-
-
 class AdmissionConfig(Table):
     """How staleness of samples is limited; see `ingest.staleness.policy`."""
 
@@ -186,6 +132,10 @@ class TrainConfig(Table):
     recompute: bool = False
     """Keep the input of each layer alone, and compute its activations again in the backward pass: less
     memory, and about a third more time."""
+    routing_replay: bool = False
+    """Of a mixture of experts: send each token to the experts that its turn records (`rollbook serve
+    --routed-experts`), where it does, in the training pass and for the trainer's old logprobs. The router's
+    weights of these are still the trainer's own."""
     engine_gap_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Warn if the engine's logprobs of tokens of the step's input version differ by more than this from the
     trainer's. Another order of summation causes about 1e-5 in float32; other weights cause 1 and more."""
@@ -250,6 +200,11 @@ class TrainConfig(Table):
             raise ValueError(
                 "[sync]: engines serve policies, and "
                 f"{self.algorithm.algorithm_name} trains a reward model: leave the table out"
+            )
+        if self.algorithm.head_width and self.routing_replay:
+            raise ValueError(
+                f"routing_replay: {self.algorithm.algorithm_name} trains a reward model, whose experts no "
+                "engine chose: leave it out"
             )
         steps = self.algorithm.demand.steps
         if self.steps % steps:

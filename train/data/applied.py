@@ -12,7 +12,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.fold.history import KINDS, fold_history
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.data.recipe import Drop, ModelLimits
+from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
 from rollbook.train.data.references import SampleRef, find_references
 from rollbook.train.data.units import sort_units
 
@@ -59,7 +59,7 @@ def apply_recipe(
     """
     if version is None:
         version = fold_history(log.events_of(KINDS, cut), run, policy).version
-    found = find_references(log, cut, run, recipe)
+    found = find_references(log, cut, run, recipe, mixture=mixture_in(limits))
     sorted_out = sort_units(found, log, cut, run, recipe, algorithm, version, limits)
     kept = np.unique(sorted_out.units)
     refs = dict(zip(kept.tolist(), found.refs(kept), strict=True))

@@ -21,6 +21,7 @@ from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.references import SampleRef, references_over
+from rollbook.train.data.routing import Mixture
 from rollbook.train.data.samples import Sample
 
 _OPEN = """
@@ -52,13 +53,18 @@ class Ended:
 class Backlog:
     """The backlog of a training at a cut.
 
+    Args:
+        mixture: of a model that is to replay the routing that turns record; None: it is not.
+
     Attributes:
         cut: what it was read at.
         spent: group -> members of it that were used.
         opened: open trajectory -> its place in the order of opening.
     """
 
-    def __init__(self, log: Store, cut: Cut, config: TrainConfig, history: History) -> None:
+    def __init__(
+        self, log: Store, cut: Cut, config: TrainConfig, history: History, mixture: Mixture | None = None
+    ) -> None:
         self.cut = cut
         self._log, self._used = log, history.consumed() | history.dropped
         grouped = "groups" in config.algorithm.needs
@@ -66,7 +72,7 @@ class Backlog:
         used = history.used_trajectories() if grouped else set()
         recipe = config.recipe
         with connect_at(log, format_cut(cut)) as connection:
-            self._found = references_over(connection, log, cut, config.run, recipe, used)
+            self._found = references_over(connection, log, cut, config.run, recipe, used, mixture)
             given = {"run": config.run, "splits": sorted(recipe.splits)}
             running = connection.execute(_OPEN, given).fetchall()
             connection.register("used", pa.table({"trajectory_id": pa.array(sorted(used), pa.string())}))
@@ -81,7 +87,7 @@ class Backlog:
         begun = sorted([*ended, *((lane, opened, one) for one, lane, opened in running)])
         self._began = {trajectory_id: place for place, (_, _, trajectory_id) in enumerate(begun)}
         self.opened = {one: self._began[one] for one, _, _ in running}
-        self._materializer = Materializer(log, cut, self._found, config.run)
+        self._materializer = Materializer(log, cut, self._found, config.run, routing=mixture is not None)
         self._numbers: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from rollbook.store.digest import digest_arrays
 from rollbook.store.events import Json
+from rollbook.store.events.routed_experts import ExpertIds
 from rollbook.train.algorithms.rollouts import Floats, Singles
 from rollbook.train.data.balance import evenly, packs_of_ranks
 from rollbook.train.data.experience import Experience
+from rollbook.train.data.routing import FREE, Mixture, experts_of
 from rollbook.train.data.samples import Sample
 
 Partition = list[list[list[int]]]
@@ -39,6 +41,8 @@ class MicroBatch:
     `old_values` and `returns` are for the critic. `margins` and `rewards` are of samples, [B], and
     `batch_score` of the whole batch: for reward models. `lengths`, int64 [B], are how many tokens the samples
     have, of a micro-batch that the model is given packed, without the padding; None: it is given [B, T].
+    `experts`, int16 [B, T, layers, topk], are those that each token is sent to, `FREE` where routers choose;
+    None: they always do.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -56,6 +60,7 @@ class MicroBatch:
     rewards: Singles | None = None
     batch_score: float | None = None
     lengths: npt.NDArray[np.int64] | None = None
+    experts: ExpertIds | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +99,10 @@ class Batch:
         what = ("tokens", "loss_mask", "versions", "temperatures")
         arrays = {f"{i}.{name}": getattr(s, name) for i, s in enumerate(self.samples) for name in what}
         layout = {f"micro.{i}": m.tokens for i, m in enumerate(self.micro_batches)}
-        return {"samples": digest_arrays(arrays | layout)} | self.experience.digests()
+        routed = {f"micro.{i}": m.experts for i, m in enumerate(self.micro_batches) if m.experts is not None}
+        found = {"samples": digest_arrays(arrays | layout)}
+        found |= {"routed_experts": digest_arrays(routed)} if routed else {}
+        return found | self.experience.digests()
 
 
 def partition(count: int, micro_batch_size: int | None, ranks: int = 1, unit: int = 1) -> Partition:
@@ -133,24 +141,32 @@ def packed_partition(
     ]
 
 
-def build_batch(experience: Experience, parts: Partition, *, packed: bool = False) -> Batch:
+def build_batch(
+    experience: Experience, parts: Partition, *, packed: bool = False, mixture: Mixture | None = None
+) -> Batch:
     """The batch of ordered samples, each token weighed by its advantage.
 
     Args:
         packed: the model is given the samples of a micro-batch one after the other, without padding.
+        mixture: of a model that replays the routing that the samples' turns record; None: it does not.
     """
-    micro_batches = tuple(_collate(experience, part, packed) for part in micro_batches_of(parts))
+    micro_batches = tuple(_collate(experience, part, packed, mixture) for part in micro_batches_of(parts))
     return Batch(experience, micro_batches, shares_of(parts))
 
 
 def collate_tokens(
-    samples: Sequence[Sample], masks: Sequence[npt.NDArray[np.bool_]], *, packed: bool = False
+    samples: Sequence[Sample],
+    masks: Sequence[npt.NDArray[np.bool_]],
+    *,
+    packed: bool = False,
+    mixture: Mixture | None = None,
 ) -> MicroBatch:
     """Samples as one micro-batch for a forward pass alone: advantages are 0.
 
     Args:
         masks: the trained tokens of each sample, bool [T]; never the first, which nothing precedes.
         packed: the model is given the samples one after the other, without padding.
+        mixture: of a model that replays the routing that the samples' turns record; None: it does not.
     """
     shape = (len(samples), max(len(s) for s in samples))
     micro = MicroBatch(
@@ -161,6 +177,7 @@ def collate_tokens(
         np.zeros(shape, np.float32),
         np.full(shape, -1, np.int64),
         lengths=np.array([len(sample) for sample in samples], np.int64) if packed else None,
+        experts=None if mixture is None else _experts(samples, shape, mixture),
     )
     for row, sample in enumerate(samples):
         length = len(sample)
@@ -174,8 +191,21 @@ def collate_tokens(
     return micro
 
 
-def _collate(of: Experience, part: list[int], packed: bool) -> MicroBatch:
-    micro = collate_tokens([of.samples[i] for i in part], [of.masks[i] for i in part], packed=packed)
+def _experts(samples: Sequence[Sample], shape: tuple[int, int], mixture: Mixture) -> ExpertIds:
+    placed = np.full((*shape, mixture.layers, mixture.topk), FREE, np.int16)
+    for row, sample in enumerate(samples):
+        placed[row, : len(sample)] = experts_of(sample, mixture)
+    return placed
+
+
+def free(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches for a model whose routers choose for themselves."""
+    return [replace(micro, experts=None) for micro in micro_batches]
+
+
+def _collate(of: Experience, part: list[int], packed: bool, mixture: Mixture | None) -> MicroBatch:
+    samples, masks = [of.samples[i] for i in part], [of.masks[i] for i in part]
+    micro = collate_tokens(samples, masks, packed=packed, mixture=mixture)
     for row, i in enumerate(part):
         if not of.advantages.per_token:
             micro.advantages[row, : len(of.masks[i])] = of.advantages.values[i]

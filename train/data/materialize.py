@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -20,16 +20,27 @@ from rollbook.store.errors import CorruptionError, TrainError
 from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
 from rollbook.store.log.turn_tokens import TurnTokens, TurnViews
-from rollbook.train.data.references import Bools, Ints, References, SampleRef
+from rollbook.train.data.path_columns import Bools, Ints
+from rollbook.train.data.references import References, SampleRef
+from rollbook.train.data.routed_turns import routed_turns
 from rollbook.train.data.samples import Sample
 
 _T = TypeVar("_T", bound=np.generic)
 
 
 class Materializer:
-    """Makes samples of a cut."""
+    """Makes samples of a cut.
 
-    def __init__(self, log: Store, cut: Cut, references: References, run: str) -> None:
+    Args:
+        references: the samples that there are.
+        run: that is trained.
+        routing: samples have the experts that their turns record, too; else none.
+    """
+
+    def __init__(
+        self, log: Store, cut: Cut, references: References, run: str, *, routing: bool = False
+    ) -> None:
+        self._log, self._cut, self._routing = log, cut, routing
         self._tokens = TurnTokens(log.path, cut)
         self._references, self._run = references, run
 
@@ -67,7 +78,15 @@ class Materializer:
             within = tuple((turn_ends[last:path_end] - start).tolist())
             made.append(self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end]), within))
             last = path_end
-        return made
+        return self._with_routing(made) if self._routing else made
+
+    def _with_routing(self, samples: list[Sample]) -> list[Sample]:
+        ids = [sample.trajectory_id for sample in samples]
+        held = {turn_id: stored for turn_id, stored, _ in routed_turns(self._log, self._cut, ids)}
+        return [
+            replace(one, routed={turn_id: held[turn_id] for turn_id in one.turn_ids if turn_id in held})
+            for one in samples
+        ]
 
     def _check(self, numbers: Ints, arrays: _Arrays, ends: Ints) -> None:
         """See that each sample's prompt is the ids that were sent, by length and sha256."""
@@ -121,6 +140,7 @@ class Materializer:
             erased=ref.erased,
             status=ref.status,
             preferred=ref.preferred,
+            misrouted=ref.misrouted,
         )
 
 

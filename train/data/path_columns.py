@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,25 @@ class PathColumns:
     path: Ints
     owned: Bools
     preferred: Bools
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Sums and minima over runs of an array, whose beginnings, and end, are `starts`; every run has at least
+    one value."""
+
+    starts: Ints
+
+    def sum(self, values: npt.NDArray[Any]) -> Ints:
+        """The sum of each."""
+        return np.add.reduceat(values.astype(np.int64), self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
+
+    def least(self, values: Ints) -> Ints:
+        """The least value of each."""
+        return np.minimum.reduceat(values, self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
+
+
+_EMPTY = np.empty(0, np.int64)
 
 
 def path_columns(turns: pa.Table, rule: Paths = "all") -> PathColumns:

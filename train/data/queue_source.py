@@ -14,13 +14,14 @@ from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog, Ended
-from rollbook.train.data.conditions import chooses
+from rollbook.train.data.candidates import candidates_in
 from rollbook.train.data.groups import Begun, CompleteGroup
 from rollbook.train.data.patience import Awaited, Patience
-from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, is_candidate
+from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, mixture_in
 from rollbook.train.data.references import SampleRef
+from rollbook.train.data.routing import FitCheck
 from rollbook.train.data.running import Running
-from rollbook.train.data.samples import Sample, samples_of
+from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection
 from rollbook.train.data.sorting import select
 
@@ -56,6 +57,8 @@ class QueueSource:
     ) -> None:
         self._say = say
         self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
+        mixture = mixture_in(limits)
+        self._check = None if mixture is None else FitCheck(mixture)
         self._backlog, self._ended = backlog, dict[str, Ended]()
         """What there was before, and those trajectories of it that may be used."""
         algorithm, recipe, demand = config.algorithm, config.recipe, config.algorithm.demand
@@ -257,10 +260,7 @@ class QueueSource:
     def _samples(self, trajectory_id: str) -> Sequence[Candidate]:
         if trajectory_id in self._ended:
             return self._ended[trajectory_id].samples
-        recipe, trajectory = self._config.recipe, self._folding[trajectory_id]
-        chosen = chooses(recipe, trajectory)
-        samples = samples_of(trajectory, recipe.reward_source, recipe.paths, chosen=chosen)
-        candidates = [sample for sample in samples if is_candidate(sample, recipe)]
+        candidates = candidates_in(self._folding[trajectory_id], self._config.recipe, self._check)
         if trajectory_id in self._trained:
             return [replace(sample, preferred=False) for sample in candidates]
         return candidates

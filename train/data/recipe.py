@@ -19,6 +19,7 @@ from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.numbering import numbered
+from rollbook.train.data.routing import Mixture
 from rollbook.train.data.within_groups import in_several
 
 NOWHERE = -1
@@ -78,6 +79,8 @@ class Candidate(Protocol):
     def lowest_token(self) -> int: ...
     @property
     def highest_token(self) -> int: ...
+    @property
+    def misrouted(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +102,7 @@ class Candidates:
         learnable: number of trained tokens that are not the first of the path; lengths: of whole paths, in
             tokens.
         lowest, highest: ids among the path's tokens.
+        misrouted: str, why the model cannot replay the routing that the path's turns record; empty: it can.
     """
 
     groups: Ints
@@ -121,6 +125,7 @@ class Candidates:
     lengths: Ints
     lowest: Ints
     highest: Ints
+    misrouted: npt.NDArray[np.str_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,10 +139,19 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of a model's input: token ids below `vocabulary`, and at most `context` tokens."""
+    """Limits of a model's input: token ids below `vocabulary`, and at most `context` tokens.
+
+    `mixture` is what recorded routing has to fit; None: it is not replayed.
+    """
 
     vocabulary: int
     context: int
+    mixture: Mixture | None = None
+
+
+def mixture_in(limits: ModelLimits | None) -> Mixture | None:
+    """The mixture of experts of limits, where they are known."""
+    return None if limits is None else limits.mixture
 
 
 UNLIMITED = ModelLimits(2**63 - 1, 2**63 - 1)
@@ -240,6 +254,9 @@ RULES: Mapping[str, Rule] = {
         lambda of, held: (of.lengths > held.limits.context) & (held.recipe.too_long == "drop"),
         lambda of, held, at: {"tokens": int(of.lengths[at]), "context": held.limits.context},
     ),
+    "misrouted": Rule(
+        lambda of, held: of.misrouted != "", lambda of, held, at: {"record": str(of.misrouted[at])}
+    ),
     "not_chosen": Rule(lambda of, held: ~of.chosen),
     "status": Rule(_of_another_status, _status),
     "success": Rule(_another_end, lambda of, held, at: {"wanted": held.recipe.success}),
@@ -305,4 +322,5 @@ def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
         lengths=np.array([one.length for one in candidates], np.int64),
         lowest=np.array([one.lowest_token for one in candidates], np.int64),
         highest=np.array([one.highest_token for one in candidates], np.int64),
+        misrouted=np.array([one.misrouted for one in candidates], np.str_),
     )

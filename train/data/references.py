@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -26,13 +25,12 @@ from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.deciding import Spans, deciding_versions, odd_rewards, spans_of_several
 from rollbook.train.data.numbering import numbered
-from rollbook.train.data.path_columns import PathColumns, path_columns
+from rollbook.train.data.path_columns import Bools, Ints, PathColumns, Sums, path_columns
 from rollbook.train.data.recipe import NO_STATUS, NOWHERE, Candidates
+from rollbook.train.data.routed_turns import Texts, misrouted_paths
+from rollbook.train.data.routing import Mixture
 from rollbook.train.data.samples import CUT_OFF, TRUNCATED
 from rollbook.train.data.turn_order import in_turn_order
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.run, o.trajectory AS name, o."group",
@@ -75,7 +73,7 @@ class SampleRef:
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token; None if none has a version.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated, preferred, infinite, turn_reward: see `Sample`.
+        success, status, truncated, preferred, infinite, turn_reward, misrouted: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -107,6 +105,7 @@ class SampleRef:
     lowest_token: int
     highest_token: int
     learnable: int
+    misrouted: str = ""
 
     def deciding_version(self, share: float) -> int | None:
         """The version by which it becomes too old: `share` is that of its recipe."""
@@ -133,7 +132,7 @@ class References:
         length, trained_tokens, learnable, unknown: in tokens.
         oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
-        exact, erased: see `SampleRef`; preferred, infinite, turn_reward: see `Sample`.
+        exact, erased: see `SampleRef`; preferred, infinite, turn_reward, misrouted: see `Sample`.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
 
@@ -160,6 +159,7 @@ class References:
     preferred: Bools
     infinite: Bools
     turn_reward: npt.NDArray[np.float64]
+    misrouted: Texts
     turn_rewards: Mapping[str, float]
 
     def __len__(self) -> int:
@@ -198,6 +198,7 @@ class References:
             lengths=self.length[at],
             lowest=self.lowest[at],
             highest=self.highest[at],
+            misrouted=self.misrouted[at],
         )
 
     def refs(self, samples: Sequence[int] | Ints) -> list[SampleRef]:
@@ -223,6 +224,7 @@ class References:
                 lowest_token=int(self.lowest[sample]),
                 highest_token=int(self.highest[sample]),
                 learnable=int(self.learnable[sample]),
+                misrouted=str(self.misrouted[sample]),
                 **names,
             )
             for sample, leaf, names in zip(at.tolist(), leaves, named, strict=True)
@@ -237,20 +239,26 @@ _NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success",
 
 
 def find_references(
-    log: Store, cut: Cut, run: str, recipe: RecipeConfig, without: Collection[str] = ()
+    log: Store,
+    cut: Cut,
+    run: str,
+    recipe: RecipeConfig,
+    without: Collection[str] = (),
+    mixture: Mixture | None = None,
 ) -> References:
     """The samples that a recipe may choose from at a cut: of finished trajectories of its runs and splits.
 
     Args:
         run: that is trained; tokens of others have no version of its own.
         without: trajectories that are left out.
+        mixture: of a model that is to replay the routing that turns record; None: nobody asks.
 
     Raises:
         CorruptionError: a file is damaged.
         ConfigError: a condition is not SQL, or is no condition on the view `trajectories`.
     """
     with connect_at(log, format_cut(cut)) as connection:
-        return references_over(connection, log, cut, run, recipe, without)
+        return references_over(connection, log, cut, run, recipe, without, mixture)
 
 
 def references_over(
@@ -260,6 +268,7 @@ def references_over(
     run: str,
     recipe: RecipeConfig,
     without: Collection[str] = (),
+    mixture: Mixture | None = None,
 ) -> References:
     """`find_references` over a connection to the log at the cut, for who asks it other things too.
 
@@ -288,7 +297,8 @@ def references_over(
     spans = spans_of_several(connection) if several else {}
     turns = in_turn_order(log, cut, trajectories, turns)
     paths = path_columns(turns, recipe.paths)
-    return _references(run, trajectories, turns, paths, rewards, recipe.deciding_share, spans)
+    wrong = misrouted_paths(log, cut, trajectories, turns, paths, mixture)
+    return _references(run, trajectories, turns, paths, rewards, recipe.deciding_share, spans, wrong)
 
 
 def _references(
@@ -299,15 +309,11 @@ def _references(
     rewards: Mapping[str, float],
     share: float,
     spans: Spans,
+    misrouted: Texts,
 ) -> References:
     starts, path = paths.starts, paths.path
-    completions, erased = _numbers(turns, "completion_length"), _flags(turns, "erased")
-    sampled = paths.owned & _flags(turns, "delivered")[path]
-    trained = sampled & ~_flags(turns, "altered")[path]
-    length = completions[path]
-    of_sample = _Sums(starts)
-    spoiled = (of_sample.sum(erased[path]) > 0) & (of_sample.sum(np.where(trained, length, 0)) > 0)
-    trained &= ~np.repeat(spoiled, np.diff(starts))
+    of_sample, length = Sums(starts), _numbers(turns, "completion_length")[path]
+    sampled, trained, spoiled = _with_loss(turns, paths)
     tokens = np.where(trained, length, 0)
     known = np.where(trained, _numbers(turns, "known_tokens")[path], 0)
     leaf, root = path[starts[1:] - 1], starts[:-1]
@@ -324,7 +330,7 @@ def _references(
         path=path,
         sampled=sampled,
         trained=trained,
-        length=_numbers(turns, "prompt_length")[leaf] + completions[leaf],
+        length=_numbers(turns, "prompt_length")[leaf] + _numbers(turns, "completion_length")[leaf],
         trained_tokens=of_sample.sum(tokens),
         unknown=of_sample.sum(tokens - known),
         oldest=np.where(own, oldest, NOWHERE),
@@ -339,8 +345,20 @@ def _references(
         preferred=paths.preferred,
         infinite=of_sample.sum((tokens > 0) & ~_finite(turns["sum_logprob"])[path]) > 0,
         turn_reward=odd_rewards(rewards, turns, paths, tokens),
+        misrouted=misrouted,
         turn_rewards=rewards,
     )
+
+
+def _with_loss(turns: pa.Table, paths: PathColumns) -> tuple[Bools, Bools, Bools]:
+    """Of each turn on each path whether the client had it, and whether it has loss; of each path whether its
+    loss was erased."""
+    of_sample, path = Sums(paths.starts), paths.path
+    sampled = paths.owned & _flags(turns, "delivered")[path]
+    trained = sampled & ~_flags(turns, "altered")[path]
+    lost = np.where(trained, _numbers(turns, "completion_length")[path], 0)
+    spoiled = (of_sample.sum(_flags(turns, "erased")[path]) > 0) & (of_sample.sum(lost) > 0)
+    return sampled, trained & ~np.repeat(spoiled, np.diff(paths.starts)), spoiled
 
 
 def _truncated(trajectories: pa.Table, turns: pa.Table, leaf: Ints) -> Bools:
@@ -354,29 +372,13 @@ def _versions(
     turns: pa.Table, paths: PathColumns, known: Ints, share: float, spans: Spans
 ) -> tuple[Ints, Ints, Ints]:
     """Of each path the versions of its oldest and its newest token, and the one that decides on staleness."""
-    of_path, none = _Sums(paths.starts), np.iinfo(np.int64).max
+    of_path, none = Sums(paths.starts), np.iinfo(np.int64).max
     least = of_path.least(np.where(known > 0, _numbers(turns, "min_version")[paths.path], none))
     oldest = np.where(least == none, NOWHERE, least)
     newest = -of_path.least(-np.where(known > 0, _numbers(turns, "max_version")[paths.path], NOWHERE))
     if 0 < share < 1:
         return oldest, newest, deciding_versions(share, turns, paths, known, spans)
     return oldest, newest, oldest if share == 0 else newest
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sums:
-    """Sums and minima over runs of an array; every run has at least one value."""
-
-    starts: Ints
-
-    def sum(self, values: npt.NDArray[Any]) -> Ints:
-        return np.add.reduceat(values.astype(np.int64), self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
-
-    def least(self, values: Ints) -> Ints:
-        return np.minimum.reduceat(values, self.starts[:-1]) if len(self.starts) > 1 else _EMPTY
-
-
-_EMPTY = np.empty(0, np.int64)
 
 
 def _codes(status: pa.ChunkedArray) -> Ints:

@@ -6,7 +6,7 @@ Each sampled token belongs to exactly one sample (`fold.path_tokens` says to whi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,14 @@ class Sample:
         versions: int64 [T]; policy version that sampled the token, else -1.
         temperatures: float32 [T]; temperature of the distribution `logprobs` are of (1 elsewhere).
         rewards: turn id -> reward, of the turns that have one.
+        routed: turn id -> the experts that its tokens went to, packed as the log has them, of the turns that
+            have any, from the root on; `train.data.routing` says which experts those of the path are.
         success, status: as the trajectory finished; None where that was not said, or it has not.
         truncated: whether the trajectory, or the last turn of the path, was cut off at its greatest length.
         erased: tokens of its path were erased (they are -1), so the mask is false where it was true.
         preferred: whether it is of a path that the recipe's `paths` takes.
         chosen: whether the recipe's conditions on trajectories hold.
+        misrouted: why the model cannot replay `routed`; empty where it can, or nobody asked.
         cut_to: tokens that are left of a path that is longer than the model's context; None: all are.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
     """
@@ -68,6 +71,8 @@ class Sample:
     status: str | None = None
     preferred: bool = True
     chosen: bool = True
+    routed: dict[str, Json] = field(default_factory=dict)
+    misrouted: str = ""
     cut_to: int | None = None
 
     def __len__(self) -> int:
@@ -250,7 +255,14 @@ def _sample(
         status=None if finished is None else finished.status,
         preferred=preferred,
         chosen=chosen,
+        routed=_routed(path),
     )
+
+
+def _routed(path: PathTokens) -> dict[str, Json]:
+    """Turn id -> its routed experts, of the path's turns that have any; erased ones have none."""
+    made = ((turn, turn.completed) for turn in path.turns if not turn.tokens_erased)
+    return {turn.turn_id: done.routed_experts for turn, done in made if done and done.routed_experts}
 
 
 def of_another_run(sample: Sample) -> Sample:

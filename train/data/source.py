@@ -23,7 +23,7 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
-from rollbook.train.data.recipe import Drop, ModelLimits
+from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
 from rollbook.train.data.references import find_references
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
@@ -53,13 +53,14 @@ class EpochSource:
     ) -> None:
         recipe = config.recipe
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
-        self._found = find_references(log, cut, config.run, recipe)
+        mixture = mixture_in(limits)
+        self._found = find_references(log, cut, config.run, recipe, mixture=mixture)
         applied = sort_units(self._found, log, cut, config.run, recipe, config.algorithm, version, limits)
         # Drops are recorded once, with the first step; their columns are of no use after that.
         self._drops = [] if done else applied.named(self._found)
         self._units = replace(applied, drops=())
         self._recorded = self._by_time() if recipe.order == "recorded" and len(self._units) else None
-        self._samples = Materializer(log, cut, self._found, config.run)
+        self._samples = Materializer(log, cut, self._found, config.run, routing=mixture is not None)
         self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
         self._next = done
         self._reader = ThreadPoolExecutor(1, "rollbook-samples")
@@ -138,8 +139,9 @@ def make_source(
         limits: of the model.
         say: told what is waited for on the tail, where nothing comes.
     """
+    mixture = mixture_in(limits)
     if source == "tail":
-        backlog = Backlog(log, log.head(), config, history)
+        backlog = Backlog(log, log.head(), config, history, mixture)
         tail = log.tail(backlog.cut)
 
         def more() -> list[Event]:
@@ -148,7 +150,7 @@ def make_source(
 
         return QueueSource(config, history, more, tail.cut, backlog, limits=limits, say=say)
     if not config.algorithm.cycles:
-        backlog = Backlog(log, cut, config, history)
+        backlog = Backlog(log, cut, config, history, mixture)
         return QueueSource(config, history, lambda: None, lambda: cut, backlog, live=False, limits=limits)
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version

@@ -14,7 +14,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.data.recipe import ModelLimits
+from rollbook.train.data.recipe import ModelLimits, mixture_in
 from rollbook.train.data.references import References, SampleRef, references_over
 from rollbook.train.data.sorting import select
 
@@ -43,7 +43,8 @@ def explain(
     """
     with connect_at(log, format_cut(cut)) as connection:
         counted = connection.execute(_APART).fetchall()
-        found = references_over(connection, log, cut, config.run, config.recipe)
+        mixture = mixture_in(limits)
+        found = references_over(connection, log, cut, config.run, config.recipe, mixture=mixture)
     total, reasons = sum(count for *_, count in counted), Counter[str]()
     for run, split, ended, count in counted:
         if (reason := _apart(run, split, config, ended=ended)) is not None:

@@ -9,9 +9,10 @@ from rollbook.train.megatron.shape import shape_to_train
 
 
 def limits_of(config: TrainConfig) -> ModelLimits | None:
-    """The model's vocabulary and context; None where it cannot be read."""
+    """The model's vocabulary, context, and mixture of experts if routing is replayed; None where it cannot be
+    read."""
     try:
         shape = shape_to_train(config.model, config.algorithm.head_width)
     except ModelError:
         return None
-    return ModelLimits(shape.vocab, shape.context)
+    return ModelLimits(shape.vocab, shape.context, shape.mixture if config.routing_replay else None)

@@ -11,7 +11,7 @@ from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check
 from rollbook.train.doctor.correction import correction
 from rollbook.train.doctor.memory import model_and_memory
-from rollbook.train.doctor.recorded import data, evaluation, read_recorded, rewards
+from rollbook.train.doctor.recorded import data, evaluation, read_recorded, rewards, routing
 from rollbook.train.doctor.reward_function import completions, reward_function
 from rollbook.train.doctor.settings import batch, kl_control, normalization, staleness
 
@@ -41,6 +41,7 @@ def preflight(
         _parts(config),
         staleness(config, source),
         *correction(config, seen, source),
+        *routing(config, seen, source),
     ]
     if seen is not None:
         checks += [data(config, seen, source), *rewards(config, seen, source)]

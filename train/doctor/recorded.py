@@ -31,6 +31,7 @@ class Recorded:
         held_out: finished trajectories of split `eval`.
         gap: mean difference of engine's and trainer's logprobs in the newest step that measured it.
         checkpoints: version of the policy -> whether its checkpoint is still there.
+        routed: of the tokens of its trajectories how many have experts, and how many there are.
     """
 
     applied: Applied
@@ -39,6 +40,7 @@ class Recorded:
     held_out: int
     gap: float | None
     checkpoints: Mapping[int, bool]
+    routed: tuple[int, int]
 
     @property
     def longest(self) -> int:
@@ -86,6 +88,9 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         sources = rows(_SOURCES, runs=runs)
         [(held,)] = rows(_HELD_OUT, runs=held_out)
         gaps = rows(_GAP, run=config.run, policy=config.policy)
+        routed = (0, 0)
+        if config.routing_replay:
+            [routed] = rows(_ROUTED, runs=runs, splits=list(recipe.splits))
     return Recorded(
         applied=apply_recipe(
             log, cut, config.run, config.policy, recipe, config.algorithm, limits=limits_of(config)
@@ -97,8 +102,13 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         checkpoints={
             one.policy_version: place_inside(log.path, one.path).is_dir() for one in history.checkpoints
         },
+        routed=routed,
     )
 
+
+MOST = 0.5
+"""Share of recorded tokens with experts from which on routing is replayed for most of them: of each turn the
+last one has none."""
 
 _REWARDS = """
     SELECT t.run || '/' || t."group", arg_max(r.reward, (r.lane, r.seq))
@@ -109,6 +119,12 @@ _REWARDS = """
 _SOURCES = """
     SELECT source, count(*) FROM rewards
     WHERE list_contains($runs, run) AND turn_id IS NULL AND NOT superseded GROUP BY ALL"""
+_ROUTED = """
+    SELECT coalesce(sum(CAST(json_extract(e.extra, '$.routed_experts.shape[0]') AS BIGINT)), 0)::BIGINT,
+           coalesce(sum(len(e.prompt_ids) + len(e.completion_ids)), 0)::BIGINT
+    FROM internal.turn_events e JOIN internal.trajectory_scalars t USING (trajectory_id)
+    WHERE e.kind = 'turn.completed' AND t.finished IS NOT NULL
+      AND list_contains($runs, t.run) AND list_contains($splits, t.split)"""
 _HELD_OUT = "SELECT count(*) FROM trajectories WHERE list_contains($runs, run) AND split = 'eval'"
 _GAP = """
     SELECT engine_logprob_gap_mean FROM metrics
@@ -171,3 +187,26 @@ def evaluation(config: TrainConfig, seen: Recorded, source: str) -> Check:
         return Check("evaluation", "red", said, "evaluation.source_runs")
     said = "no trajectory of split eval: a reward that is gamed looks like one that is earned"
     return Check("evaluation", "yellow", said, "agents that open trajectories with split eval")
+
+
+def routing(config: TrainConfig, seen: Recorded | None, source: str) -> list[Check]:
+    """Whether there are experts to replay: of the model, and of what was recorded."""
+    if not config.routing_replay:
+        return []
+    limits = limits_of(config)
+    if limits is not None and limits.mixture is None:
+        return [Check("routing", "red", "the model has no experts", "routing_replay")]
+    if seen is None:
+        return []
+    routed, tokens = seen.routed
+    lever = "rollbook serve --routed-experts"
+    if not tokens:
+        verdict: Verdict = "yellow" if source == "tail" else "red"
+        return [Check("routing", verdict, "no token is recorded", lever)]
+    share = routed / tokens
+    said = f"{share:.0%} of the recorded tokens have experts"
+    if not routed:
+        return [Check("routing", "red", f"{said}: nothing is replayed", lever)]
+    if share < MOST:
+        said += ": for the others routers choose"
+    return [Check("routing", "yellow" if share < MOST else "green", said, "" if share >= MOST else lever)]

@@ -15,7 +15,7 @@ from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
-from rollbook.train.data.batch import Batch, MicroBatch
+from rollbook.train.data.batch import Batch, MicroBatch, free
 from rollbook.train.loop.finite import check_tokens, finite_values
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
@@ -90,7 +90,7 @@ def run_critic(
     """
     assert plan.critic is not None
     tokens = max(batch.trained_tokens, 1)
-    losses = critic.forward_backward(batch.micro_batches, ValueLoss(algorithm, tokens), batch.shares)
+    losses = critic.forward_backward(free(batch.micro_batches), ValueLoss(algorithm, tokens), batch.shares)
     if finite:
         check_tokens("value_losses", losses, batch, plan.partition)
     look = finite_values("critic_gradients") if finite else None

@@ -22,6 +22,7 @@ from rollbook.train.data.experience import (
     trained_masks,
 )
 from rollbook.train.data.others import others_of
+from rollbook.train.data.routing import Mixture
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import critic_inputs
 from rollbook.train.loop.scoring import (
@@ -66,19 +67,29 @@ class Experiences:
         oldest: int | None,
         *,
         packed: bool,
+        routing_replay: bool,
     ) -> None:
         """Score a part of the rollout batch to come.
 
         Args:
             parts: its micro-batches.
             oldest: version before which tokens are masked; None: none are.
+            packed, routing_replay: as the manifest will say.
 
         Raises:
             TrainError, ModelError: as `batch`.
         """
         masks = trained_masks(samples, oldest)
         scores = score(
-            self._policy, algorithm, samples, masks, parts, self._references, self.critic, packed=packed
+            self._policy,
+            algorithm,
+            samples,
+            masks,
+            parts,
+            self._references,
+            self.critic,
+            packed=packed,
+            mixture=self._policy.shape.mixture if routing_replay else None,
         )
         self._ahead.append(_Scored([sample.leaf_turn_id for sample in samples], parts, scores))
 
@@ -105,11 +116,15 @@ class Experiences:
         if begins(plan):
             self._make(plan, samples)
         assert self._held is not None
+        mixture = self._mixture(plan)
         if plan.rollout_batch is None:
-            return build_batch(self._held, plan.partition, packed=plan.packed)
+            return build_batch(self._held, plan.partition, packed=plan.packed, mixture=mixture)
         places = {turn_id: iter(at) for turn_id, at in self._places.items()}
         part = self._held.part([next(places[ref["turn_id"]]) for ref in plan.samples])
-        return build_batch(part, plan.partition, packed=plan.packed)
+        return build_batch(part, plan.partition, packed=plan.packed, mixture=mixture)
+
+    def _mixture(self, plan: StepPlanned) -> Mixture | None:
+        return self._policy.shape.mixture if plan.routing_replay else None
 
     def _make(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> None:
         algorithm = recorded_algorithm(plan.algorithm)
@@ -142,6 +157,7 @@ class Experiences:
                 self._references,
                 self.critic,
                 packed=plan.packed,
+                mixture=self._mixture(plan),
             )
             for start, end in pairwise(ends)
         ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
-from rollbook.store.errors import IdleError, TrainError
+from rollbook.store.errors import ConfigError, IdleError, TrainError
 from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.inside import place_inside
 from rollbook.train.config.config import TrainConfig
@@ -50,12 +50,16 @@ class Feed:
     drops: list[Drop] = field(default_factory=list)
 
     def look(self, history: History, done: int) -> None:
-        """Take the first step's samples of a cut.
+        """Take the first step's samples of a cut, and see that the model can be given what is asked for.
 
         Raises:
             TrainError: there are none, and the run was not trained before.
+            ConfigError: as `limits`.
         """
-        if self.source != "cut" or done >= self.config.steps:
+        if done >= self.config.steps:
+            return
+        self.limits(history)
+        if self.source != "cut":
             return
         self._open(history, history.version)
         assert self.samples is not None
@@ -80,10 +84,15 @@ class Feed:
 
         Raises:
             ModelError: it cannot be read.
+            ConfigError: routing is to be replayed, and it has no experts.
         """
         held = history.checkpoints
         shape = read_shape(place_inside(self.log.path, held[0].path) if held else self.config.model)
-        return ModelLimits(shape.vocab, shape.context)
+        if not self.config.routing_replay:
+            return ModelLimits(shape.vocab, shape.context)
+        if shape.mixture is None:
+            raise ConfigError("routing_replay: the model has no experts: leave it out")
+        return ModelLimits(shape.vocab, shape.context, shape.mixture)
 
     def take(self, trainer: Trainer, stopping: Stopping) -> Selection | None:
         """The next selection; where none comes, what the recipe dropped is recorded all the same."""

@@ -21,11 +21,13 @@ from rollbook.train.data.batch import (
     MicroBatch,
     Partition,
     collate_tokens,
+    free,
     micro_batches_of,
     shares_of,
     token_values,
 )
 from rollbook.train.data.experience import Bools, Scores
+from rollbook.train.data.routing import Mixture
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.critic import token_scores
 from rollbook.train.loop.predictions import logprobs_of
@@ -131,6 +133,7 @@ def score(
     critic: Policy | None = None,
     *,
     packed: bool,
+    mixture: Mixture | None = None,
 ) -> Pending:
     """What the algorithm needs of models: of the weights in place, of the reference policy, and of the
     critic.
@@ -138,16 +141,18 @@ def score(
     Args:
         masks: the trained tokens of each sample.
         parts: the rollout batch's micro-batches: bits depend on how samples are padded or packed.
+        mixture: of the policy, if the weights in place replay the routing that turns record; else None.
     """
-    micro_batches = tuple(
-        collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed)
+    collated = [
+        collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed, mixture=mixture)
         for part in micro_batches_of(parts)
-    )
+    ]
+    micro_batches = free(collated)
     old = pending = values = None
     if algorithm.reference is not None:  # first, so that one apart computes while these do
         pending = references.logprobs(policy, algorithm.reference, micro_batches, parts)
     if "old" in algorithm.needs:
-        old = _joined(policy, micro_batches, parts, logprobs_of)
+        old = _joined(policy, collated, parts, logprobs_of)
     if "values" in algorithm.needs:
         assert critic is not None
         values = _joined(critic, micro_batches, parts, token_scores)
@@ -195,7 +200,7 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
 
 
 def _joined(
-    policy: Policy, micro_batches: tuple[MicroBatch, ...], parts: Partition, read: Read[torch.Tensor]
+    policy: Policy, micro_batches: Sequence[MicroBatch], parts: Partition, read: Read[torch.Tensor]
 ) -> Singles:
     """What is read of the trained tokens of all samples, in their order, float32 [P]."""
     return _in_order(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))

@@ -26,6 +26,7 @@ from rollbook.train.loop.critic import run_critic
 from rollbook.train.loop.finite import check_batch, check_samples, check_tokens, finite_values
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
+from rollbook.train.loop.routing import of_routing
 from rollbook.train.megatron.policy import Policy
 
 STAGES = (
@@ -36,6 +37,7 @@ STAGES = (
     "critic_input_optimizer",
     "rng",
     "samples",
+    "routed_experts",
     "old_logprobs",
     "proximal_logprobs",
     "reference_logprobs",
@@ -131,6 +133,7 @@ def _run_policy(
     given, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
     if finite:
         check_batch(batch, exact="logprobs" in algorithm.needs)
+    routed = of_routing(policy, algorithm, batch, plan.policy_version)
     told = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
     values, losses = [one.values for one in told], [one.losses for one in told]
     if finite:
@@ -152,7 +155,7 @@ def _run_policy(
     }
     found = {"loss": float(sum(one.total for one in told)) / loss_of.divisor, "gradient_norm": norm}
     seen = metrics.all_of([one.seen for one in told])
-    return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(seen))
+    return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(seen) | routed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,8 @@ class Trainer:
         if samples:
             oldest = oldest_of(config.recipe.model_dump(mode="json"), self.version)
             parts = self._divide(samples)
-            self._experiences.score_ahead(self._algorithm, samples, parts, oldest, packed=config.packed)
+            how = {"packed": config.packed, "routing_replay": config.routing_replay}
+            self._experiences.score_ahead(self._algorithm, samples, parts, oldest, **how)
         self._spent.scored(begun)
 
     def begin(self, selection: Selection) -> None:
@@ -253,6 +254,7 @@ class Trainer:
             packed=config.packed,
             others=None if in_hand.committed else in_hand.others or None,
             lora=None if self._lora is None else self._lora.described,
+            routing_replay=config.routing_replay,
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:

@@ -20,6 +20,7 @@ from rollbook.train.megatron.offload import Offloaded
 from rollbook.train.megatron.packed import pack
 from rollbook.train.megatron.policy import LossOf, Read
 from rollbook.train.megatron.reshard import Piece, rank_weights
+from rollbook.train.megatron.routing import Routing
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.megatron.stepped import stepped_of
 from rollbook.train.megatron.weight_names import stream_weights
@@ -44,6 +45,7 @@ class TrainablePolicy:
     def __init__(self, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> None:
         self.shape = shape
         self._parts: MegatronParts = build(shape, optimizer, how)
+        self._routing = Routing(self._parts.module, self._parts.layout, again=how.recompute)
         self._schedule: Any = None  # of a policy that is not trained
         if how.trains:
             self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
@@ -224,6 +226,7 @@ class TrainablePolicy:
 
         self._parts.wrapped.zero_grad_buffer()
         self._parts.optimizer.zero_grad()
+        self._routing.begin()
         # Megatron divides by both; the loss is normalized already.
         count = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
@@ -323,8 +326,11 @@ class TrainablePolicy:
 
     def _outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         """Logits of the vocabulary's tokens, [B, T, V] or [N, V]; or the scores of each token."""
-        if micro.lengths is not None:
-            return self._packed_outputs(model, micro)
+        with self._routing.of(micro, self._multiple, self.device):
+            padded = micro.lengths is None
+            return self._padded_outputs(model, micro) if padded else self._packed_outputs(model, micro)
+
+    def _padded_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         tokens = torch.from_numpy(micro.tokens).to(self.device)
         length = tokens.shape[1]
         tokens = torch.nn.functional.pad(tokens, (0, -length % self._multiple))

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from rollbook.store.errors import ModelError
+from rollbook.train.data.routing import Mixture
 
 VOCAB_DIVISOR = 128
 GEMMA3, GPT_OSS = "gemma3_text", "gpt_oss"
@@ -123,6 +124,12 @@ class ModelShape:
         within = min(tokens, self.windows.size) if self.windows else tokens
         pairs = (self.layers - windowed) * tokens * tokens + windowed * within * (2 * tokens - within)
         return 2 * tokens * weights + 2 * inner * pairs
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Its mixture of experts as routing is recorded of it; None of a dense model."""
+        of = self.experts
+        return None if of is None else Mixture(self.layers, of.count, of.per_token)
 
     @property
     def windowed(self) -> int:

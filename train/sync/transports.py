@@ -18,7 +18,7 @@ import torch
 
 from rollbook.ingest.engines.weights.tensor_layout import Expected
 from rollbook.store.errors import EngineError
-from rollbook.train.config.config import SyncConfig
+from rollbook.train.config.sync import SyncConfig
 from rollbook.train.sync.broadcast import BroadcastGroup
 from rollbook.train.sync.buckets import Bucket, Buffers, NamedTensor, buckets
 from rollbook.train.sync.control import EMBEDDED, EngineControl

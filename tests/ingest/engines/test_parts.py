@@ -17,7 +17,6 @@ import numpy as np
 import orjson
 import pytest
 from told_weights import ToldWeights
-from unpacked_experts import unpack
 
 from rollbook.ingest.engines.engine import Generation, Prompt, Sampling, ignore_tokens
 from rollbook.ingest.engines.sglang.client import SglangEngine
@@ -26,6 +25,7 @@ from rollbook.ingest.engines.sglang.protocol import Part, Routing, part, request
 from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import VersionSpan, token_ids
+from rollbook.store.events.routed_experts import unpack
 from rollbook.testing.asgi import reply, serving
 from rollbook.testing.scripted_answers import Answer, in_turn, logprobs_of
 from rollbook.testing.scripted_job import Options

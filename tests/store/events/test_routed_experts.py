@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from unpacked_experts import unpack
 
-from rollbook.store.events.routed_experts import pack
+from rollbook.store.events.routed_experts import pack, unpack
 
 
 @given(
@@ -77,6 +76,8 @@ GOOD = pack(np.array([[[5, 3]], [[0, 7]]]), 0)
         GOOD | {"bits": 16},
         GOOD | {"shape": [2, 2]},
         GOOD | {"shape": None},
+        GOOD | {"shape": [2.0, 1, 2]},
+        GOOD | {"shape": [-2, -1, 2]},
     ],
 )
 def test_what_is_not_packed(stored: Any) -> None:

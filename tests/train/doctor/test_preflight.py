@@ -10,11 +10,14 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import mixtures
+import numpy as np
 import orjson
 import pytest
 
 from rollbook import store as rb
 from rollbook.store import Store, format_cut
+from rollbook.store.events.routed_experts import pack
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import RecipeConfig
@@ -166,8 +169,8 @@ def references(fabric: Any, log: Store) -> Callable[..., References]:
     """Finds the samples that a recipe may choose from in the recorded store, once for each recipe."""
     found: dict[str, References] = {}
 
-    def find(asked: Store, cut: Any, run: str, recipe: RecipeConfig) -> References:
-        assert (asked, cut, run) == (log, log.head(), fabric.RUN)
+    def find(asked: Store, cut: Any, run: str, recipe: RecipeConfig, mixture: Any) -> References:
+        assert (asked, cut, run, mixture) == (log, log.head(), fabric.RUN, None)
         key = recipe.model_dump_json()
         if key not in found:
             found[key] = find_references(log, cut, run, recipe)
@@ -377,3 +380,37 @@ def test_what_the_model_cannot_be_given_is_counted(fabric: Any, recorded: Any) -
         fabric.append(log, fabric.records(name, [turn], group=name, reward=1.0), lane=name)
     data = _checks(fabric, log)["data"]
     assert {"too_long 1", "outside_vocabulary 1"} <= set(data.said.partition("dropped: ")[2].split(", "))
+
+
+def _routed(fabric: Any, log: Store, positions: Sequence[int]) -> Store:
+    """Turns of 4 tokens each, of which so many have experts."""
+    for at, count in enumerate(positions):
+        experts = pack(np.zeros((count, mixtures.LAYERS, mixtures.TOPK), np.int32), 0) if count else {}
+        turns = [fabric.T((1, 2), (3, 4), experts=experts)]
+        fabric.append(log, fabric.records(f"t{at}", turns, group="g", reward=float(at)))
+    return log
+
+
+@pytest.mark.parametrize(
+    ("positions", "verdict", "said"),
+    [
+        ((3, 3, 3, 3), "green", "75% of the recorded tokens have experts"),
+        (
+            (3, 0, 3, 0),
+            "yellow",
+            "38% of the recorded tokens have experts: for the others routers choose",
+        ),
+        ((0, 0), "red", "0% of the recorded tokens have experts: nothing is replayed"),
+        ((), "red", "no token is recorded"),
+    ],
+)
+def test_experts_to_replay(fabric: Any, store: Store, positions: Any, verdict: str, said: str) -> None:
+    """How much of what is recorded has some; nothing is said where nobody asks."""
+    log, model = _routed(fabric, store, positions), str(mixtures.mixture("qwen3_moe")[0])
+    check = _checks(fabric, log, model=model, routing_replay=True)["routing"]
+    assert (check.verdict, check.said) == (verdict, said)
+    assert "routing" not in _checks(fabric, log, model=model)
+    dense = _checks(fabric, log, routing_replay=True)["routing"]
+    assert (dense.verdict, dense.said) == ("red", "the model has no experts")
+    if not positions:
+        assert _checks(fabric, log, "tail", model=model, routing_replay=True)["routing"].verdict == "yellow"

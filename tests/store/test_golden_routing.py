@@ -1,0 +1,49 @@
+"""Steps of trainings that replay routing are read for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store.events.event_json import from_json
+from rollbook.store.events.upcast import upcast
+from rollbook.store.fold.history import fold_history
+
+PINNED = "61cdc7713c38920e"
+"""The beginning of the sha256 of the golden store's files: they are never changed."""
+
+
+@pytest.fixture
+def golden(root: Path, tmp_path: Path) -> Store:
+    """A copy of the golden store."""
+    return rb.open(shutil.copytree(root / "tests" / "data" / "format-1-routing", tmp_path / "golden"))
+
+
+def test_golden_files_are_unchanged(root: Path) -> None:
+    """The files in the repository are the ones that were pinned."""
+    data = root / "tests" / "data"
+    files = sorted(p for p in (data / "format-1-routing").rglob("*") if p.is_file())
+    listed = "".join(f"{p.relative_to(data)} {hashlib.sha256(p.read_bytes()).hexdigest()}\n" for p in files)
+    told = (data / "format-1-routing.jsonl").read_bytes()
+    assert hashlib.sha256(listed.encode() + told).hexdigest()[:16] == PINNED
+
+
+def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) -> None:
+    """Out of a sealed unit and a segment: each field in its place."""
+    lines = (root / "tests" / "data" / "format-1-routing.jsonl").read_text().splitlines()
+    events = list(golden.events())
+    assert [plain(e) for e in events] == [plain(from_json(json.loads(line))) for line in lines]
+    steps = fold_history(iter(events), "golden", "actor").steps.values()
+    assert [step.planned.routing_replay for step in steps] == [False, True, True]
+
+
+def test_before_version_6_nothing_was_replayed() -> None:
+    """There was no other way."""
+    assert upcast("step.planned", 5, {"step": 3}) == {"step": 3, "routing_replay": False}
