@@ -26,11 +26,10 @@ def main(host: str, port: int, rank: int, count: int, leader: int) -> None:
     """Follow until rank 0 lets go."""
     end_with(leader)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    from rollbook.train.megatron.launch import INTERFACE, interface_towards, meet
+    from rollbook.train.megatron.launch import choose_interface, meet
     from rollbook.train.megatron.ranks import follow
 
-    if INTERFACE not in os.environ and (name := interface_towards(host)):
-        os.environ[INTERFACE] = name
+    choose_interface(host)
     follow(meet(host, port, leads=False), rank, count)
 
 

@@ -57,6 +57,12 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def choose_interface(host: str) -> None:
+    """Have gloo take the network interface towards a host, unless the environment names one."""
+    if INTERFACE not in os.environ and (name := interface_towards(host)):
+        os.environ[INTERFACE] = name
+
+
 class Follower:
     """A rank as a process of this host. It leads a session of its own, so that Ctrl-C is for rank 0 alone,
     and ends when the process that started it does.

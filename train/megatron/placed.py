@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rollbook.store.errors import ConfigError, RankError
-from rollbook.train.megatron.launch import DEATH_S, INTERFACE, Follower, Others, interface_towards, meet
+from rollbook.train.megatron.launch import DEATH_S, Follower, Others, choose_interface, meet
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -81,8 +81,7 @@ def launch_by_ray(room: Room, count: int) -> tuple[Any, Others]:
             # Nothing of CUDA was called yet, so that this still counts.
             os.environ[GPUS] = ray.get(_actor(Holder, room, group, 0, undo).gpus.remote(), timeout=60)
         sent = sent_variables(os.environ) | {THREADS: str(torch.get_num_threads())}
-        if INTERFACE not in os.environ and (name := interface_towards(host)):
-            os.environ[INTERFACE] = name
+        choose_interface(host)
         store = meet(host, 0, leads=True)
         given = ((host, store.port), count, sent)
         actors = {rank: _actor(RemoteFollower, room, group, rank, undo, *given) for rank in range(1, count)}

@@ -31,7 +31,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.megatron import cpu_device
 from rollbook.train.megatron.backend import TrainablePolicy
-from rollbook.train.megatron.launch import Launch, Others, launch_here, meet
+from rollbook.train.megatron.launch import Launch, Others, choose_interface, launch_here, meet
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.part import Part
 from rollbook.train.megatron.policy import Policy
@@ -155,6 +155,7 @@ class Ranks:
         if place is None:
             self._store, self._launched = launch(count)
         else:
+            choose_interface(place.host)
             self._store = meet(place.host, place.port, leads=not _agents_store())
 
     @property
@@ -325,6 +326,7 @@ def follow_at(place: Place) -> None:
     """Follow rank 0, as the rank that a launcher started."""
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    choose_interface(place.host)
     follow(meet(place.host, place.port, leads=False), place.rank, place.count)
 
 
