@@ -140,7 +140,12 @@ def _kept(shape: ModelShape, layout: RankLayout, given: Pass, asked: Asked) -> i
     of_layer = given.tokens * _numbers(shape, layout, given, asked.dtype) * width
     if not asked.recompute:
         return layers * of_layer
-    return layers * given.tokens * shape.hidden * width + of_layer
+    return layers * given.tokens * shape.hidden // _sharing_tokens(layout) * width + of_layer
+
+
+def _sharing_tokens(layout: RankLayout) -> int:
+    """How many ranks share the tokens between matrices."""
+    return layout.tensor if layout.sequence else 1
 
 
 def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dtype) -> int:
@@ -152,7 +157,7 @@ def _numbers(shape: ModelShape, layout: RankLayout, given: Pass, dtype: torch.dt
     heads, queries = shape.heads // shared, shape.heads * shape.head_dim // shared
     keys = shape.kv_heads * shape.head_dim // shared
     of_norms = (10 if wide else 18) if shape.output_norms else (6 if wide else 10)
-    found = of_norms * shape.hidden + 4 * queries + 3 * keys
+    found = of_norms * shape.hidden // _sharing_tokens(layout) + 4 * queries + 3 * keys
     if shape.qk_norm:
         found += (2 * queries + keys) if wide else 4 * (queries + keys)
     if shape.experts is None:

@@ -11,10 +11,13 @@ import torch
 
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, parameters_of
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.packed import documents
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.reshard import stages_of
 from rollbook.train.megatron.shape import Experts, ModelShape, Windows, Yarn
 
@@ -160,3 +163,53 @@ def test_copies_share_the_state(shape: str) -> None:
         others = alone.parameters - of_experts
         assert shared.optimizer == 8 * (others // 4 + of_experts // experts_among)
         assert (shared.weights, shared.gradients) == (alone.weights, alone.gradients)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("shape", "sequence"),
+    [("qwen3", False), ("qwen3", True), ("gemma3", False), ("gemma3", True), ("qwen3_moe", True)],
+)
+def test_what_a_rank_of_two_keeps(shape: str, sequence: bool) -> None:
+    """The difference that two more layers make to a rank that shares each tensor, and with `sequence` the
+    tokens, to a sixteenth."""
+    sizes, given = ParallelConfig(tensor=2, sequence=sequence), Pass(TOKENS)
+    found, said = [], []
+    for layers in (1, 3):
+        deep = replace(SHAPES[shape], layers=layers)
+        with Ranks(sizes, 2) as ranks:
+            policy = ranks.policy("actor", deep, OptimizerConfig(), Build(1, CPU, 0, 1))
+            found.append(_kept_here(policy))
+        [layout] = stages_of(deep, sizes)
+        said.append(memory_of(deep, layout, given, Asked()).activations)
+    assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=1 / 16)
+
+
+def _kept_here(policy: Policy) -> int:
+    """Bytes that a packed pass over two samples keeps in this process."""
+    shape, length = (2, TOKENS // 2), TOKENS // 2
+    floats, mask = np.zeros(shape, np.float32), np.ones(shape, np.bool_)
+    mask[:, 0] = False
+    micro = MicroBatch(
+        np.zeros(shape, np.int64),
+        mask,
+        floats,
+        floats + 1,
+        floats,
+        np.zeros(shape, np.int64),
+        lengths=np.full(2, length),
+    )
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.forward_backward([micro], _loss)
+    own = {w.untyped_storage().data_ptr() for w in policy._part.policy.own_weights().values()}
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+
+
+def _loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, float]:
+    return logits.float().sum() * 0.0, 0.0
