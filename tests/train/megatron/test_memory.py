@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.memory import Asked, Pass, memory_of, parameters, parameters_of
 from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.packed import documents
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.reshard import stages_of
@@ -64,26 +63,39 @@ def _policy(shape: ModelShape, asked: Asked) -> TrainablePolicy:
     return TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, dtype, recompute=asked.recompute))
 
 
-def _kept(shape: ModelShape, asked: Asked, *, packed: bool) -> int:
-    """Bytes that a forward pass over two samples keeps for its backward pass, before the output layer."""
-    policy = _policy(shape, asked)
-    own = {weight.untyped_storage().data_ptr() for weight in policy.own_weights().values()}
+def _kept(policy: Policy, own: TrainablePolicy, *, packed: bool = True) -> int:
+    """Bytes that a forward pass over two samples keeps for its backward pass in this process, whose part of
+    the policy is `own`."""
+    shape, length = (2, TOKENS // 2), TOKENS // 2
+    floats, mask = np.zeros(shape, np.float32), np.ones(shape, np.bool_)
+    mask[:, 0] = False
+    lengths = np.full(2, length) if packed else None
+    versions = np.zeros(shape, np.int64)
+    micro = MicroBatch(versions, mask, floats, floats + 1, floats, versions, lengths=lengths)
     kept: dict[int, torch.Tensor] = {}
 
+    loss = _Loss()
+
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+        if not loss.come:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    module = policy._parts.wrapped
-    places = torch.arange(TOKENS)[None] % (TOKENS // 2)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        if packed:
-            ends = documents(np.array([0, TOKENS // 2, TOKENS]), CPU)
-            module(tokens, places, None, packed_seq_params=ends)
-        else:
-            module(tokens.view(2, -1), places.view(2, -1), None)
-    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+        policy.forward_backward([micro], loss)
+    weights = {weight.untyped_storage().data_ptr() for weight in own.own_weights().values()}
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+
+
+@dataclass
+class _Loss:
+    """Says whether the forward pass is over: what a backward pass computes again is kept for a moment."""
+
+    come: bool = False
+
+    def __call__(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, float]:
+        self.come = True
+        return logits.float().sum() * 0.0, 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,7 +108,8 @@ def test_what_a_layer_keeps(shape: str, way: str, dtype: torch.dtype) -> None:
     found, said = [], []
     for layers in (1, 3):
         deep = replace(SHAPES[shape], layers=layers)
-        found.append(_kept(deep, asked, packed=way != "padded"))
+        policy = _policy(deep, asked)
+        found.append(_kept(policy, policy, packed=way != "padded"))
         [layout] = stages_of(deep, ParallelConfig())
         said.append(memory_of(deep, layout, given, asked).activations)
     assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=0.05)
@@ -179,37 +192,7 @@ def test_what_a_rank_of_two_keeps(shape: str, sequence: bool) -> None:
         deep = replace(SHAPES[shape], layers=layers)
         with Ranks(sizes, 2) as ranks:
             policy = ranks.policy("actor", deep, OptimizerConfig(), Build(1, CPU, 0, 1))
-            found.append(_kept_here(policy))
+            found.append(_kept(policy, policy._part.policy))
         [layout] = stages_of(deep, sizes)
         said.append(memory_of(deep, layout, given, Asked()).activations)
     assert said[1] - said[0] == pytest.approx(found[1] - found[0], rel=1 / 16)
-
-
-def _kept_here(policy: Policy) -> int:
-    """Bytes that a packed pass over two samples keeps in this process."""
-    shape, length = (2, TOKENS // 2), TOKENS // 2
-    floats, mask = np.zeros(shape, np.float32), np.ones(shape, np.bool_)
-    mask[:, 0] = False
-    micro = MicroBatch(
-        np.zeros(shape, np.int64),
-        mask,
-        floats,
-        floats + 1,
-        floats,
-        np.zeros(shape, np.int64),
-        lengths=np.full(2, length),
-    )
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.forward_backward([micro], _loss)
-    own = {w.untyped_storage().data_ptr() for w in policy._part.policy.own_weights().values()}
-    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
-
-
-def _loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, float]:
-    return logits.float().sum() * 0.0, 0.0
