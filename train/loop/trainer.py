@@ -81,7 +81,7 @@ class Trainer:
         made = restored(config, log, history, self._phase, ranks, warn)
         self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
         self._like, self._lora = made.base.path, made.lora
-        self._publisher.lora = made.lora
+        self._publisher.checkpoints.lora = made.lora
         self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
@@ -329,7 +329,7 @@ class Trainer:
             sync=sync,
             critic=self.critic,
             before_cache=self._turns.offload,
-            overlap=config.sync is not None and config.sync.overlap and not last,
+            last=last,
         )
         self._spent.published(begun)
 
@@ -349,6 +349,7 @@ class Trainer:
             checkpoint=True,
             sync=False,
             critic=self.critic,
+            last=True,
         )
 
     def sync_current(self) -> None:
