@@ -20,6 +20,7 @@ from rollbook.store.events import CheckpointWritten, PolicyPublished
 from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
+from rollbook.train.checkpoints.sharded import Trained, begin_sharded, check_shared
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.megatron.policy import Policy
@@ -81,9 +82,11 @@ class Checkpointer:
 
         Raises:
             ShortageError: the disk is full; or it was at the checkpoint before.
+            RankError: a rank could not write its part, now or at the checkpoint before.
         """
         self.settle()
-        finish = self._whole(policy, version, like, phase, critic, meanwhile=meanwhile)
+        begin = self._shards if self._config.checkpoint.sharded else self._whole
+        finish = begin(policy, version, like, phase, critic, meanwhile=meanwhile)
         if not meanwhile:
             return finish()
         self._under_way = self._writer.submit(finish)
@@ -100,11 +103,21 @@ class Checkpointer:
         self._note(record)
         return record
 
+    def check(self, policy: Policy) -> None:
+        """See that every rank that is to write sees the store's folder.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        if self._config.checkpoint.sharded:
+            check_shared(self._log.path, self._config.run, self._config.policy, policy)
+
     def settle(self) -> None:
         """Wait for the one that is under way.
 
         Raises:
             ShortageError: the disk is full. Nothing of the checkpoint is left.
+            RankError: a rank could not write its part; likewise.
         """
         if (under_way := self._under_way) is not None:
             self._under_way = None
@@ -147,6 +160,29 @@ class Checkpointer:
             return record
 
         return finish
+
+    def _shards(
+        self,
+        policy: Policy,
+        version: int,
+        like: Path,
+        phase: str,
+        critic: Policy | None,
+        *,
+        meanwhile: bool,
+    ) -> Callable[[], CheckpointWritten]:
+        """The same of each rank's own pieces."""
+        config, of = self._config, Trained(policy, self.lora, critic)
+        known = (self._log.path, config.run, config.policy, version)
+        dtype = getattr(torch, config.dtype)
+        finish = begin_sharded(*known, of, like=like, phase=phase, dtype=dtype, meanwhile=meanwhile)
+
+        def finish_and_note() -> CheckpointWritten:
+            record = finish()
+            self._note(record)
+            return record
+
+        return finish_and_note
 
     def _adapter(self, policy: Policy, kept: Callable[[Any], Tensors]) -> Adapter | None:
         return None if self.lora is None else Adapter(kept(policy.adapter().items()), self.lora)

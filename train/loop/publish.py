@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rollbook.ingest.engines.model_files import require_folder, weight_files
+from rollbook.ingest.engines.model_files import is_sharded, require_folder, weight_files
 from rollbook.ingest.engines.weights.digests import (
     Tensors,
     digest_tensors,
@@ -186,12 +186,12 @@ class Publisher:
         self.checkpoints.look()
         config, record = self._config, None
         sync = sync and config.sync is not None
-        loads = sync and self._syncs_from_disk()
+        loads = sync and self._syncs_from_disk()  # weights, from a directory of whole ones
         if checkpoint and self._checkpointed != version:
             meanwhile = config.checkpoint.overlap and not last and not loads
             record = self.checkpoints.write(policy, version, like, phase, critic=critic, meanwhile=meanwhile)
             self._checkpointed = version
-        if record is None and loads:
+        if loads and (record is None or config.checkpoint.sharded):
             record = self.checkpoints.write_weights(policy, version, like, phase)
         if sync:
             assert config.sync is not None
@@ -248,6 +248,8 @@ class Publisher:
         if self._config.sync is None:
             return
         held = [c for c in self._history.checkpoints if c.policy_version == version]
+        if self._syncs_from_disk():
+            held = [c for c in held if not is_sharded(place_inside(self._log.path, c.path))]
         record = held[-1] if held else None
         if record is None and self._syncs_from_disk():
             record = self.checkpoints.write_weights(policy, version, like, phase)

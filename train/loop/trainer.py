@@ -82,6 +82,7 @@ class Trainer:
         self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
         self._like, self._lora = made.base.path, made.lora
         self._publisher.checkpoints.lora = made.lora
+        self._publisher.checkpoints.check(self.policy)
         self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
