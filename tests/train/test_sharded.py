@@ -4,15 +4,18 @@ from it in another layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
-from rollbook.store.events import CheckpointWritten, StepCommitted
+from rollbook.store.errors import ConfigError, RankError, ShortageError
+from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
 
 Stores = Callable[..., Store]
@@ -126,3 +129,135 @@ def test_one_rank(fabric: Any, recorded: Stores, training: str, way: str) -> Non
 def test_ranks(fabric: Any, recorded: Stores, training: str, layout: str, way: str) -> None:
     """Each training over ranks, written in each way."""
     _contract(fabric, recorded, _trainings(fabric)[training], *LAYOUTS[layout], way)
+
+
+# What reads them ----------------------------------------------------------------------------------
+
+
+def test_a_model_and_an_adapter_are_exported(fabric: Any, recorded: Stores, cli: Any, tmp_path: Path) -> None:
+    """The same files as of a whole checkpoint; transformers loads the model."""
+    from transformers import AutoModelForCausalLM
+
+    logs = {"plain": recorded("plain"), "sharded": recorded("sharded")}
+    for name, log in logs.items():
+        way = WAYS.get(name, {})
+        fabric.train(log, fabric.config(fabric.SFT, steps=2, lora={"rank": 4}, checkpoint=way))
+        for what in ("model", "adapter"):
+            code, _, said = cli("export", what, "--store", log.path, "--to", tmp_path / f"{name}-{what}")
+            assert code == 0, said
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors", "model/config.json"):
+        ours, theirs = ((tmp_path / f"{name}-{file}").read_bytes() for name in ("sharded", "plain"))
+        assert ours == theirs, file
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded-model").state_dict()
+    weights = _last(logs["sharded"]).weights
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_reference_and_going_back(fabric: Any, recorded: Stores) -> None:
+    """A later version is the reference, and training goes back to one, as with whole checkpoints."""
+    logs = [recorded("plain"), recorded("sharded")]
+    for log, way in zip(logs, ({}, WAYS["both"]), strict=True):
+        changes = {"steps": 4, "checkpoint_every": 2, "checkpoint": way}
+        fabric.train(log, fabric.config(fabric.SFT, **changes))
+        fabric.train(log, fabric.config(fabric.SFT, **changes), abandon_after=2)
+        algorithm = {"name": "grpo", "groups": 2, "group_size": 4, "kl": 0.1, "reference_version": 2}
+        fabric.train(
+            log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, checkpoint=way), lane="more"
+        )
+    ends = [[of.digests for of in _of(log, StepCommitted)] for log in logs]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 7
+    _same_bits(_last(logs[1]), _last(logs[0]))
+
+
+# Ranks that cannot write --------------------------------------------------------------------------
+
+FOLLOW = """
+import errno, os, runpy, sys
+from pathlib import Path
+from rollbook.train.checkpoints import shards, tensor_file
+write, read = os.write, Path.read_text
+def spoiled(fd, data):
+    if "v00000002" in os.readlink(f"/proc/self/fd/{fd}"):
+        SPOIL
+    return write(fd, data)
+def elsewhere(path, *given, **options):
+    if ELSEWHERE and path.name == shards.WORD:
+        raise FileNotFoundError(path)
+    return read(path, *given, **options)
+tensor_file.os.write, Path.read_text = spoiled, elsewhere
+sys.argv = ["follow", *sys.argv[1:]]
+runpy.run_module("rollbook.train.megatron.follow", run_name="__main__")
+"""
+"""A rank whose disk is full, breaks, or is another one, or which is killed while it writes version 2."""
+
+
+def _spoiled(monkeypatch: pytest.MonkeyPatch, spoil: str = "pass", *, elsewhere: bool = False) -> None:
+    program = FOLLOW.replace("SPOIL", spoil).replace("ELSEWHERE", str(elsewhere))
+    monkeypatch.setattr("rollbook.train.megatron.launch.FOLLOW", ("-c", program))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["sharded", "both"])
+@pytest.mark.parametrize(
+    ("spoil", "error", "said"),
+    [
+        ("raise OSError(errno.ENOSPC, 'full')", ShortageError, "has no room for the checkpoint"),
+        ("raise OSError(errno.EIO, 'broken')", RankError, r"rank 1 on \S+ failed: OSError\(5, 'broken'\)"),
+        ("os.kill(os.getpid(), 9)", RankError, "rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_a_rank_that_cannot_write(
+    fabric: Any,
+    recorded: Stores,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    spoil: str,
+    error: type[Exception],
+    said: str,
+) -> None:
+    """It is named, nothing is left of that checkpoint, no step is lost, and the training goes on."""
+    log = recorded()
+    settings = fabric.config(fabric.SFT, steps=4, checkpoint_every=2, checkpoint=WAYS[way])
+    with monkeypatch.context() as patch:
+        _spoiled(patch, spoil)
+        with pytest.raises(error, match=said):
+            fabric.train(log, settings, ranks=2)
+    folder = log.path / "checkpoints/demo/actor"
+    assert [path.name for path in folder.iterdir()] == ["v00000000"]
+    assert [of.policy_version for of in _of(log, CheckpointWritten)] == [0]
+    assert len(_of(log, StepCommitted)) >= 2
+    fabric.train(log, settings, ranks=2)
+    assert [of.policy_version for of in _of(log, StepCommitted)] == [1, 2, 3, 4]
+
+
+@pytest.mark.ranks
+def test_a_rank_without_the_stores_disk(
+    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named before a step is planned, with the remedy; without shards it needs no disk."""
+    log = recorded()
+    _spoiled(monkeypatch, elsewhere=True)
+    said = rf"rank 1 on \S+ does not see .* {log.path}: .*or set checkpoint\.sharded = false"
+    with pytest.raises(ConfigError, match=said):
+        fabric.train(log, fabric.config(fabric.SFT, steps=1, checkpoint=WAYS["sharded"]), ranks=2)
+    assert _of(log, StepPlanned) == []
+    assert [path.name for path in (log.path / "checkpoints/demo/actor").iterdir()] == ["v00000000"]
+    fabric.train(log, fabric.config(fabric.SFT, steps=1), ranks=2)
+    assert len(_of(log, StepCommitted)) == 1
+
+
+@pytest.mark.ranks
+def test_the_work_is_even(fabric: Any, recorded: Stores) -> None:
+    """Copies of the model take turns, and each number is written once."""
+    log = recorded()
+    fabric.train(log, fabric.config(fabric.SFT, steps=1, checkpoint=WAYS["sharded"]), ranks=2)
+    folder = log.path / _of(log, CheckpointWritten)[-1].path
+    sizes = [file.stat().st_size for file in sorted(folder.glob("shard-*"))]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.2 * min(sizes)
+    held = read_checkpoint(folder)
+    # Rows that pad the vocabulary are written too.
+    numbers = sum(tensor.nbytes for tensor in _tensors(held).values())
+    shards = [load_file(file) for file in folder.glob("shard-*")]
+    assert numbers <= sum(tensor.nbytes for shard in shards for tensor in shard.values()) < 1.15 * numbers

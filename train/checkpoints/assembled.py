@@ -162,10 +162,15 @@ class Assembled:
                 return iter(self._adapter().items())
         return self._state(CRITIC if what.startswith("critic") else POLICY)
 
-    def damage(self) -> str:
-        """The pieces whose hashes differ from those in the manifest, for an error message."""
+    def damage(self, what: str) -> str:
+        """The pieces, of what is damaged, whose hashes differ from those in the manifest, for an error
+        message."""
+        kinds = {"state"} if what.endswith("optimizer") else {"weights", "adapter"}
         odd = []
         for piece in self._pieces:
+            of_critic = piece.file.name.startswith(CRITIC)
+            if piece.address.kind not in kinds or of_critic != what.startswith("critic"):
+                continue
             found = hashes({piece.name: line_of(piece.name, piece.numbers())})
             if found[piece.name] != self._said[piece.file.name][piece.name]:
                 odd.append(f"{piece.name} in {piece.file.name}")

@@ -153,7 +153,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if SHARDS in manifest:
         with assembled(path, manifest[SHARDS], lora) as shards:
             held = {what: dict(shards.stream(what)) for what in there}
-            _check(path, held, digests, lambda what: shards.damage())
+            _check(path, held, digests, shards.damage)
     else:
         held = {what: _load(path / _FILES[what]) for what in there if what != "weights"}
         held["weights"] = read_weights(path)

@@ -199,10 +199,8 @@ class Part:
 
         if self.rank == 0:
             return together
-        if meanwhile:
-            self._worker.submit(together)
-        else:
-            together()
+        # Also where training waits: rank 0 may ask for more before it waits, such as for the critic's.
+        self._worker.submit(together)
         return list  # of nothing: rank 0 alone is told
 
     def take(self, kind: Kind, said: Sequence[Named]) -> None:

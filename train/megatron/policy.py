@@ -71,7 +71,8 @@ class Policy(Protocol):
         which are every number once.
 
         Args:
-            meanwhile: it gets copies in the host's memory, and does it while training goes on.
+            meanwhile: it gets copies in the host's memory, and does it while training goes on; else the
+                policy must stay as it is until the result was called.
 
         Returns:
             Waits until all ranks have done it, once: what each says of it, by rank. It raises RankError,
