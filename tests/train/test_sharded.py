@@ -3,6 +3,7 @@ from it in another layout."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollbook import store as rb
 from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
@@ -75,40 +77,73 @@ def _last(log: Store) -> Checkpoint:
     return read_checkpoint(log.path / _of(log, CheckpointWritten)[-1].path)
 
 
+@pytest.fixture(scope="module")
+def plain(fabric: Any, recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Store]:
+    """Trainings that write whole checkpoints while they wait, each made once: three steps, the last of them
+    on one rank."""
+    made: dict[tuple[str, str], Store] = {}
+
+    def of(training: str, layout: str) -> Store:
+        if (training, layout) not in made:
+            path = tmp_path_factory.mktemp("plain") / "store"
+            log = made[training, layout] = rb.open(shutil.copytree(recorded_path, path))
+            _train(fabric, log, training, layout, {})
+        return made[training, layout]
+
+    return of
+
+
+def _train(fabric: Any, log: Store, training: str, layout: str, way: dict[str, Any]) -> None:
+    values, (count, sizes) = _trainings(fabric)[training], LAYOUTS[layout]
+    changes = {"steps": 2, "checkpoint_every": 1, "checkpoint": way, "parallel": sizes}
+    # Factors begin with gradients of 0 for half of them: they need steps that count.
+    changes["optimizer"] = {"lr": 1e-2} if training == "lora" else SGD_LIKE
+    fabric.train(log, fabric.config(values | changes), ranks=count)
+    fabric.train(log, fabric.config(values | changes | {"steps": 3, "parallel": {}}))
+
+
 def _contract(
-    fabric: Any, recorded: Stores, values: dict[str, Any], count: int, sizes: Any, way: str
+    fabric: Any, log: Store, plain: Callable[..., Store], training: str, layout: str, way: str
 ) -> None:
     """The checkpoints of two trainings that differ in how they write them alone are the same; so is the next
-    step, from either, on one rank; every step replays."""
-    optimizer = values.get("optimizer", {}) if values.get("lora") else SGD_LIKE
-    changes = {"steps": 2, "checkpoint_every": 1, "parallel": sizes, "optimizer": optimizer}
-    plain, log = recorded("plain"), recorded("log")
-    fabric.train(plain, fabric.config(values | changes), ranks=count)
-    fabric.train(log, fabric.config(values | changes, checkpoint=WAYS[way]), ranks=count)
-    assert [of.digests for of in _of(log, StepCommitted)] == [of.digests for of in _of(plain, StepCommitted)]
-    ours, theirs = _of(log, CheckpointWritten), _of(plain, CheckpointWritten)
+    step, from either, on one rank; the last steps of either layout replay. No checkpoint is recorded before
+    its step, or late."""
+    whole, count = plain(training, layout), LAYOUTS[layout][0]
+    _train(fabric, log, training, layout, WAYS[way])
+    assert [of.digests for of in _of(log, StepCommitted)] == [of.digests for of in _of(whole, StepCommitted)]
+    ours, theirs = _of(log, CheckpointWritten), _of(whole, CheckpointWritten)
+    assert [of.policy_version for of in ours] == [0, 1, 2, 3]
     for one, two in zip(ours, theirs, strict=True):
         assert (one.path, one.weights_digest, one.optimizer_digest, one.phase) == (
             *(two.path, two.weights_digest, two.optimizer_digest, two.phase),
         )
         held = read_checkpoint(log.path / one.path)
-        _same_bits(held, read_checkpoint(plain.path / two.path))
+        _same_bits(held, read_checkpoint(whole.path / two.path))
         assert digest_tensors(held.weights) == one.weights_digest
-    assert read_checkpoint(log.path / ours[-1].path).optimizer
-    files = {file.name for file in (log.path / ours[-1].path).glob("shard-*")}
-    sharded = {f"shard-{rank + 1:05d}-of-{count:05d}.safetensors" for rank in range(count)}
-    assert files == (sharded if "sharded" in WAYS[way] else set())
-    for of in (plain, log):
-        fabric.train(of, fabric.config(values | changes | {"steps": 3, "parallel": {}}))
-    assert _of(log, StepCommitted)[2].digests == _of(plain, StepCommitted)[2].digests
+        assert bool(held.optimizer) == (one.policy_version > 0)
+    for record, ranks in ((ours[2], count), (ours[3], 1)):
+        files = {file.name for file in (log.path / record.path).glob("shard-*")}
+        sharded = {f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)}
+        assert files == (sharded if "sharded" in WAYS[way] else set())
     assert [replay_step(log, step).differs_in for step in (1, 2)] == [None, None]
+    kinds = {StepCommitted: "step", CheckpointWritten: "checkpoint"}
+    order = [
+        (kinds[type(e.record)], e.record.policy_version) for e in log.events() if type(e.record) in kinds
+    ]
+    for version in (1, 2, 3):
+        assert order.index(("step", version)) < order.index(("checkpoint", version))
+    assert order.index(("checkpoint", 2)) < order.index(("step", 3)), "the last of a training is waited for"
+    left = [path.name for path in (log.path / "checkpoints/demo/actor").iterdir()]
+    assert sorted(left) == [f"v{version:08d}" for version in range(4)]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", ["sft", "grpo packed", "ppo", "lora", "bfloat16"])
-def test_one_rank(fabric: Any, recorded: Stores, training: str, way: str) -> None:
+def test_one_rank(
+    fabric: Any, recorded: Stores, plain: Callable[..., Store], training: str, way: str
+) -> None:
     """Each training, written in each way."""
-    _contract(fabric, recorded, _trainings(fabric)[training], 1, {}, way)
+    _contract(fabric, recorded(), plain, training, "one", way)
 
 
 @pytest.mark.ranks
@@ -126,9 +161,11 @@ def test_one_rank(fabric: Any, recorded: Stores, training: str, way: str) -> Non
         ("sft", "tensor 2, pipeline 2"),
     ],
 )
-def test_ranks(fabric: Any, recorded: Stores, training: str, layout: str, way: str) -> None:
+def test_ranks(
+    fabric: Any, recorded: Stores, plain: Callable[..., Store], training: str, layout: str, way: str
+) -> None:
     """Each training over ranks, written in each way."""
-    _contract(fabric, recorded, _trainings(fabric)[training], *LAYOUTS[layout], way)
+    _contract(fabric, recorded(), plain, training, layout, way)
 
 
 # What reads them ----------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,17 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         size = size_of(building)
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
+
+
+@contextlib.contextmanager
+def model_directory(folder: Path) -> Iterator[Path]:
+    """A directory that libraries load the model from: it, or of a checkpoint of shards a temporary one."""
+    if not is_sharded(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="rollbook-model-") as made:
+        _copy(folder, Path(made))
+        yield Path(made)
 
 
 def export_adapter(log: Store, out: Path, version: int | None, run: str | None, policy: str) -> ExportedModel:

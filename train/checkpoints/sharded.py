@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,3 +130,4 @@ def check_shared(store: Path, run: str, policy: str, of: Policy) -> None:
                     "with checkpoint.sharded = true every rank writes there. Let all hosts have that folder, "
                     "on a shared disk, or set checkpoint.sharded = false"
                 )
+        shutil.rmtree(building)
