@@ -3,6 +3,7 @@ from it in another layout."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,24 @@ WAYS: dict[str, dict[str, Any]] = {
 """Beside the plain one, with which all are compared."""
 
 
+@functools.cache
+def _experts(folder: Path, family: str) -> str:
+    """A tiny mixture of experts; files of GptOss hold those of a layer together."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    own: dict[str, Any] = {"num_local_experts": 4, "intermediate_size": 24, "sliding_window": 4}
+    if family == "Qwen3Moe":
+        own = {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    config = getattr(transformers, f"{family}Config")(**size, **own, max_position_embeddings=64)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder / family)
+    return str(folder / family)
+
+
 def _trainings(fabric: Any) -> dict[str, dict[str, Any]]:
     packed = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
     ppo = {"algorithm": {"name": "ppo", "groups": 2, "kl": 0.1}, "critic": SGD_LIKE}
@@ -40,6 +59,8 @@ def _trainings(fabric: Any) -> dict[str, dict[str, Any]]:
         "ppo": fabric.GRPO | ppo,
         "lora": fabric.SFT | {"lora": {"rank": 4}},
         "bfloat16": fabric.SFT | {"dtype": "bfloat16"},
+        "experts": fabric.SFT | {"model": _experts(fabric.scratch(), "Qwen3Moe")},
+        "fused experts": fabric.SFT | {"model": _experts(fabric.scratch(), "GptOss")},
     }
 
 
@@ -48,6 +69,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
     "tensor 2": (2, {"tensor": 2}),
     "distributed optimizer": (2, {"distributed_optimizer": True}),
+    "expert 2": (2, {"expert": 2}),
+    "expert 2, distributed optimizer": (2, {"expert": 2, "distributed_optimizer": True}),
     "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
 }
 
@@ -158,6 +181,9 @@ def test_one_rank(
         ("lora", "tensor 2"),
         ("lora", "distributed optimizer"),
         ("bfloat16", "distributed optimizer"),
+        ("experts", "expert 2"),
+        ("experts", "expert 2, distributed optimizer"),
+        ("fused experts", "expert 2"),
         ("sft", "tensor 2, pipeline 2"),
     ],
 )
