@@ -20,7 +20,7 @@ from rollbook.bench.learning_courses import (
 )
 from rollbook.demo.processes import Agent, Process, Server, rollbook_command
 from rollbook.demo.run import OFFLINE_STEPS, RUN, Demo, await_version
-from rollbook.train.checkpoints.checkpoint import checkpoint_name
+from rollbook.train.checkpoints.directory import checkpoint_name
 
 GROUPS, GROUP_SIZE = 16, 8
 """Problems that are played for a rollout batch, and how often each."""

@@ -147,7 +147,7 @@ def take_steps(log: Store, model: Path, algorithm: str, steps: Sequence[Sequence
 
 def make_image(folder: Path, model: Path) -> Image:
     """Train two steps on a store of its own in `folder`, in the second of which a group is dropped."""
-    from rollbook.train.checkpoints.checkpoint import checkpoint_name
+    from rollbook.train.checkpoints.directory import checkpoint_name
 
     log = store.open(folder, create=True)
     flat = next(group for group in range(32) if is_flat(group))

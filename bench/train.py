@@ -15,6 +15,12 @@ from statistics import median
 from rollbook.bench.figure import Figure, Outcome, spread
 from rollbook.bench.processes import BenchError, Process, module, some_cores
 from rollbook.bench.rounds import order, times_faster
+from rollbook.bench.train_checkpoints import (
+    CheckpointLaps,
+    checkpoint_figures,
+    checkpoint_spreads,
+    run_checkpoints,
+)
 from rollbook.bench.train_modes import Laps, mode_figures, mode_spreads, run_modes
 from rollbook.bench.train_sides import (
     BARE,
@@ -43,15 +49,17 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How often each side takes a step, after one that warms up, and the loop runs in each mode."""
+    """How often each side takes a step, after one that warms up, the loop runs in each mode, and a checkpoint
+    is written in each way."""
 
     rounds: int = 5
     mode_rounds: int = 3
+    checkpoint_rounds: int = 3
 
     @property
     def steps(self) -> int:
-        """The rounds of each run, and the one that warms up; and those of the modes."""
-        return len(RUNS) * (self.rounds + 1) + self.mode_rounds
+        """The rounds of each run, and the one that warms up; and those of the modes and checkpoints."""
+        return len(RUNS) * (self.rounds + 1) + self.mode_rounds + self.checkpoint_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class Measured:
         peaks: bytes of memory that a side's model and steps took.
         tokens: trained tokens of a step.
         modes: steps a second of each mode of running the loop.
+        checkpoints: what they took.
     """
 
     seconds: dict[str, list[float]]
@@ -71,6 +80,7 @@ class Measured:
     peaks: dict[str, int]
     tokens: int
     modes: Laps = field(default_factory=lambda: Laps({}))
+    checkpoints: CheckpointLaps = field(default_factory=CheckpointLaps)
 
 
 def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
@@ -99,7 +109,8 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
             _take_turns(sides, plan, found, on_round)
             for name, side in sides.items():
                 found.peaks[name] = side.peak_rss() - first[name]["resident"]
-    return replace(found, modes=run_modes(folder, plan.mode_rounds, on_round))
+    checkpoints = run_checkpoints(folder, large, plan.checkpoint_rounds, on_round)
+    return replace(found, modes=run_modes(folder, plan.mode_rounds, on_round), checkpoints=checkpoints)
 
 
 def _take_turns(
@@ -157,9 +168,11 @@ def outcome(measured: Measured) -> Outcome:
             Figure("train.replayability_share", share, "share of a step", LARGE, None, rounds),
             Figure("train.replayability_share_6m", small, "share of a step", BARE, None, rounds),
             *mode_figures(measured.modes),
+            *checkpoint_figures(measured.checkpoints),
         ),
         (
             *(spread(name, "s a step", laps) for name, laps in of.items()),
             *mode_spreads(measured.modes),
+            *checkpoint_spreads(measured.checkpoints),
         ),
     )

@@ -9,10 +9,16 @@ import orjson
 from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
 
-LARGEST = {"tokenizer.json": 512 << 20, "model.safetensors.index.json": 256 << 20}
+LARGEST = {
+    "tokenizer.json": 512 << 20,
+    "model.safetensors.index.json": 256 << 20,
+    "rollbook.json": 64 << 20,
+}
 """Bytes of a file at most, by its name; of any other OTHERS."""
 OTHERS = 16 << 20
 INDEX = "model.safetensors.index.json"
+SHARDS = "shard-*-of-*.safetensors"
+"""The files of a checkpoint of which each rank of a training wrote one."""
 
 
 def model_file(model: Path, name: str) -> Path | None:
@@ -50,12 +56,17 @@ def weight_files(model: Path) -> list[Path]:
     """The safetensors files of a model directory, as its index names them or all there are, in order.
 
     Raises:
-        ModelError: one is no plain file, lies elsewhere, or is missing.
+        ModelError: one is no plain file, lies elsewhere, or is missing; or ranks wrote pieces of tensors.
     """
     index = read_json(model, INDEX).get("weight_map", {})
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ModelError(f"{model / INDEX}: its weight_map names no files: copy the model anew")
     names = sorted(set(index.values())) or sorted(file.name for file in model.glob("model*.safetensors"))
+    if not names and is_sharded(model):
+        raise ModelError(
+            f"{model}: a checkpoint in which each rank wrote its own pieces of tensors (checkpoint.sharded), "
+            "which is no model directory: `rollbook export model` makes one of it"
+        )
     for name in names:
         if Path(name).name != name:
             raise ModelError(
@@ -64,6 +75,11 @@ def weight_files(model: Path) -> list[Path]:
         if _checked(model, model / name) is None:
             raise ModelError(f"{model / name}: is missing: copy the model anew")
     return [model / name for name in names]
+
+
+def is_sharded(model: Path) -> bool:
+    """Whether it is a checkpoint of which each rank of a training wrote its own pieces of tensors."""
+    return any(model.glob(SHARDS))
 
 
 def _checked(model: Path, file: Path) -> int | None:

@@ -7,10 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from rollbook.bench import train, train_modes, train_sides
+from rollbook.bench import train, train_checkpoints, train_modes, train_sides
+from rollbook.bench.checkpoint_sides import WAYS
 from rollbook.bench.processes import BenchError, Process, some_cores
 from rollbook.bench.train import Measured
+from rollbook.bench.train_checkpoints import BOTH, OVERLAPPED, SHARDED, WHOLE, CheckpointLaps
 from rollbook.bench.train_modes import ASYNC, COLOCATE, HYBRID, OVERLAP, Laps
 from rollbook.bench.train_sides import (
     BARE,
@@ -86,7 +90,9 @@ def test_figures() -> None:
     peaks = {OURS: 2 << 20, PADDED: 9 << 20, BARE: 2 << 20, PLAIN: 8 << 20, PLAIN_PACKED: 4 << 20}
     peaks |= {RECOMPUTED: 1 << 20, ONE_RANK: 2 << 20, TWO_RANKS: 2 << 20, LARGE: 90 << 20}
     modes = {COLOCATE: [1.0, 2.0], HYBRID: [1.5, 3.5], ASYNC: [1.5, 1.75], OVERLAP: [3.0, 3.5]}
-    measured = Measured(seconds, [0.1, 0.4], peaks, 300, Laps(modes))
+    held = {WHOLE: [2.0, 4.0], OVERLAPPED: [1.0, 3.0], SHARDED: [1.0, 1.0], BOTH: [0.5, 0.5]}
+    laps = CheckpointLaps(held, 4.0, 14.0, 1e-8)
+    measured = Measured(seconds, [0.1, 0.4], peaks, 300, Laps(modes), laps)
     found = {figure.figure: figure for figure in train.outcome(measured).figures}
     assert {name: figure.ratio for name, figure in found.items()} == {
         "train.packed_vs_padded": 3.0,
@@ -100,7 +106,13 @@ def test_figures() -> None:
         "train.hybrid_vs_colocate": 1.625,
         "train.hybrid_vs_async": 1.5,
         "train.overlap_gain": 2.0,
+        "train.checkpoint_held_overlap_s": 0.625,
+        "train.checkpoint_held_s": 0.1875,
+        "train.resume_s": None,
     }
+    assert found["train.checkpoint_held_s"].value == 0.5
+    assert found["train.checkpoint_held_s"].against == "whole: 3.00 s"
+    assert found["train.resume_s"].value == 4.0
     assert found["train.hybrid_vs_colocate"].value == 2.5
     assert found["train.hybrid_vs_colocate"].against == "colocate: 1.50 steps/s"
     assert found["train.vs_transformers"].value == 200.0
@@ -128,6 +140,28 @@ def test_the_loop_runs_in_each_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("async", True),
         ("colocate", False),
     ]
+
+
+def test_checkpoints_are_written_in_each_way(tmp_path: Path) -> None:
+    """In turns, by two ranks; one rank goes on from the last to the same loss, gradient and weights."""
+    make_model(tmp_path / "model", Size(64, 2, 4))
+    rounds: list[None] = []
+    laps = train_checkpoints.run_checkpoints(tmp_path, tmp_path / "model", 1, lambda: rounds.append(None))
+    assert {way: len(seconds) for way, seconds in laps.held.items()} == dict.fromkeys(WAYS, 1)
+    assert len(rounds) == 1
+    assert all(seconds > 0 for (seconds,) in laps.held.values())
+    assert min(laps.resume_s, laps.begin_s) > 0
+    assert laps.apart < 1e-7
+    left = [path.name for path in tmp_path.glob("checkpoints-two/store/checkpoints/bench/actor/*")]
+    assert left == ["v00000001"]
+
+
+def test_another_course_is_no_figure(tmp_path: Path) -> None:
+    """Layouts whose next steps made other weights are not measured."""
+    for name, value in (("one", 1.0), ("two", 1.5)):
+        save_file({"w": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(BenchError, match=r"a weight on one rank differs from that on two by 0\.5"):
+        train_checkpoints._apart(tmp_path)
 
 
 def test_another_loss_is_no_figure() -> None:

@@ -63,7 +63,7 @@ def test_the_commands_run(page: str, work: Path) -> None:
     for key, value in (("steps", 4), ("warmup_steps", 1), ("every", 2)):
         config = re.sub(rf"^{key} = \d+$", f"{key} = {value}", config, flags=re.MULTILINE)
     (work / "laptop.toml").write_text(config)
-    commands, node, plans, adapted = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands, node, plans, shards, adapted = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     of_node, before = node.splitlines()
     for line, ranks in zip([*plans.splitlines(), of_node], (1, 4, 6), strict=True):
         assert f"; {ranks} rank" in _invoke(line.removeprefix("rollbook "))
@@ -90,6 +90,10 @@ def test_the_commands_run(page: str, work: Path) -> None:
         "0",
         "4",
     ]
+    train, export = shards.replace("\\\n", "").splitlines()
+    _invoke(train.removeprefix("rollbook "))
+    assert list(work.glob("runs/checkpoints/second/actor/v00000004/shard-*"))
+    assert "version 4 of policy actor, run second" in _invoke(export.removeprefix("rollbook "))
     train, export = (line.removeprefix("rollbook ") for line in adapted.splitlines())
     _invoke(train)
     assert "the adapter of version 4 of policy actor, run adapted" in _invoke(export)

@@ -165,7 +165,7 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Any:
 @functools.cache
 def model_folder() -> Path:
     """The tied tiny model, made once."""
-    folder = _scratch() / "model"
+    folder = scratch() / "model"
     make_model(folder)
     return folder
 
@@ -175,7 +175,8 @@ def _scratch_holder() -> Any:
     return tempfile.TemporaryDirectory(prefix="rollbook-train-tests-")
 
 
-def _scratch() -> Path:
+def scratch() -> Path:
+    """A folder that is gone with the session."""
     return Path(_scratch_holder().name)
 
 
@@ -295,7 +296,7 @@ def computed(metrics: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def trained_path() -> Path:
     """A store with 9 SFT steps (checkpoints at 0, 4, 8, 9), then 3 of GRPO (11, 12). Copy it; never write."""
-    path = _scratch() / "trained"
+    path = scratch() / "trained"
     log = record_store(path)
     train(log, config(SFT))
     train(log, config(GRPO))

@@ -22,10 +22,10 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import collate_tokens
 from rollbook.train.data.experience import trained_masks
 from rollbook.train.data.samples import all_samples
-from rollbook.train.loop.critic import critic_shape, token_scores
+from rollbook.train.loop.critic import token_scores
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.model import Build
-from rollbook.train.megatron.score_head import with_head
+from rollbook.train.megatron.score_head import critic_shape, with_head
 from rollbook.train.megatron.shape import read_shape
 
 Stores = Callable[..., Store]

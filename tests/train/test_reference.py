@@ -12,6 +12,7 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, StepCommitted, StepPlanned
 from rollbook.store.sql.query import connect
+from rollbook.train.loop.checkpointer import Checkpointer
 from rollbook.train.loop.publish import Publisher
 
 Stores = Callable[..., Store]
@@ -68,9 +69,9 @@ def test_restarts_change_nothing(fabric: Any, recorded: Stores) -> None:
     def dies(*_: Any, **__: Any) -> None:
         raise Killed
 
-    for name in ("publish", "renew_reference"):
+    for of, name in ((Publisher, "publish"), (Checkpointer, "renew_reference")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Publisher, name, dies)
+            patch.setattr(of, name, dies)
             with pytest.raises(Killed):
                 fabric.train(killed, settings)
     fabric.train(killed, settings)

@@ -60,7 +60,8 @@ def rated(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         PreferenceAdded("e1-2", "e1-0"),
     ]
     fabric.append(log, made)
-    for policy, head in (("reward", "score"), ("uncertain", "mean_deviation")):
+    trained = (("reward", "score"), ("uncertain", "mean_deviation"), ("sharded", "score"))
+    for policy, head in trained:
         fabric.train(
             log,
             fabric.config(
@@ -73,6 +74,7 @@ def rated(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 recipe={},
                 optimizer={"lr": 0.01},
                 evaluation={"every": 8},
+                checkpoint={"sharded": policy == "sharded"},
             ),
         )
     return log.path
@@ -108,6 +110,14 @@ def test_rewards_are_in_the_order_of_the_preferences(cli: Cli, store: Store) -> 
     assert store.head() == head
     [opened] = [record for record in _of(store, RunOpened) if record.command == "score"]
     assert (opened.config["source"], opened.config["temperature"]) == ("judge", 1.0)
+
+
+def test_a_checkpoint_of_shards_scores_the_same(cli: Cli, store: Store) -> None:
+    """Put together from its pieces, the model is the one that was written whole."""
+    assert list(store.path.glob("checkpoints/demo/sharded/v00000008/shard-*"))
+    for policy in ("reward", "sharded"):
+        assert _score(cli, store, policy=policy, source=f"by {policy}")["scored"] == 64
+    assert _rewards(store, "by sharded") == _rewards(store, "by reward")
 
 
 def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

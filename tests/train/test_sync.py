@@ -23,6 +23,7 @@ from rollbook.testing.asgi import serving
 from rollbook.testing.scripted_faults import Fault
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
+from rollbook.train.config.checkpoint import CheckpointConfig
 
 NOWHERE = "http://127.0.0.1:9"
 Start = Callable[[], tuple[ScriptedSGLang, str]]
@@ -172,6 +173,29 @@ def test_training_goes_on_while_weights_travel(
     committed = {r.policy_version: r.digests["weights"] for r in _records(log, StepCommitted)}
     assert activated.items() >= committed.items()
     assert (app.paused, version_in(app.weight_version)) == (None, 4)
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_engines_beside_checkpoints_of_shards(
+    fabric: Any, recorded: Callable[..., Store], start: Start, transport: str
+) -> None:
+    """By disk an engine is given a directory of whole weights beside the shards, also where these were there
+    before; from memory it needs none."""
+    _, url = start()
+    log, way = recorded(), {"sharded": True, "overlap": True}
+    for steps in (1, 2, 3):
+        engines = {"engines": [url], "transport": transport} if steps > 1 else {}
+        settings = _sft(fabric, steps, **engines)
+        fabric.train(log, settings.model_copy(update={"checkpoint": CheckpointConfig(**way)}))
+    assert [r.policy_version for r in _records(log, SyncFinished)] == [1, 2, 2, 3]
+    written = _records(log, CheckpointWritten)
+    shards = [bool(list((log.path / r.path).glob("shard-*"))) for r in written]
+    whole = [r.policy_version for r, sharded in zip(written, shards, strict=True) if not sharded]
+    assert [r.policy_version for r, sharded in zip(written, shards, strict=True) if sharded] == [1, 2, 3]
+    assert whole == ([0, 1, 2, 3] if transport == "disk" else [0])
+    digests = {r.policy_version: r.weights_digest for r in written if r.policy_version}
+    activated = {r.policy_version: r.weights_digest for r in _records(log, PolicyActivated)}
+    assert activated == digests
 
 
 def test_a_sync_on_the_way_fails(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:

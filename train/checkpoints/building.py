@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.store.errors import ShortageError
+from rollbook.store.errors import RankError, ShortageError
 from rollbook.store.permissions import make_folder
 
 _NAME = re.compile(r"\.v\d{8}(?:-[0-9a-f]{8})?\.(\d+)")
@@ -38,7 +38,8 @@ def building_beside(target: Path) -> Iterator[Path]:
             os.close(lock)
     except BaseException as error:
         shutil.rmtree(building, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _FULL:
+        cause = error.__cause__ if isinstance(error, RankError) else error
+        if isinstance(cause, OSError) and cause.errno in _FULL:
             raise ShortageError(_full(target)) from error
         raise
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+import torch
 
-from rollbook.ingest.engines.model_files import weight_files
+from rollbook.ingest.engines.model_files import is_sharded, weight_files
 from rollbook.ingest.engines.weights.digests import line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
@@ -18,12 +21,13 @@ from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.destination import destination
 from rollbook.train.checkpoints.checkpoint import (
-    MANIFEST,
+    WEIGHTS,
     Adapter,
-    holds_weights,
-    manifest_of,
     read_checkpoint,
+    save_stream,
+    stream_checkpoint,
 )
+from rollbook.train.checkpoints.directory import MANIFEST, holds_weights, manifest_of, size_of
 from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -61,14 +65,25 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
     record = _of_version(held, version, run)
     source = place_inside(log.path, record.path)
     with destination(out, folder=True) as building:
-        _lines(source, record)
+        _lines(source, stream_checkpoint(source), record)
         _copy(source, building)
-        lines = _lines(building, record)
+        lines = _lines(building, stream_files(building), record)
         manifest = manifest_of(run, record, {"weights": lines})
         (building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
-        size = sum(file.stat().st_size for file in building.iterdir())
+        size = size_of(building)
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
+
+
+@contextlib.contextmanager
+def model_directory(folder: Path) -> Iterator[Path]:
+    """A directory that libraries load the model from: it, or of a checkpoint of shards a temporary one."""
+    if not is_sharded(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="rollbook-model-") as made:
+        _copy(folder, Path(made))
+        yield Path(made)
 
 
 def export_adapter(log: Store, out: Path, version: int | None, run: str | None, policy: str) -> ExportedModel:
@@ -95,7 +110,7 @@ def export_adapter(log: Store, out: Path, version: int | None, run: str | None, 
         write_tensors(building / PEFT_WEIGHTS, kinds, adapter.tensors.items())
         said = orjson.dumps(peft_config(adapter, beside), option=orjson.OPT_INDENT_2)
         (building / PEFT_CONFIG).write_bytes(said)
-        size = sum(file.stat().st_size for file in building.iterdir())
+        size = size_of(building)
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
 
@@ -164,13 +179,15 @@ def _listed(names: Iterable[object]) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-def _lines(model: Path, record: CheckpointWritten) -> dict[str, str]:
+def _lines(
+    model: Path, weights: Iterator[tuple[str, torch.Tensor]], record: CheckpointWritten
+) -> dict[str, str]:
     """The line of each tensor in the digest that the log has of the weights.
 
     Raises:
         ModelError: they have another.
     """
-    lines = {name: line_of(name, tensor) for name, tensor in stream_files(model)}
+    lines = {name: line_of(name, tensor) for name, tensor in weights}
     if (digest := combine(lines.values())) != record.weights_digest:
         raise ModelError(
             f"{model}: its weights are not those that the log names for version {record.policy_version} "
@@ -181,7 +198,10 @@ def _lines(model: Path, record: CheckpointWritten) -> dict[str, str]:
 
 
 def _copy(source: Path, building: Path) -> None:
-    weights = {file.name for file in weight_files(source)}
+    sharded = is_sharded(source)
+    weights = set() if sharded else {file.name for file in weight_files(source)}
     for file in source.iterdir():
         if file.is_file() and (file.name in weights or not holds_weights(file.name)):
             shutil.copyfile(file, building / file.name)
+    if sharded:
+        save_stream(building / WEIGHTS, stream_checkpoint(source), source)

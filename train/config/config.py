@@ -19,6 +19,7 @@ from rollbook.store.events import Json
 from rollbook.store.redaction import shown
 from rollbook.store.sql.metrics_view import RECORDED
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
+from rollbook.train.config.checkpoint import CheckpointConfig
 from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
 from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.lora import LoraConfig
@@ -171,6 +172,8 @@ class TrainConfig(Table):
     """Low-rank factors that are trained in place of the weights; absent: the weights are."""
     parallel: ParallelConfig = ParallelConfig()
     """How the training is spread over its ranks."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """How checkpoints are written."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
     evaluation: EvaluationConfig | None = None
@@ -303,6 +306,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "critic": {"": CriticConfig},
     "lora": {"": LoraConfig},
     "parallel": {"": ParallelConfig},
+    "checkpoint": {"": CheckpointConfig},
     "sync": {"": SyncConfig},
     "evaluation": {"": EvaluationConfig},
     "stop": {"": StopRule},

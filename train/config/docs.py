@@ -31,9 +31,9 @@ rollbook train configs/sft.toml --store demo-store --set optimizer.lr=3e-4 --sho
 
 A restart goes on with a training as long as nothing changes that decides its course: `steps`,
 `checkpoint_every`, `threads`, `device`, `engine_gap_alarm`, `idle_timeout_s`, `model`, `[admission]`,
-`[sync]`, `[evaluation]` and `[[stop]]` may change, and a key that is left out is the same as one that says
-its default. Any other change begins a new training in the same run, from the run's newest weights and with a
-new optimizer.
+`[checkpoint]`, `[sync]`, `[evaluation]` and `[[stop]]` may change, and a key that is left out is the same as
+one that says its default. Any other change begins a new training in the same run, from the run's newest
+weights and with a new optimizer.
 """
 LISTS = frozenset({"stop"})
 """Tables of which there may be several."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,8 @@ from rollbook.train.loop.finite import check_tokens, finite_values
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
-from rollbook.train.megatron.score_head import with_head
+from rollbook.train.megatron.score_head import critic_shape, with_head
 from rollbook.train.megatron.shape import ModelShape
-
-
-def critic_shape(shape: ModelShape) -> ModelShape:
-    """The shape of a policy's critic: one value for each token."""
-    return replace(shape, scores=1)
 
 
 def restored_critic(

@@ -18,7 +18,7 @@ from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.checkpoints.building import remove_left_over
-from rollbook.train.checkpoints.checkpoint import checkpoint_name
+from rollbook.train.checkpoints.directory import checkpoint_name
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
 from rollbook.train.data.held_out import HeldOutSamples, learns_from_samples

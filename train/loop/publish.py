@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rollbook.ingest.engines.identify import binding
-from rollbook.ingest.engines.model_files import require_folder, weight_files
+from rollbook.ingest.engines.model_files import is_sharded, require_folder, weight_files
 from rollbook.ingest.engines.weights.digests import (
     Tensors,
     digest_tensors,
@@ -22,21 +20,17 @@ from rollbook.ingest.engines.weights.digests import (
     read_weights,
     stream_files,
 )
-from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.store import Event, Store
-from rollbook.store.catalog.catalog import note_checkpoint
-from rollbook.store.errors import EngineError, EngineLostError, TrainError, VersionError
-from rollbook.store.events import CheckpointWritten, PolicyPublished, Record
+from rollbook.store.errors import EngineError, EngineLostError, TrainError
+from rollbook.store.events import CheckpointWritten, Record
 from rollbook.store.fold.history import History
 from rollbook.store.fold.versions import VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
-from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
 from rollbook.train.config.config import DTYPES, TrainConfig
-from rollbook.train.config.lora import LoraTraining
-from rollbook.train.loop.reference import reference_line
+from rollbook.train.loop.checkpointer import Checkpointer
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
@@ -121,8 +115,8 @@ class Publisher:
         self._engines: list[EngineControl] = []
         self._syncer: Syncer | None = None
         self._transport: Transport | None = None
-        self.lora: LoraTraining | None = None
-        """The training of low-rank factors, where it is one."""
+        self.checkpoints = Checkpointer(config, log, history, self.write)
+        """Writes the checkpoints."""
         self._sender = ThreadPoolExecutor(1, "rollbook-sync")
         self._travels: Future[None] | None = None
         """The sync that is under way while training goes on."""
@@ -139,34 +133,14 @@ class Publisher:
         self.on_written(*(event.record for event in events))
 
     def adopt_model(self) -> None:
-        """Write version 0 of a new run as a checkpoint in the store, so that the run depends on no outside
-        files.
+        """Write version 0 of a new run as a checkpoint in the store.
 
         Raises:
             VersionError: the run's version 0 has other weights, with which a proxy has recorded.
         """
-        model, config = self._config.model, self._config
-        scores = config.algorithm.head_width
-        record = write_checkpoint(
-            self._log.path,
-            config.run,
-            config.policy,
-            0,
-            _own_weights(config, config.dtype),
-            None,
-            like=model,
-            phase=None,
-            scores=scores,
-        )
-        log = WeightLog(self._log, config.run, config.policy)
-        with binding(log):
-            log.refresh()
-            try:
-                log.check(0, record.weights_digest, f"{model} in {config.dtype}")
-            except VersionError:
-                shutil.rmtree(place_inside(self._log.path, record.path))
-                raise
-            self._note(record)
+        config = self._config
+        own = _own_weights(config, config.dtype)
+        self.checkpoints.adopt(config.model, own, config.algorithm.head_width)
 
     def has_checkpoint(self, version: int) -> bool:
         """Whether there is one of this version, that training can resume from."""
@@ -187,9 +161,12 @@ class Publisher:
         sync: bool,
         critic: Policy | None = None,
         before_cache: Callable[[], None] = lambda: None,
-        overlap: bool = False,
+        last: bool = False,
     ) -> None:
         """Write a version's checkpoint if requested, and sync the engines to it.
+
+        Either may be under way when this returns, if the configuration says so; both of the version before
+        are waited for.
 
         Args:
             like: a model directory whose other files are copied into a checkpoint.
@@ -197,20 +174,28 @@ class Publisher:
             sync: send it to the engines, if there are any.
             critic: its state goes into the checkpoint.
             before_cache: as of `Syncer.sync`.
-            overlap: return while the sync is under way.
+            last: wait for all of it.
 
         Raises:
             EngineError: this sync, or one that was under way, gave no engine its version.
+            ShortageError: the disk is full, or was for a checkpoint that was under way.
         """
         self.settle()
-        wanted = checkpoint and self._checkpointed != version
-        sync = sync and self._config.sync is not None
-        record = None
-        if wanted or (sync and self._syncs_from_disk()):
-            record = self._write_checkpoint(policy, version, like, phase, whole=wanted, critic=critic)
-        if wanted:
+        if last:
+            self.checkpoints.settle()
+        self.checkpoints.look()
+        config, record = self._config, None
+        sync = sync and config.sync is not None
+        loads = sync and self._syncs_from_disk()  # weights, from a directory of whole ones
+        if checkpoint and self._checkpointed != version:
+            meanwhile = config.checkpoint.overlap and not last and not loads
+            record = self.checkpoints.write(policy, version, like, phase, critic=critic, meanwhile=meanwhile)
             self._checkpointed = version
+        if loads and (record is None or config.checkpoint.sharded):
+            record = self.checkpoints.write_weights(policy, version, like, phase)
         if sync:
+            assert config.sync is not None
+            overlap = config.sync.overlap and not last
             self._sync(policy, version, record, before_cache=before_cache, overlap=overlap)
 
     @property
@@ -263,55 +248,12 @@ class Publisher:
         if self._config.sync is None:
             return
         held = [c for c in self._history.checkpoints if c.policy_version == version]
+        if self._syncs_from_disk():
+            held = [c for c in held if not is_sharded(place_inside(self._log.path, c.path))]
         record = held[-1] if held else None
         if record is None and self._syncs_from_disk():
-            record = self._write_checkpoint(policy, version, like, phase, whole=False)
+            record = self.checkpoints.write_weights(policy, version, like, phase)
         self._sync(policy, version, record, only, before_cache)
-
-    def _write_checkpoint(
-        self,
-        policy: Policy,
-        version: int,
-        like: Path,
-        phase: str,
-        *,
-        whole: bool,
-        critic: Policy | None = None,
-    ) -> CheckpointWritten:
-        record = write_checkpoint(
-            self._log.path,
-            self._config.run,
-            self._config.policy,
-            version,
-            policy.stream_weights(),
-            policy.optimizer_state() if whole else None,
-            like=like,
-            phase=phase,
-            critic=(critic.weights(), critic.optimizer_state()) if whole and critic is not None else None,
-            adapter=None if self.lora is None else Adapter(policy.adapter(), self.lora),
-        )
-        self._note(record)
-        return record
-
-    def _note(self, record: CheckpointWritten) -> None:
-        earlier = [c.policy_version for c in self._history.checkpoints]
-        parent = max((v for v in earlier if v < record.policy_version), default=None)
-        published = PolicyPublished(
-            record.policy, record.policy_version, parent, record.path, record.weights_digest
-        )
-        self.write(record, published)
-        self._history.checkpoints.append(record)
-        note_checkpoint(self._log.path, self._config.run, record)
-
-    def renew_reference(self, version: int, before: int | None) -> None:
-        """Record that a version, of which there is a checkpoint, is the policy's reference from here on.
-
-        Args:
-            before: the version that was.
-        """
-        record = [c for c in self._history.checkpoints if c.policy_version == version][-1]
-        line = reference_line(self._config.policy)
-        self.write(PolicyPublished(line, version, before, record.path, record.weights_digest))
 
     # Engines ----------------------------------------------------------------------------------
 
@@ -383,6 +325,7 @@ class Publisher:
 
     def close(self) -> None:
         """Close connections, once what is under way has ended."""
+        self.checkpoints.close()
         self._sender.shutdown()
         if self._syncer is not None:
             self._syncer.close()

@@ -83,7 +83,8 @@ class Trainer:
         self._like, self._lora = made.base.path, made.lora
         self.references = made.references
         """Weights of its earlier versions."""
-        self._publisher.lora = made.lora
+        self._publisher.checkpoints.lora = made.lora
+        self._publisher.checkpoints.check(self.policy)
         self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
@@ -303,7 +304,7 @@ class Trainer:
             sync=sync,
             critic=self.critic,
             before_cache=self._turns.offload,
-            overlap=config.sync is not None and config.sync.overlap and not last,
+            last=last,
         )
         self._renew_reference()
         self._spent.published(begun)
@@ -325,7 +326,7 @@ class Trainer:
             return
         if not self._publisher.has_checkpoint(self.version):  # a training was killed before it was written
             self.ensure_checkpoint()
-        self._publisher.renew_reference(self.version, self._algorithm.reference)
+        self._publisher.checkpoints.renew_reference(self.version, self._algorithm.reference)
         self._algorithm = self._algorithm.model_copy(update={"reference_version": self.version})
         self._since_reference = 0
 
@@ -341,6 +342,7 @@ class Trainer:
             checkpoint=True,
             sync=False,
             critic=self.critic,
+            last=True,
         )
 
     def sync_current(self) -> None:

@@ -13,6 +13,7 @@ from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
+from rollbook.train.megatron.given import Work, copied, given
 from rollbook.train.megatron.kept_digests import KeptDigests
 from rollbook.train.megatron.lora import ADAPTED, check_factors, factors, merged
 from rollbook.train.megatron.model import Build, MegatronParts, build
@@ -149,6 +150,12 @@ class TrainablePolicy:
                 fields |= {MAIN: of.tensor} if of.narrow else {}
                 held[name] = {field: of.piece(torch.as_tensor(value)) for field, value in fields.items()}
         return held
+
+    def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
+        """Have the one rank do something with its pieces. As `Policy`."""
+        own = given(self, [self.layout], 0)
+        pieces = copied(own) if meanwhile else own
+        return lambda: [work(0, 1, pieces)]
 
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place; an empty one starts Adam anew."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from math import prod
 from typing import Any, TypeVar
 
@@ -12,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.store.errors import RankError
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind, TrainablePolicy
+from rollbook.train.megatron.given import Pieces, Work, copied, given
 from rollbook.train.megatron.lora import factors
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import LossOf
@@ -42,18 +47,34 @@ Givers = Sequence[tuple[Weight, list[list[int]]]]
 """Of each weight the ranks that send each of its parts."""
 
 
-class Part:
-    """A rank's part of a policy. Every rank calls each method, with the same arguments, in the same order."""
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What became of a rank's work: its host, the error, and of an error of the system its number."""
 
-    def __init__(self, policy: TrainablePolicy, layouts: Sequence[RankLayout]) -> None:
+    host: str
+    error: str
+    number: int | None
+
+
+class Part:
+    """A rank's part of a policy. Every rank calls each method, with the same arguments, in the same order.
+
+    Args:
+        wait_s: longest wait of one rank for another.
+    """
+
+    def __init__(self, policy: TrainablePolicy, layouts: Sequence[RankLayout], wait_s: float) -> None:
         self.policy, self.layouts, self.rank = policy, layouts, dist.get_rank()
         self.shape, self.layout = policy.shape, policy.layout
         self.factors = () if policy.lora is None else factors(self.shape, policy.lora)
         self._givers = {kind: self._givers_of(self.named(kind)) for kind in ("weights", "state")}
         self._streaming: Iterator[Any] | None = None
+        self._wait, self._worker = timedelta(seconds=wait_s), ThreadPoolExecutor(1, "rollbook-pieces")
+        self._meeting: Any = None
+        """A group in which ranks meet while training goes on in the others."""
 
     @classmethod
-    def made(cls, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Part:
+    def made(cls, shape: ModelShape, optimizer: OptimizerConfig, how: Build, wait_s: float) -> Part:
         """The part of a new policy.
 
         Raises:
@@ -62,7 +83,7 @@ class Part:
         policy = TrainablePolicy(shape, optimizer, how)
         layouts: list[RankLayout] = [policy.layout] * dist.get_world_size()
         dist.all_gather_object(layouts, policy.layout)
-        return cls(policy, layouts)
+        return cls(policy, layouts, wait_s)
 
     def named(self, kind: Kind) -> tuple[Weight, ...]:
         """All that there is of a kind, in the order in which it is streamed."""
@@ -160,6 +181,28 @@ class Part:
                 into.copy_(piece.numbers)
         return whole.view(some.dims)
 
+    def each(self, work: Work[T], meanwhile: bool) -> Callable[[], list[T]]:
+        """Do something with the rank's own pieces; on rank 0 when the result is called, which waits for the
+        others' too."""
+        own = given(self.policy, self.layouts, self.rank)
+        pieces = copied(own) if meanwhile else own
+        if self._meeting is None:
+            self._meeting = dist.new_group(backend="gloo", timeout=self._wait)
+
+        def together() -> list[T]:
+            mine, error = _done(work, self.rank, len(self.layouts), pieces)
+            found: list[Any] | None = [None] * len(self.layouts) if self.rank == 0 else None
+            dist.gather_object(mine, found, dst=0, group=self._meeting)
+            if error is not None and found is not None:
+                raise error
+            return _all_done(found or [])
+
+        if self.rank == 0:
+            return together
+        # Also where training waits: rank 0 may ask for more before it waits, such as for the critic's.
+        self._worker.submit(together)
+        return list  # of nothing: rank 0 alone is told
+
     def take(self, kind: Kind, said: Sequence[Named]) -> None:
         """Put the rank's part of weights, or of low-rank factors, in place, which it gets from rank 0 whole.
 
@@ -231,6 +274,28 @@ class Part:
     def put_back(self) -> None:
         """As the policy's."""
         self.policy.put_back()
+
+
+def _done(work: Work[T], rank: int, count: int, pieces: Pieces) -> tuple[T | Failed, Exception | None]:
+    """What a rank says of its work; or how that failed, which the others are told, and the error."""
+    try:
+        return work(rank, count, pieces), None
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        return Failed(socket.gethostname(), repr(error), number), error
+
+
+def _all_done(found: Sequence[Any]) -> list[Any]:
+    """What all say of their work, by rank.
+
+    Raises:
+        RankError: one failed.
+    """
+    for rank, said in enumerate(found):
+        if isinstance(said, Failed):
+            cause = None if said.number is None else OSError(said.number, said.error)
+            raise RankError(f"rank {rank} on {said.host} failed: {said.error}") from cause
+    return list(found)
 
 
 def _announced(piece: Piece) -> Piece:

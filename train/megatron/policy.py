@@ -10,6 +10,7 @@ import torch
 
 from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.data.batch import MicroBatch
+from rollbook.train.megatron.given import Work
 from rollbook.train.megatron.shape import ModelShape
 
 T = TypeVar("T")
@@ -64,6 +65,19 @@ class Policy(Protocol):
 
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place; an empty one starts the optimizer anew."""
+
+    def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
+        """Have each rank do something with its own pieces of weights, low-rank factors and optimizer state,
+        which are every number once.
+
+        Args:
+            meanwhile: it gets copies in the host's memory, and does it while training goes on; else the
+                policy must stay as it is until the result was called.
+
+        Returns:
+            Waits until all ranks have done it, once: what each says of it, by rank. It raises RankError,
+            which names the rank that failed; where rank 0 did, its error.
+        """
 
     def weights_digest(self, look: Look | None = None) -> str:
         """Digest of the weights, as in checkpoints and engines; kept until a method here changes them.

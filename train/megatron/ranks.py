@@ -42,6 +42,8 @@ from rollbook.train.megatron.spread import SpreadPolicy
 FOREVER = timedelta(days=3650)
 STREAM = "stream"
 """The method of a part whose result is gone through on every rank."""
+EACH = "each"
+"""The method of a part whose result waits for every rank."""
 START_S = 300.0
 """Longest wait for all ranks to have started."""
 LOOK_S = 0.05
@@ -181,9 +183,10 @@ class Ranks:
             with self._heard():
                 _join(self._store, 0, self.count, self.parallel, how.device)
             self._joined = True
-        self._say(("make", name, shape, optimizer, how))
+        wait_s = sizes.timeout_s
+        self._say(("make", name, shape, optimizer, how, wait_s))
         with self._heard():
-            part = self._parts[name] = Part.made(shape, optimizer, how)
+            part = self._parts[name] = Part.made(shape, optimizer, how, wait_s)
         return SpreadPolicy(part, functools.partial(self._ask, name))
 
     def _await_others(self) -> None:
@@ -210,7 +213,14 @@ class Ranks:
         self._say(("call", name, method, given))
         with self._heard():
             result = own() if own else getattr(self._parts[name], method)(*given)
+        if method == EACH:
+            return functools.partial(self._waited, result)
         return self._streamed(result) if method == STREAM else result
+
+    def _waited(self, wait: Callable[[], T]) -> T:
+        """What `wait` gives."""
+        with self._heard():
+            return wait()
 
     def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
         """What others send. Should nobody go on with it, the next call takes what is left."""
@@ -300,9 +310,9 @@ def follow(store: Any, rank: int, count: int) -> None:
         match what:
             case ("join", parallel, device):
                 _join(store, rank, count, parallel, _own(device, rank))
-            case ("make", name, shape, optimizer, how):
+            case ("make", name, shape, optimizer, how, wait_s):
                 own = replace(how, device=_own(how.device, rank))
-                parts[name] = Part.made(shape, optimizer, own)
+                parts[name] = Part.made(shape, optimizer, own, wait_s)
             case ("call", name, method, given):
                 result = getattr(parts[name], method)(*given)
                 if method == STREAM:

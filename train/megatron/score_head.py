@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from rollbook.train.megatron.shape import ModelShape
 
 SCORE = "score.weight"
 """Name of the head's weight."""
+
+
+def critic_shape(shape: ModelShape) -> ModelShape:
+    """The shape of a policy's critic: one value for each token."""
+    return replace(shape, scores=1)
 
 
 def with_head(weights: Tensors, shape: ModelShape) -> Tensors:

@@ -13,13 +13,12 @@ from rollbook.train.data.balance import evenly
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind
 from rollbook.train.megatron.fused_experts import put_together
+from rollbook.train.megatron.given import Work
 from rollbook.train.megatron.kept_digests import KeptDigests
 from rollbook.train.megatron.lora import check_factors, merged
 from rollbook.train.megatron.part import Part
 from rollbook.train.megatron.policy import LossOf, Read
-from rollbook.train.megatron.reshard import (
-    joined,
-)
+from rollbook.train.megatron.reshard import joined
 from rollbook.train.megatron.weight_names import checked, parts
 
 T = TypeVar("T")
@@ -106,6 +105,11 @@ class SpreadPolicy:
         for weight, field, shards in self._ask("stream", "state"):
             whole = shards[0] if not shards[0].dim() else joined(weight, shards, self.shape)
             yield f"{weight.megatron}.{field}", whole
+
+    def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
+        """Have each rank do something with its own pieces. As `Policy`."""
+        wait: Callable[[], list[T]] = self._ask("each", work, meanwhile)
+        return wait
 
     def load_optimizer_state(self, state: Tensors) -> None:
         """Put an optimizer state in place, on each rank its part."""

@@ -14,6 +14,7 @@ from rollbook.ingest.engines.model_files import require_folder
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_manifest, read_weights
 from rollbook.store.errors import ModelError
 from rollbook.store.events import TokenIds
+from rollbook.train.checkpoints.export import model_directory
 from rollbook.train.megatron.shape import SCORE_LABELS, SCORES
 
 BATCH_TOKENS = 16384
@@ -49,9 +50,10 @@ class RewardClassifier:
             if device == "auto":
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             dtype = torch.float32 if device == "cpu" else config.dtype or torch.float32
-            model: Any = AutoModelForSequenceClassification.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=dtype
-            )
+            with model_directory(folder) as whole:
+                model: Any = AutoModelForSequenceClassification.from_pretrained(
+                    whole, local_files_only=True, use_safetensors=True, dtype=dtype
+                )
         except (OSError, ValueError) as error:
             raise ModelError(f"{folder}: transformers cannot read this reward model: {error}") from error
         if not hasattr(model, "score"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rollbook.ingest.engines.model_files import is_sharded
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.errors import OutsideError
@@ -115,7 +116,8 @@ class WeightLog:
         return any(same_address(url, engine) for engine in self._open.values())
 
     def likely(self, url: str) -> list[Path]:
-        """Directories of weights that the engine may hold: what it was given last, then the newest ones."""
+        """Directories of weights that the engine may hold: what it was given last, then the newest ones.
+        None of shards, which no engine was given."""
         given = [version for engine, version in self._given.items() if same_address(url, engine)]
         versions = [*given[-1:], *sorted(self._paths, reverse=True)[:1]]
         named = dict.fromkeys(self._paths[v] for v in versions if self._paths.get(v))
@@ -123,7 +125,7 @@ class WeightLog:
         for name in named:
             with contextlib.suppress(OutsideError):
                 paths.append(place_inside(self.store.path, name))
-        return [path for path in paths if path.is_dir()]
+        return [path for path in paths if path.is_dir() and not is_sharded(path)]
 
     def check(self, version: int, digest: str, what: str) -> None:
         """See that weights may count as the version.

@@ -20,7 +20,8 @@ from rollbook.store.events import CheckpointWritten, StepFailed, SyncFailed
 from rollbook.store.fold.history import fold_history
 from rollbook.store.redaction import Scrubber
 from rollbook.store.secret import SECRETS, store_secret
-from rollbook.train.checkpoints.checkpoint import MANIFEST, OPTIMIZER, read_checkpoint, write_checkpoint
+from rollbook.train.checkpoints.checkpoint import OPTIMIZER, read_checkpoint, write_checkpoint
+from rollbook.train.checkpoints.directory import MANIFEST
 from rollbook.train.config.config import OptimizerConfig, parse_config
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.megatron.backend import TrainablePolicy

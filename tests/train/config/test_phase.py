@@ -56,7 +56,7 @@ def test_what_decides_the_course(fabric: Any) -> None:
     base = family_names(fabric.config(fabric.SFT), "cut")
     free = {"steps": 99, "checkpoint_every": 1, "threads": 2, "device": "cpu", "idle_timeout_s": 1.0}
     free |= {"engine_gap_alarm": 1.0, "admission": {"order": "age"}}
-    free |= {"sync": {"engines": ["http://x"]}, "model": "elsewhere"}
+    free |= {"sync": {"engines": ["http://x"]}, "model": "elsewhere", "checkpoint": {"overlap": True}}
     for key, value in free.items():
         assert family_names(fabric.config(fabric.SFT, **{key: value}), "cut") == base, key
     bound = {"seed": 4, "micro_batch_size": 2, "recipe": {"splits": ["train"]}, "optimizer": {"lr": 1.0}}

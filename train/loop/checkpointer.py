@@ -1,0 +1,219 @@
+"""Writes a policy's versions to the store as checkpoints: at once, or while training goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollbook.ingest.engines.identify import binding
+from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.ingest.engines.weights.log import WeightLog
+from rollbook.store import Store
+from rollbook.store.catalog.catalog import note_checkpoint
+from rollbook.store.errors import VersionError
+from rollbook.store.events import CheckpointWritten, PolicyPublished
+from rollbook.store.fold.history import History
+from rollbook.store.inside import place_inside
+from rollbook.train.checkpoints.checkpoint import Adapter, write_checkpoint
+from rollbook.train.checkpoints.sharded import Trained, begin_sharded, check_shared
+from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.lora import LoraTraining
+from rollbook.train.loop.reference import reference_line
+from rollbook.train.megatron.policy import Policy
+
+
+class Checkpointer:
+    """Writes checkpoints of one policy of a run, and records each once all of it is durable.
+
+    Args:
+        write: appends records together and waits until they are durable.
+    """
+
+    def __init__(self, config: TrainConfig, log: Store, history: History, write: Callable[..., None]) -> None:
+        self._config, self._log, self._history, self._record = config, log, history, write
+        self.lora: LoraTraining | None = None
+        """The training of low-rank factors, where it is one."""
+        self._writer = ThreadPoolExecutor(1, "rollbook-checkpoint")
+        self._under_way: Future[CheckpointWritten] | None = None
+
+    def adopt(self, model: Path, weights: Tensors, scores: int) -> None:
+        """Write version 0 of a new run, so that the run depends on no outside files.
+
+        Args:
+            model: whose other files are copied.
+            scores: what the head of a reward model gives; 0: it is a policy.
+
+        Raises:
+            VersionError: the run's version 0 has other weights, with which a proxy has recorded.
+        """
+        config = self._config
+        known = (self._log.path, config.run, config.policy)
+        record = write_checkpoint(*known, 0, weights, None, like=model, phase=None, scores=scores)
+        log = WeightLog(self._log, config.run, config.policy)
+        with binding(log):
+            log.refresh()
+            try:
+                log.check(0, record.weights_digest, f"{model} in {config.dtype}")
+            except VersionError:
+                shutil.rmtree(place_inside(self._log.path, record.path))
+                raise
+            self._note(record)
+
+    def write(
+        self,
+        policy: Policy,
+        version: int,
+        like: Path,
+        phase: str,
+        *,
+        critic: Policy | None,
+        meanwhile: bool,
+    ) -> CheckpointWritten | None:
+        """Write one that training can resume from.
+
+        Args:
+            like: a model directory whose other files are copied.
+            critic: its state goes along.
+            meanwhile: while training goes on; then None is returned.
+
+        Raises:
+            ShortageError: the disk is full; or it was at the checkpoint before.
+            RankError: a rank could not write its part, now or at the checkpoint before.
+        """
+        self.settle()
+        begin = self._shards if self._config.checkpoint.sharded else self._whole
+        finish = begin(policy, version, like, phase, critic, meanwhile=meanwhile)
+        if not meanwhile:
+            return finish()
+        self._under_way = self._writer.submit(finish)
+        return None
+
+    def write_weights(self, policy: Policy, version: int, like: Path, phase: str) -> CheckpointWritten:
+        """Write the weights alone, for engines. Arguments as of `write`."""
+        self.settle()
+        known = (self._log.path, self._config.run, self._config.policy, version)
+        adapter = self._adapter(policy, dict)
+        record = write_checkpoint(
+            *known, policy.stream_weights(), None, like=like, phase=phase, adapter=adapter
+        )
+        self._note(record)
+        return record
+
+    def renew_reference(self, version: int, before: int | None) -> None:
+        """Record that a version, of which a checkpoint was written or is, is the policy's reference from here
+        on.
+
+        Args:
+            before: the version that was.
+
+        Raises:
+            ShortageError, RankError: as `settle`.
+        """
+        self.settle()
+        record = [c for c in self._history.checkpoints if c.policy_version == version][-1]
+        line = reference_line(self._config.policy)
+        self._record(PolicyPublished(line, version, before, record.path, record.weights_digest))
+
+    def check(self, policy: Policy) -> None:
+        """See that every rank that is to write sees the store's folder.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        if self._config.checkpoint.sharded:
+            check_shared(self._log.path, self._config.run, self._config.policy, policy)
+
+    def settle(self) -> None:
+        """Wait for the one that is under way.
+
+        Raises:
+            ShortageError: the disk is full. Nothing of the checkpoint is left.
+            RankError: a rank could not write its part; likewise.
+        """
+        if (under_way := self._under_way) is not None:
+            self._under_way = None
+            under_way.result()
+
+    def look(self) -> None:
+        """Raise what ended the one that was under way, if something did; as `settle`, without waiting."""
+        if self._under_way is not None and self._under_way.done():
+            self.settle()
+
+    def close(self) -> None:
+        """Let what is under way end."""
+        self._writer.shutdown()
+
+    def _whole(
+        self,
+        policy: Policy,
+        version: int,
+        like: Path,
+        phase: str,
+        critic: Policy | None,
+        *,
+        meanwhile: bool,
+    ) -> Callable[[], CheckpointWritten]:
+        """Writes a checkpoint of whole tensors, and records it."""
+        kept = _copied if meanwhile else dict
+        optimizer = kept(policy.optimizer_state().items())
+        of_critic = None
+        if critic is not None:
+            of_critic = kept(critic.stream_weights()), kept(critic.optimizer_state().items())
+        adapter = self._adapter(policy, kept)
+        weights = policy.stream_weights()
+        given = _copied(weights) if meanwhile else weights
+
+        def finish() -> CheckpointWritten:
+            known = (self._log.path, self._config.run, self._config.policy, version)
+            also: Any = {"like": like, "phase": phase, "critic": of_critic, "adapter": adapter}
+            record = write_checkpoint(*known, given, optimizer, **also)
+            self._note(record)
+            return record
+
+        return finish
+
+    def _shards(
+        self,
+        policy: Policy,
+        version: int,
+        like: Path,
+        phase: str,
+        critic: Policy | None,
+        *,
+        meanwhile: bool,
+    ) -> Callable[[], CheckpointWritten]:
+        """The same of each rank's own pieces."""
+        config, of = self._config, Trained(policy, self.lora, critic)
+        known = (self._log.path, config.run, config.policy, version)
+        dtype = getattr(torch, config.dtype)
+        finish = begin_sharded(*known, of, like=like, phase=phase, dtype=dtype, meanwhile=meanwhile)
+
+        def finish_and_note() -> CheckpointWritten:
+            record = finish()
+            self._note(record)
+            return record
+
+        return finish_and_note
+
+    def _adapter(self, policy: Policy, kept: Callable[[Any], Tensors]) -> Adapter | None:
+        return None if self.lora is None else Adapter(kept(policy.adapter().items()), self.lora)
+
+    def _note(self, record: CheckpointWritten) -> None:
+        earlier = [c.policy_version for c in self._history.checkpoints]
+        parent = max((v for v in earlier if v < record.policy_version), default=None)
+        published = PolicyPublished(
+            record.policy, record.policy_version, parent, record.path, record.weights_digest
+        )
+        self._record(record, published)
+        self._history.checkpoints.append(record)
+        note_checkpoint(self._log.path, self._config.run, record)
+
+
+def _copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
+    """Copies in the host's memory, which the next step does not change."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
