@@ -53,3 +53,12 @@ def test_what_cannot_be(config: Path, recorded: Callable[..., Store], cli: Run) 
     assert (code, "3 ranks cannot be shared by tensor = 2" in said) == (2, True)
     code, _, said = cli(*command, "--set", "parallel.tensor=3")
     assert (code, "cannot be split over 3 tensor-parallel ranks" in said) == (2, True)
+
+
+def test_json_is_of_the_plan(config: Path, recorded: Callable[..., Store], cli: Run) -> None:
+    """A training prints none, and does not begin."""
+    log = recorded()
+    before = log.head()
+    code, _, said = cli("train", config, "--store", log.path, "--json")
+    assert (code, "goes with --plan" in said) == (2, True)
+    assert log.head() == before
