@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import mixtures
 import pytest
 
 from rollbook.ingest.engines.weights.name import version_in
@@ -26,7 +28,14 @@ from rollbook.testing.scripted_sglang import ScriptedSGLang
 from rollbook.train.config.checkpoint import CheckpointConfig
 
 NOWHERE = "http://127.0.0.1:9"
-Start = Callable[[], tuple[ScriptedSGLang, str]]
+Start = Callable[..., tuple[ScriptedSGLang, str]]
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "data 2": (2, {}),
+    "tensor 2": (2, {"tensor": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "expert 2": (2, {"expert": 2}),
+    "data 2, tensor 2": (4, {"tensor": 2}),
+}
 
 
 @pytest.fixture
@@ -34,8 +43,8 @@ def start(fabric: Any) -> Iterator[Start]:
     """Starts engines that serve the tiny model and keep checksums of their weights."""
     with ExitStack() as stack:
 
-        def make() -> tuple[ScriptedSGLang, str]:
-            options = Options(model_path=str(fabric.model_folder()), weights="float32")
+        def make(model: Path | None = None) -> tuple[ScriptedSGLang, str]:
+            options = Options(model_path=str(model or fabric.model_folder()), weights="float32")
             app = ScriptedSGLang(None, options)
             return app, stack.enter_context(serving(app))
 
@@ -69,6 +78,30 @@ def test_every_version_goes_to_the_engine(
     assert [r.policy_version for r in activated if r.path] == checkpoints
     assert app.paused is None
     assert version_in(app.weight_version) == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_over_ranks(
+    fabric: Any, recorded: Callable[..., Store], start: Start, layout: str, transport: str
+) -> None:
+    """Each version is gathered, sent, and verified by the engine's own checksums; also while training goes
+    on, and with checkpoints of shards."""
+    count, sizes = LAYOUTS[layout]
+    model = mixtures.mixture("qwen3_moe")[0] if "expert" in sizes else fabric.model_folder()
+    app, url = start(model)
+    log = recorded()
+    settings = _sft(fabric, 3, engines=[url], transport=transport, overlap=True)
+    changes = {"model": model, "parallel": settings.parallel.model_copy(update=sizes)}
+    changes |= {"checkpoint": CheckpointConfig(overlap=True, sharded=True)}
+    fabric.train(log, settings.model_copy(update=changes), ranks=count)
+    activated = _records(log, PolicyActivated)
+    assert [r.policy_version for r in activated] == [0, 1, 2, 3]
+    committed = [r.digests["weights"] for r in _records(log, StepCommitted)]
+    assert [r.weights_digest for r in activated][1:] == committed
+    assert len({r.weights_digest for r in activated}) == 4
+    assert (app.paused, version_in(app.weight_version)) == (None, 3)
 
 
 def test_a_restart_goes_on(fabric: Any, recorded: Callable[..., Store], start: Start) -> None:
