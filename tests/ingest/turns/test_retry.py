@@ -14,7 +14,7 @@ from streamed import KINDS, PATHS, asked
 
 from rollbook import store
 from rollbook.ingest.http import turn_response
-from rollbook.store.errors import EngineError
+from rollbook.store.errors import EngineError, RequestError
 from rollbook.store.fold.trajectory import fold
 
 AGAIN = {"x-stainless-retry-count": "1"}
@@ -272,6 +272,14 @@ def test_a_retry_of_what_failed_is_a_new_attempt(proxy: Any) -> None:
     assert (bad.failed is not None, good.requested.wire["retry"]) == (True, 1)
 
 
+def _calls(proxy: Any, name: str) -> list[Any]:
+    """The requests of a trajectory that run."""
+    try:
+        return list(proxy.recorder.known(name).calls)
+    except RequestError:
+        return []
+
+
 def test_both_who_wait_are_told_of_a_failure(proxy: Any) -> None:
     """A joined retry fails with the request it joined."""
     engine, path = proxy.engine, f"/t/both-fail{CHAT}"
@@ -280,9 +288,10 @@ def test_both_who_wait_are_told_of_a_failure(proxy: Any) -> None:
 
     async def scenario() -> Any:
         one = proxy.exchange(path, asked("chat"))
-        await asyncio.sleep(0.02)
+        await one.until(lambda: _calls(proxy, "both-fail"))
+        (call,) = _calls(proxy, "both-fail")
         two = proxy.exchange(path, asked("chat"), headers=AGAIN)
-        await asyncio.sleep(0.02)
+        await two.until(lambda: len(call._listeners) == 2)
         engine.doors.set()
         return await one.end(), await two.end()
 
