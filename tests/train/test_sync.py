@@ -81,8 +81,9 @@ def test_every_version_goes_to_the_engine(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("transport", ["tensor", "disk"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "transport"), [*((layout, "tensor") for layout in LAYOUTS), ("tensor 2", "disk")]
+)
 def test_over_ranks(
     fabric: Any, recorded: Callable[..., Store], start: Start, layout: str, transport: str
 ) -> None:
