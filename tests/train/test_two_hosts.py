@@ -22,6 +22,7 @@ from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
 from rollbook.testing.ports import free_port
+from rollbook.train.megatron.launch import INTERFACE
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
@@ -77,6 +78,7 @@ class Nodes:
         script = f'hostname host{number} && {hidden}exec "$@"'
         host = ["ip", "netns", "exec", NAMES[number], "unshare", "--mount", "--uts", "sh", "-c", script, "sh"]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        environment.pop(INTERFACE, None)  # ranks of this host alone may have been started here before
         return subprocess.Popen([*host, *words], env=environment, stdout=self._file, stderr=subprocess.STDOUT)
 
     def kill(self, node: int) -> None:
