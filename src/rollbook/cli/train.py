@@ -62,9 +62,7 @@ def train(
     from rollbook.train.config.files import load_config
 
     if json and not plan:
-        raise typer.BadParameter(
-            "goes with --plan; the steps of a training are in the log", param_hint="--json"
-        )
+        raise typer.BadParameter("goes with --plan alone", param_hint="--json")
     settings = load_config(config, set_ or [])
     if show_config:
         from rollbook.cli.terminal import say
