@@ -174,9 +174,16 @@ def weights_named(path: Path, digest: str) -> Tensors:
     """
     weights = dict(stream_checkpoint(path))
     if digest_tensors(weights) != digest:
-        read_checkpoint(path)  # says what is damaged, if something is
-        raise ModelError(f"{path}: its weights are not those the log names")
+        return checkpoint_named(path, digest).weights  # which says what is damaged, or named otherwise
     return weights
+
+
+def checkpoint_named(path: Path, digest: str) -> Checkpoint:
+    """A checkpoint, and all that it has beside its weights. Arguments and errors as of `weights_named`."""
+    held = read_checkpoint(path)
+    if digest_tensors(held.weights) != digest:
+        raise ModelError(f"{path}: its weights are not those the log names")
+    return held
 
 
 def stream_checkpoint(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

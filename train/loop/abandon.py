@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Event, Store
 from rollbook.store.catalog.catalog import note_checkpoint
-from rollbook.store.errors import ModelError, TrainError
+from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record, StepAbandoned, StepCommitted
 from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.fold.versions import VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from rollbook.train.checkpoints.checkpoint import checkpoint_named, write_checkpoint
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
 
@@ -114,9 +113,7 @@ def _fits(config: TrainConfig, source: str, history: History, checkpoint: Checkp
 def _write_again(config: TrainConfig, log: Store, base: CheckpointWritten, version: int) -> CheckpointWritten:
     """A version's checkpoint under another number, in files of its own."""
     path = place_inside(log.path, base.path)
-    held = read_checkpoint(path)
-    if digest_tensors(held.weights) != base.weights_digest:
-        raise ModelError(f"{path}: its weights are not those the log names")
+    held = checkpoint_named(path, base.weights_digest)
     return write_checkpoint(
         log.path,
         config.run,

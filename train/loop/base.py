@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollbook.ingest.engines.weights.digests import digest_tensors
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, TrainError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import History
 from rollbook.store.inside import place_inside
-from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from rollbook.train.checkpoints.checkpoint import Checkpoint, checkpoint_named
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.loop.scoring import References
@@ -103,7 +102,5 @@ def put_in_place(
 
 def _read(log: Store, base: CheckpointWritten) -> WholeCheckpoint:
     path = place_inside(log.path, base.path)
-    held = read_checkpoint(path)
-    if digest_tensors(held.weights) != base.weights_digest:
-        raise ModelError(f"{path}: its weights are not those the log names")
+    held = checkpoint_named(path, base.weights_digest)
     return WholeCheckpoint(base, path, read_shape(path), held)

@@ -52,8 +52,7 @@ class Checkpointer:
             VersionError: the run's version 0 has other weights, with which a proxy has recorded.
         """
         config = self._config
-        known = (self._log.path, config.run, config.policy)
-        record = write_checkpoint(*known, 0, weights, None, like=model, phase=None, scores=scores)
+        record = write_checkpoint(*self._named(0), weights, None, like=model, phase=None, scores=scores)
         log = WeightLog(self._log, config.run, config.policy)
         with binding(log):
             log.refresh()
@@ -62,7 +61,7 @@ class Checkpointer:
             except VersionError:
                 shutil.rmtree(place_inside(self._log.path, record.path))
                 raise
-            self._note(record)
+            self._noted(record)
 
     def write(
         self,
@@ -89,20 +88,15 @@ class Checkpointer:
         begin = self._shards if self._config.checkpoint.sharded else self._whole
         finish = begin(policy, version, like, phase, critic, meanwhile=meanwhile)
         if not meanwhile:
-            return finish()
-        self._under_way = self._writer.submit(finish)
+            return self._noted(finish())
+        self._under_way = self._writer.submit(lambda: self._noted(finish()))
         return None
 
     def write_weights(self, policy: Policy, version: int, like: Path, phase: str) -> CheckpointWritten:
         """Write the weights alone, for engines. Arguments as of `write`."""
         self.settle()
-        known = (self._log.path, self._config.run, self._config.policy, version)
-        adapter = self._adapter(policy, dict)
-        record = write_checkpoint(
-            *known, policy.stream_weights(), None, like=like, phase=phase, adapter=adapter
-        )
-        self._note(record)
-        return record
+        also: Any = {"like": like, "phase": phase, "adapter": self._adapter(policy, dict)}
+        return self._noted(write_checkpoint(*self._named(version), policy.stream_weights(), None, **also))
 
     def renew_reference(self, version: int, before: int | None) -> None:
         """Record that a version, of which a checkpoint was written or is, is the policy's reference from here
@@ -158,7 +152,7 @@ class Checkpointer:
         *,
         meanwhile: bool,
     ) -> Callable[[], CheckpointWritten]:
-        """Writes a checkpoint of whole tensors, and records it."""
+        """Writes a checkpoint of whole tensors."""
         kept = _copied if meanwhile else dict
         optimizer = kept(policy.optimizer_state().items())
         of_critic = None
@@ -168,14 +162,8 @@ class Checkpointer:
         weights = policy.stream_weights()
         given = _copied(weights) if meanwhile else weights
 
-        def finish() -> CheckpointWritten:
-            known = (self._log.path, self._config.run, self._config.policy, version)
-            also: Any = {"like": like, "phase": phase, "critic": of_critic, "adapter": adapter}
-            record = write_checkpoint(*known, given, optimizer, **also)
-            self._note(record)
-            return record
-
-        return finish
+        also: Any = {"like": like, "phase": phase, "critic": of_critic, "adapter": adapter}
+        return lambda: write_checkpoint(*self._named(version), given, optimizer, **also)
 
     def _shards(
         self,
@@ -188,22 +176,19 @@ class Checkpointer:
         meanwhile: bool,
     ) -> Callable[[], CheckpointWritten]:
         """The same of each rank's own pieces."""
-        config, of = self._config, Trained(policy, self.lora, critic)
-        known = (self._log.path, config.run, config.policy, version)
-        dtype = getattr(torch, config.dtype)
-        finish = begin_sharded(*known, of, like=like, phase=phase, dtype=dtype, meanwhile=meanwhile)
+        of, dtype = Trained(policy, self.lora, critic), getattr(torch, self._config.dtype)
+        also: Any = {"like": like, "phase": phase, "dtype": dtype, "meanwhile": meanwhile}
+        return begin_sharded(*self._named(version), of, **also)
 
-        def finish_and_note() -> CheckpointWritten:
-            record = finish()
-            self._note(record)
-            return record
-
-        return finish_and_note
+    def _named(self, version: int) -> tuple[Path, str, str, int]:
+        """What a checkpoint of a version is called by."""
+        return self._log.path, self._config.run, self._config.policy, version
 
     def _adapter(self, policy: Policy, kept: Callable[[Any], Tensors]) -> Adapter | None:
         return None if self.lora is None else Adapter(kept(policy.adapter().items()), self.lora)
 
-    def _note(self, record: CheckpointWritten) -> None:
+    def _noted(self, record: CheckpointWritten) -> CheckpointWritten:
+        """The record of a checkpoint that is durable, once the log has it, too."""
         earlier = [c.policy_version for c in self._history.checkpoints]
         parent = max((v for v in earlier if v < record.policy_version), default=None)
         published = PolicyPublished(
@@ -212,6 +197,7 @@ class Checkpointer:
         self._record(record, published)
         self._history.checkpoints.append(record)
         note_checkpoint(self._log.path, self._config.run, record)
+        return record
 
 
 def _copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
