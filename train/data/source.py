@@ -75,7 +75,7 @@ class EpochSource:
         picked = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
         self._ahead = (self._next, self._reader.submit(self._read, self._next))
         drops, self._drops = self._drops, []
-        return Selection(picked, drops, self._cut)
+        return Selection(picked, drops, self._cut, step)
 
     def go_on_after(self, consumed: Sequence[Json], skipped: int) -> None:
         """Continue after the slice that the last step consumed; up to `skipped` slices before it were

@@ -16,6 +16,7 @@ from rollbook.store.events import Json, StepPlanned, TrajectoryErased
 from rollbook.store.fold.history import CommittedStep, all_samples
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.data.samples import Sample, of_another_run, samples_of
+from rollbook.train.loop.evidence import Evidence
 from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.step import STAGES, run_step
 from rollbook.train.megatron.policy import Policy
@@ -29,6 +30,7 @@ class RerunStep:
     recorded: Json
     found: Json
     metrics: Json
+    evidence: Evidence
 
     @property
     def first_difference(self) -> str | None:
@@ -105,4 +107,4 @@ def rerun_steps(
         batch = experiences.batch(plan, samples)
         result = run_step(policy, plan, batch, finite=False, critic=experiences.critic)
         recorded = plan.input_digests | step.committed.digests
-        yield RerunStep(plan.step, recorded, found | result.digests, result.metrics)
+        yield RerunStep(plan.step, recorded, found | result.digests, result.metrics, result.evidence)
