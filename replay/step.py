@@ -113,7 +113,8 @@ def replay_step(
 def _differences(plan: StepPlanned, device: torch.device, layout: Json) -> list[str]:
     """Between the recorded environment and this one."""
     recorded = plan.environment
-    return differences(recorded, fingerprint(device, plan.algorithm, layout, dtype=recorded["dtype"]))
+    here = fingerprint(device, plan.algorithm, layout, dtype=recorded["dtype"])
+    return [str(one) for one in differences(recorded, here)]
 
 
 def _restored(
