@@ -246,6 +246,8 @@ DROPS = (
     ViewColumn("detail", "JSON", "the numbers that the rule compared"),
     ViewColumn("time", "TIMESTAMP", "UTC"),
     ViewColumn("attempt", "BIGINT", "attempt at the step; only those of committed attempts are final"),
+    ViewColumn("policy_version", "BIGINT", "for which that was decided; null: the one the step starts from"),
+    ViewColumn("cut", "VARCHAR", "at which that was decided; null: that of the step's plan"),
 )
 
 PATHS = (

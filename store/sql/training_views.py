@@ -93,7 +93,8 @@ DROPS = View(
     f"""
     SELECT run, trajectory_id, turn_id, {text("rule")} AS rule, {text("recipe")} AS recipe,
            step, {json("detail")} AS detail, time,
-           CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
+           CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt,
+           policy_version, {text("cut")} AS cut
     FROM internal.mark_events WHERE kind = 'sample.dropped'
     """,
     columns.DROPS,

@@ -293,12 +293,25 @@ def replay_step(
         bool,
         typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
     ] = False,
+    one_rank: Annotated[
+        bool,
+        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
+    ] = False,
     json: AsJson = False,
 ) -> None:
-    """Re-run a past optimizer step from the log and compare every stage bit for bit."""
+    """Re-run a past optimizer step from the log and compare every stage bit for bit.
+
+    Beside what is computed it is seen whether the recipe chooses these samples
+    at the step's cut and drops those (selection), whether learning rate, seed
+    and micro-batches follow from the configuration (schedule), and whether the
+    checkpoint that was written is what the step made. The first sample, token
+    or tensor that differs is named, as far as the step recorded it.
+
+    Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
+    """
     from rollbook.cli.replay import replay_command
 
-    raise typer.Exit(replay_command(step, store, run, policy, trust_parts, json))
+    raise typer.Exit(replay_command(step, store, run, policy, trust_parts, one_rank, json))
 
 
 @app.command("import")

@@ -1,0 +1,119 @@
+"""Where a replay may start: the checkpoints from which the state before a step can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollbook.store import Store
+from rollbook.store.errors import ModelError, OutsideError, ReplayError, TrainError
+from rollbook.store.events import CheckpointWritten, TrajectoryErased
+from rollbook.store.fold.history import CommittedStep, History
+from rollbook.store.inside import place_inside
+from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from rollbook.train.megatron.shape import ModelShape, read_shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """A checkpoint to start at, and the steps that lead from it to the one that is wanted.
+
+    Attributes:
+        goes_on: whether the training of the wanted step goes on from it; else it begins there.
+        weights_only: it has no optimizer state, and the wanted step is not the first of its training: what
+            the step's update makes of its gradients cannot be proven.
+        passed_over: why nearer ones were not taken.
+    """
+
+    record: CheckpointWritten
+    path: Path
+    shape: ModelShape
+    held: Checkpoint
+    between: tuple[CommittedStep, ...]
+    goes_on: bool
+    weights_only: bool
+    passed_over: tuple[str, ...] = ()
+
+
+def find_start(log: Store, history: History, step: CommittedStep) -> Start:
+    """The nearest start from which a step can be replayed: with all that the steps on the way need; else at
+    the step itself, with its weights alone.
+
+    Raises:
+        ReplayError: there is none; the message says of each checkpoint why not.
+    """
+    plan = step.planned
+    erased = _erased(log)
+    if gone := sorted(_trajectories(history, step) & erased.keys()):
+        raise ReplayError(
+            f"step {plan.step}: the tokens of trajectory {gone[0]}, which it trained on, were erased "
+            f"({erased[gone[0]]}); no step that needs them can be replayed"
+        )
+    reasons: list[str] = []
+    for record in _whole_ones(history, step):
+        between = history.between(record, plan.step)
+        blocked = [s for s in between if _trajectories(history, s) & erased.keys()]
+        if blocked:
+            why = f"steps from it lead through step {blocked[-1].planned.step}, of which tokens were erased"
+            reasons.append(f"version {record.policy_version}: {why}")
+            continue
+        found = _read(log, record, reasons)
+        if found is not None:
+            goes_on = record.phase == plan.phase
+            return Start(
+                record,
+                *found,
+                tuple(between),
+                goes_on=goes_on,
+                weights_only=False,
+                passed_over=tuple(reasons),
+            )
+    for record in _weights_of(history, plan.policy_version):
+        if plan.critic is not None or plan.lora is not None:
+            what = "critic" if plan.critic is not None else "low-rank factors"
+            reasons.append(
+                f"version {record.policy_version}: has weights alone, and the step needs the {what}"
+            )
+        elif (found := _read(log, record, reasons)) is not None:
+            return Start(record, *found, (), goes_on=False, weights_only=True, passed_over=tuple(reasons))
+    there = "; ".join(reasons) or "the log names none"
+    raise ReplayError(
+        f"step {plan.step} of run {history.run!r} cannot be replayed from any checkpoint: {there}"
+    )
+
+
+def _whole_ones(history: History, step: CommittedStep) -> Sequence[CheckpointWritten]:
+    try:
+        return history.bases_for(step.planned.step, step.planned.phase)
+    except TrainError:
+        return []
+
+
+def _weights_of(history: History, version: int) -> list[CheckpointWritten]:
+    return [c for c in reversed(history.checkpoints) if c.policy_version == version]
+
+
+def _read(
+    log: Store, record: CheckpointWritten, reasons: list[str]
+) -> tuple[Path, ModelShape, Checkpoint] | None:
+    """What a checkpoint holds; None, with a reason, where it is gone or damaged."""
+    try:
+        path = place_inside(log.path, record.path)
+        return path, read_shape(path), read_checkpoint(path)
+    except (ModelError, OutsideError, OSError) as error:
+        reasons.append(f"version {record.policy_version}: {error}")
+        return None
+
+
+def _trajectories(history: History, step: CommittedStep) -> set[str]:
+    """Those that a step's rollout batch names."""
+    return {ref["trajectory_id"] for ref in history.batch_of(step.planned)}
+
+
+def _erased(log: Store) -> dict[str, str]:
+    """Trajectories whose tokens were erased -> the reason that was given."""
+    records = [
+        e.record for e in log.events_of([TrajectoryErased.KIND]) if isinstance(e.record, TrajectoryErased)
+    ]
+    return {record.trajectory_id: record.reason for record in records if not record.tokens_kept}
