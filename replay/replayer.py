@@ -119,6 +119,12 @@ class Replayer:
             promised=said.bits,
         )
 
+    def state(self) -> Checkpoint:
+        """What a checkpoint of the version that the last step made would hold."""
+        assert self._placed is not None
+        assert self._before is not None
+        return _state(self._placed, self._before.planned)
+
     # Putting in place -------------------------------------------------------------------------
 
     def _place(self, plan: StepPlanned) -> _Placed:
@@ -133,7 +139,7 @@ class Replayer:
         goes_on, state = self.start.goes_on, self.start.held
         if held is not None:
             goes_on = held.made_for["phase"] == plan.phase
-            state = _state(held, None if plan.lora is None else plan)
+            state = _state(held, plan)
             held.ranks.close()
             self._placed = None
         self._placed = self._built(plan, wanted, state, goes_on=goes_on)
@@ -272,12 +278,12 @@ def _device(kind: str) -> torch.device:
     return choose_device("cpu" if kind == "cuda" and not torch.cuda.is_available() else kind)
 
 
-def _state(placed: _Placed, lora: StepPlanned | None) -> Checkpoint:
-    """What a checkpoint of the policy in place would hold."""
+def _state(placed: _Placed, plan: StepPlanned) -> Checkpoint:
+    """What a checkpoint of the policy in place would hold, which was trained as a manifest says."""
     policy, critic = placed.policy, placed.critic
     adapter = None
-    if lora is not None and lora.lora is not None and (factors := policy.adapter()):
-        adapter = Adapter(_copied(factors), recorded_lora(lora.lora))
+    if plan.lora is not None and (factors := policy.adapter()):
+        adapter = Adapter(_copied(factors), recorded_lora(plan.lora))
     return Checkpoint(
         _copied(policy.weights()),
         _copied(policy.optimizer_state()),

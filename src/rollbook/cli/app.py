@@ -16,6 +16,7 @@ from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -37,6 +38,8 @@ app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(export_app, name="export")
 app.command(cls=ServeCommand)(serve)
+replay_app.command("run")(replay_run)
+replay_app.command("weights")(replay_weights)
 
 
 class Format(StrEnum):
