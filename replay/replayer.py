@@ -10,7 +10,8 @@ import torch
 
 from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.replay.claims import judged
-from rollbook.replay.compare import Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.compare import ORDER, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.partial import OfModel, Part, part_stages
 from rollbook.replay.schedule import schedule
 from rollbook.replay.selection import Selections, openings
 from rollbook.replay.starts import Start
@@ -20,11 +21,13 @@ from rollbook.store import Store
 from rollbook.store.events import Json, StepPlanned, StepVectors
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import recorded_lora
 from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.data.batch import Batch
 from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.loop.base import put_in_place
 from rollbook.train.loop.critic import recorded_critic, restored_critic
@@ -32,7 +35,7 @@ from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.evidence import recorded_values
 from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.promise import Promise, promise
-from rollbook.train.loop.rerun import RerunStep, rerun_steps
+from rollbook.train.loop.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
 from rollbook.train.megatron.model import Build, choose_device
@@ -101,9 +104,26 @@ class Replayer:
         plan = step.planned
         placed = self._place(plan)
         (rerun,) = rerun_steps(self.log, placed.policy, placed.experiences, [step], self.history.run)
-        said = self._promise(plan, placed.ranks)
         stages = self._stages(step, rerun, placed, claims=claims)
         self._before = step
+        return self._replay(step, placed, stages, rerun.metrics, ORDER)
+
+    def _replay(
+        self,
+        step: CommittedStep,
+        placed: _Placed,
+        stages: Mapping[str, StageReplay],
+        found: Json,
+        wanted: Sequence[str],
+    ) -> StepReplay:
+        """What is said of a step.
+
+        Args:
+            found: its metrics.
+            wanted: the stages that are asked for.
+        """
+        plan = step.planned
+        said = self._promise(plan, placed.ranks)
         return StepReplay(
             run=self.history.run,
             step=plan.step,
@@ -113,11 +133,33 @@ class Replayer:
             from_version=self.start.record.policy_version,
             weights_only=self.start.weights_only,
             reran=[plan.step],
-            stages=stages,
-            metrics=rerun.metrics,
+            stages={stage: stages[stage] for stage in wanted if stage in stages},
+            metrics=found,
             environment=[str(one) for one in (*said.against, *said.beside)] + list(said.unsteady),
             promised=said.bits,
         )
+
+    def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
+        """Run a part of the next step, of which no later one is to follow.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        plan = step.planned
+        placed = self._place(plan)
+        torch.set_num_threads(int(plan.environment["threads"]))
+        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        inputs = input_evidence(placed.policy, placed.critic)
+        samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
+        batch = placed.experiences.batch(plan, samples)
+        before = self._before or self._earlier(step)
+        sides = Sides(batch, hashes_of(step, before), inputs)
+        stages = {s: compared(s, plan.input_digests.get(s), digest, sides) for s, digest in found.items()}
+        if self.start.weights_only:
+            stages |= self._without_update(stages)
+        stages |= self._claims(step, batch, placed)
+        stages |= part_stages(step, part, OfModel(plan, batch, self._values(step), placed.policy))
+        return self._replay(step, placed, stages, {}, part.stages)
 
     def state(self) -> Checkpoint:
         """What a checkpoint of the version that the last step made would hold."""
@@ -192,7 +234,7 @@ class Replayer:
         made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
         checkpoint, held = None, None
         if claims:
-            checkpoint, held = written(self.log, made, rerun.found, not self.start.weights_only)
+            checkpoint, held = written(self.log, made, step.committed.digests)
         before = self._before or self._earlier(step)
         sides = Sides(
             rerun.batch,
@@ -211,10 +253,10 @@ class Replayer:
         if self.start.weights_only:
             found |= self._without_update(found)
         if claims:
-            found |= self._claims(step, rerun, placed)
+            found |= self._claims(step, rerun.batch, placed)
         if checkpoint is not None:
             found["checkpoint"] = checkpoint
-        return {stage: found[stage] for stage in ORDER if stage in found}
+        return found
 
     def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
         """The stages that a start with weights alone cannot prove."""
@@ -225,7 +267,7 @@ class Replayer:
             if name in found
         }
 
-    def _claims(self, step: CommittedStep, rerun: RerunStep, placed: _Placed) -> dict[str, StageReplay]:
+    def _claims(self, step: CommittedStep, batch: Batch, placed: _Placed) -> dict[str, StageReplay]:
         run, policy = self.history.run, self.history.policy
         if self._selections is None:
             shape = self.start.shape
@@ -237,7 +279,7 @@ class Replayer:
         self._selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
         found = {"selection": judged("selection", self._selections.claim(step))}
         known = self._selections.openings
-        due = schedule(self.history, step, known, rerun.batch, placed.policy, placed.critic)
+        due = schedule(self.history, step, known, batch, placed.policy, placed.critic)
         if due is None:
             found["schedule"] = StageReplay("schedule", Verdict.not_recorded)
         else:
@@ -252,25 +294,22 @@ class Replayer:
     def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
         """What the step recorded of each trained token, by stage."""
         if self._vectors is None:
-            found: dict[tuple[int, int], dict[str, Singles]] = {}
-            for event in self.log.events_of([StepVectors.KIND]):
-                of = event.record
-                if event.run != self.history.run or not isinstance(of, StepVectors):
-                    continue
-                if of.policy == self.history.policy:
-                    found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
-            self._vectors = found
+            self._vectors = recorded_vectors(self.log, self.history)
         return self._vectors.get((step.planned.step, step.planned.attempt), {})
 
 
-def _order() -> Sequence[str]:
-    """Stages in the order in which they depend on each other, with those of claims."""
-    stages = list(STAGES)
-    stages[stages.index("samples") : stages.index("samples")] = ["selection", "schedule"]
-    return (*stages, "metrics", "checkpoint", "sent")
+def recorded_vectors(log: Store, history: History) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
+    """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
 
-
-ORDER = _order()
+    Raises:
+        ReplayError: something of it cannot be read.
+    """
+    found: dict[tuple[int, int], dict[str, Singles]] = {}
+    for event in log.events_of([StepVectors.KIND]):
+        of = event.record
+        if isinstance(of, StepVectors) and (event.run, of.policy) == (history.run, history.policy):
+            found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
+    return found
 
 
 def _device(kind: str) -> torch.device:

@@ -16,6 +16,7 @@ from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
@@ -38,6 +39,7 @@ app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(export_app, name="export")
 app.command(cls=ServeCommand)(serve)
+replay_app.command("step")(replay_step)
 replay_app.command("run")(replay_run)
 replay_app.command("weights")(replay_weights)
 
@@ -284,37 +286,6 @@ def doctor(
     from rollbook.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(store, run, policy, as_of, json))
-
-
-@replay_app.command("step")
-def replay_step(
-    step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
-    store: StoreOption,
-    run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
-    trust_parts: Annotated[
-        bool,
-        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
-    ] = False,
-    one_rank: Annotated[
-        bool,
-        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
-    ] = False,
-    json: AsJson = False,
-) -> None:
-    """Re-run a past optimizer step from the log and compare every stage bit for bit.
-
-    Beside what is computed it is seen whether the recipe chooses these samples
-    at the step's cut and drops those (selection), whether learning rate, seed
-    and micro-batches follow from the configuration (schedule), and whether the
-    checkpoint that was written is what the step made. The first sample, token
-    or tensor that differs is named, as far as the step recorded it.
-
-    Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
-    """
-    from rollbook.cli.replay import replay_command
-
-    raise typer.Exit(replay_command(step, store, run, policy, trust_parts, one_rank, json))
 
 
 @app.command("import")
