@@ -97,8 +97,10 @@ def _part(log: Store, step: int, run: str | None, policy: str, asked: _Asked, *,
     places = chosen(
         plan, named, samples=samples or (), groups=groups or (), micro_batches=micro_batches or ()
     )
-    ends = ORDER.index(FORWARD[-1])
-    if last is not None and ORDER.index(last) > ends and (places is not None or no_model):
+    bounded = places is not None or no_model
+    last = last or (FORWARD[-1] if bounded else ORDER[-1])
+    part = Part(first or ORDER[0], last, places, model=not no_model)
+    if bounded and not part.passes_alone:
         what = "some samples are" if places is not None else "the log alone is"
         raise ReplayError(f"--to {last}: {what} replayed up to {FORWARD[-1]}, for what follows is of all")
-    return Part(first or ORDER[0], last or FORWARD[-1], places, model=not no_model)
+    return part
