@@ -61,7 +61,7 @@ def draw_trajectory(of: TrajectoryLineage, full: bool) -> Tree:
     )
     _listed(tree, "dropped", of.drops, _drop, full)
     _versions(tree, "made", of.made, full)
-    _descendants(tree, of.descendants, full)
+    _range(tree, "descendants", of.descendants, full)
     return tree
 
 
@@ -128,13 +128,14 @@ def draw_step(of: StepLineage, full: bool) -> Tree:
             )
         )
         _engines(branch, by.version, full)
-    rules = [(f"{count:,} by {visible(rule)}", "") for rule, count in of.drops.items()]
-    _listed(back, "samples dropped", rules, lambda one: [one], full)
+    rules = ", ".join(f"{count:,} by {visible(rule)}" for rule, count in of.drops.items())
+    if rules:
+        back.add(_line([("samples dropped", "bold"), (f": {rules}", "red")]))
     if of.output is not None:
         ahead = tree.add(_line([("to", "bold magenta")]))
         _versions(ahead, "version", [of.output], full)
         _consumed(ahead, of.sampled, of.consumers, full)
-        _descendants(ahead, of.descendants, full)
+        _range(ahead, "descendants", of.descendants, full)
     return tree
 
 
@@ -143,10 +144,10 @@ def draw_policy(of: PolicyLineage, full: bool) -> Tree:
     tree = _root("version", f"{of.version.version}", f"policy {of.version.policy}, run {of.version.run}")
     back = tree.add(_line([("from", "bold magenta")]))
     _versions(back, "this", [of.version], full)
-    _versions(back, "made from", of.back, full, none="no earlier version")
+    _range(back, "made from", of.back, full, none="no earlier version")
     ahead = tree.add(_line([("to", "bold magenta")]))
     _consumed(ahead, of.sampled, of.consumers, full)
-    _descendants(ahead, of.descendants, full)
+    _range(ahead, "descendants", of.descendants, full)
     return tree
 
 
@@ -235,20 +236,24 @@ def _engine_words(engine: Engine) -> Words:
     return words + ([(f", {more} before", "dim")] if more > 0 else [])
 
 
-def _descendants(tree: Tree, versions: Sequence[Version], full: bool) -> None:
-    """All later versions: their range, and those of them that have a checkpoint or an evaluation."""
+def _range(tree: Tree, name: str, versions: Sequence[Version], full: bool, *, none: str = "") -> None:
+    """Many versions: their range, and those with a checkpoint or an evaluation; of few, all of them."""
     if not versions:
+        if none:
+            tree.add(_line([(name, "bold"), (f": {none}", "dim")]))
         return
     gone = sum(version.abandoned for version in versions)
-    counted = f"{len(versions):,} versions" if len(versions) > 1 else "1 version"
+    counted = f", {len(versions):,} versions" if len(versions) > 1 else ""
     lost = f", {gone:,} of them abandoned" if gone else ""
     span = f"v{versions[0].version}" + (f" to v{versions[-1].version}" if len(versions) > 1 else "")
-    branch = tree.add(_line([("descendants", "bold"), (f": {span}, {counted}{lost}", "")]))
-    kept = versions if full else [v for v in versions if v.checkpoint or v.evaluations]
-    shown = kept if full else kept[:MOST]
+    branch = tree.add(_line([(name, "bold"), (f": {span}{counted}{lost}", "")]))
+    every = full or len(versions) <= MOST
+    shown = versions if every else [v for v in versions if v.checkpoint or v.evaluations][:MOST]
     for version in shown:
-        branch.add(_line(_version_words(version)))
-    _more(branch, len(kept) - len(shown))
+        line = branch.add(_line(_version_words(version)))
+        if full:
+            _engines(line, version, full)
+    _more(branch, len(versions) - len(shown))
 
 
 def _consumed(tree: Tree, sampled: Sampled | None, consumers: Sequence[Consumer], full: bool) -> None:
