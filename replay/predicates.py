@@ -17,7 +17,8 @@ NUMBERS = tuple(column.name for column in METRICS.columns if column.type in ("BI
 """What can be above or below a bound: the numeric columns of the view `metrics`."""
 
 _STEP = """
-    SELECT m.*, s.* EXCLUDE (run, policy, step, status, policy_version, algorithm, learning_rate, loss, samples)
+    SELECT m.*, s.output_version, s.attempt, s.cut, s.metrics, s.digests, s.manifest, s.planned, s.committed,
+           s.phase
     FROM metrics m JOIN steps s
       ON s.run = m.run AND s.policy = m.policy AND s.step = m.step AND s.status = m.status
     WHERE m.run = $run AND m.policy = $policy AND m.status = 'committed'"""
@@ -28,7 +29,7 @@ _STEP = """
 class Predicate:
     """A condition on one step, in SQL over the columns of the views `metrics` and `steps`.
 
-    Of a step that did not record what it asks for it does not hold.
+    What a step did not record is null there, as is what was no number, and no comparison with null holds.
     """
 
     condition: str
@@ -38,7 +39,7 @@ def threshold(metric: str, *, above: float | None = None, below: float | None = 
     """That a metric is above a bound, or below one; with both, outside of what lies between them.
 
     Args:
-        metric: a numeric column of the view `metrics`. NaN counts as above any bound.
+        metric: a numeric column of the view `metrics`.
 
     Raises:
         QueryError: there is no such metric, or no bound is given.

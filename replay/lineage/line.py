@@ -110,8 +110,9 @@ def _engines(
         held = (*engine.activations, Place(*place))
         found[number, name] = replace(engine, activations=held)
     for number, name, *values in syncs:
-        engine = found.get((number, name)) or Engine(name, None, (), ())
-        found[number, name] = replace(engine, syncs=(*engine.syncs, Sync(*values)))
+        engine, sync = found.get((number, name)) or Engine(name, None, (), ()), Sync(*values)
+        verified = engine.verified or (sync.ended if sync.status == "finished" else None)
+        found[number, name] = replace(engine, verified=verified, syncs=(*engine.syncs, sync))
     of_version = defaultdict(list)
     for (number, _), engine in found.items():
         of_version[number].append(engine)

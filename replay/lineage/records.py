@@ -41,8 +41,9 @@ class Engine:
     """An engine that a version came to.
 
     Attributes:
-        verified: when it was first seen to hold these weights, UTC; null if it never was.
-        activations: the events that say so.
+        verified: when it was first seen to hold these weights, UTC: by an activation, else by the end of a
+            sync; null if it never was.
+        activations: the events that say that it serves them.
         syncs: transfers to it; none where it read the weights by itself, as at its start.
     """
 

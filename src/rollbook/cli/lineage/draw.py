@@ -108,17 +108,17 @@ def draw_step(of: StepLineage, full: bool) -> Tree:
         lambda one: [
             (f"{one.attempt} ", ""),
             (one.status, STATUS.get(one.status, "")),
-            (one_line(f" {one.error or ''}", 200), ""),
+            (f": {one_line(one.error, 200)}" if one.error else "", ""),
         ],
         full,
     )
     back = tree.add(_line([("from", "bold magenta")]))
     _versions(back, "version", [of.input], full)
     trajectories = len({sample.trajectory_id for sample in of.samples})
-    _listed(back, f"samples of {trajectories:,} trajectories", of.samples, _step_sample, full)
+    _listed(back, f"samples of {_count(trajectories, 'trajectory')}", of.samples, _step_sample, full)
     made = back.add(_line([("sampled by", "bold")]))
     for by in of.sampled_by:
-        counted = f"{by.turns:,} turns, {by.tokens:,} tokens by "
+        counted = f"{_count(by.turns, 'turn')}, {_count(by.tokens, 'token')} by "
         branch = made.add(
             _line(
                 [
@@ -157,6 +157,12 @@ def draw_policy(of: PolicyLineage, full: bool) -> Tree:
 def _root(kind: str, name: str, identity: str) -> Tree:
     label = _line([(f"{kind} ", ""), (visible(name), "bold"), (f"  {visible(identity)}", "dim")])
     return Tree(label, guide_style="dim")
+
+
+def _count(number: int, noun: str) -> str:
+    """A number of things."""
+    plural = f"{noun.removesuffix('y')}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def _line(words: Words) -> Text:
@@ -243,7 +249,7 @@ def _range(tree: Tree, name: str, versions: Sequence[Version], full: bool, *, no
             tree.add(_line([(name, "bold"), (f": {none}", "dim")]))
         return
     gone = sum(version.abandoned for version in versions)
-    counted = f", {len(versions):,} versions" if len(versions) > 1 else ""
+    counted = f", {_count(len(versions), 'version')}" if len(versions) > 1 else ""
     lost = f", {gone:,} of them abandoned" if gone else ""
     span = f"v{versions[0].version}" + (f" to v{versions[-1].version}" if len(versions) > 1 else "")
     branch = tree.add(_line([(name, "bold"), (f": {span}{counted}{lost}", "")]))
@@ -259,8 +265,9 @@ def _range(tree: Tree, name: str, versions: Sequence[Version], full: bool, *, no
 def _consumed(tree: Tree, sampled: Sampled | None, consumers: Sequence[Consumer], full: bool) -> None:
     if sampled is None:
         return
-    counted = f"{sampled.tokens:,} tokens in {sampled.turns:,} turns of {sampled.trajectories:,} trajectories"
-    tree.add(_line([("sampled", "bold"), (f": {counted}", "")]))
+    counted = f"{_count(sampled.tokens, 'token')} in {_count(sampled.turns, 'turn')}"
+    of = _count(sampled.trajectories, "trajectory")
+    tree.add(_line([("sampled", "bold"), (f": {counted} of {of}", "")]))
     _listed(tree, "steps that consumed samples with them", consumers, _consumer, full)
 
 
@@ -268,7 +275,7 @@ def _consumed(tree: Tree, sampled: Sampled | None, consumers: Sequence[Consumer]
 
 
 def _consumer(one: Consumer) -> Words:
-    counted = f"{one.turns:,} turns, {one.tokens:,} tokens, made v{one.output_version}"
+    counted = f"{_count(one.turns, 'turn')}, {_count(one.tokens, 'token')}, made v{one.output_version}"
     return [(f"step {one.step}", "bold"), (f" of {visible(one.policy)}, {counted}", "")]
 
 
@@ -293,7 +300,7 @@ def _turn(turn: TurnOrigin) -> Words:
 
 def _share(share: Share) -> Words:
     by = "no known version" if share.version is None else f"{visible(share.policy or '')} v{share.version}"
-    return [(f"{share.tokens:,} tokens by ", ""), (by, "magenta"), (" ", ""), *_term(share)]
+    return [(f"{_count(share.tokens, 'token')} by ", ""), (by, "magenta"), (" ", ""), *_term(share)]
 
 
 def _term(share: Share) -> Words:
@@ -307,7 +314,7 @@ def _terms(shares: Iterable[Share]) -> str:
     for share in shares:
         tokens[share.term] += share.tokens
     said = ", ".join(f"{count:,} {term}" for term, count in tokens.items())
-    return f"{tokens.total():,} sampled tokens" + (f" ({said})" if said else "")
+    return f"{_count(tokens.total(), 'sampled token')}" + (f" ({said})" if said else "")
 
 
 def _use(use: Use) -> Words:
@@ -315,7 +322,9 @@ def _use(use: Use) -> Words:
     words += [(f", attempt {use.attempt}", "")] if use.attempt > 1 else []
     words += [(" ", ""), (use.status, STATUS.get(use.status, ""))]
     words.append((f": sample {short_id(use.leaf_turn_id)}, position {use.position}, rank {use.rank}, ", ""))
-    tokens = "erased since" if use.trained_tokens is None else f"{use.trained_tokens:,} trained tokens"
+    tokens = (
+        "erased since" if use.trained_tokens is None else f"{_count(use.trained_tokens, 'token')} with loss"
+    )
     words.append((f"micro-batch {use.micro_batch}, {tokens}, from v{use.input_version}", ""))
     return words + ([] if use.output_version is None else [(f" to v{use.output_version}", "")])
 
@@ -345,8 +354,7 @@ def _step_sample(sample: StepSample) -> Words:
     if sample.max_version != sample.min_version:
         versions += f" to v{sample.max_version}"
     first = sample.turns[0]
-    words.append(
-        (visible(f", {len(sample.turns)} turns from {first.lane}={first.seq}, {sample.tokens:,} tokens"), "")
-    )
+    counted = f"{_count(len(sample.turns), 'turn')} from {first.lane}={first.seq}"
+    words.append((visible(f", {counted}, {_count(sample.tokens, 'token')}"), ""))
     words.append((versions, "magenta"))
     return [*words, (f", rank {sample.rank}, micro-batch {sample.micro_batch}", "dim")]
