@@ -53,7 +53,10 @@ def test_a_trajectory(lineage: Told) -> None:
     assert "judge 1 at serve=" in said
     assert "known to no step that trained on it" in said
     assert "turns, 7 sampled tokens (7 trained): 3" in said
-    assert "step 0 of actor committed: sample one.1, position 0, rank 0, micro-batch 0, 4 trained" in said
+    assert (
+        "step 0 of actor committed: sample one.1, position 0, rank 0, micro-batch 0, 4 tokens with loss"
+        in said
+    )
     assert "descendants: v2 to v5, 4 versions, 1 of them abandoned" in said
     assert "evaluated: reward 0.75" in said
     assert "actor v4 weights w2, the weights of v2 under another number, c/4" in said
@@ -163,7 +166,8 @@ def test_a_step_of_several_runs(cli: Any, fabric: Any, tmp_path: Any) -> None:
     """The runs are named; --run chooses."""
     log = rb.open(tmp_path / "store", create=True)
     for run in ("a", "b"):
-        fabric.append(log, [fabric.planned(0, 0), fabric.committed(0, 1)], f"train-{run}", run)
+        made = [RunOpened("train", {}), fabric.planned(0, 0), fabric.committed(0, 1)]
+        fabric.append(log, made, f"train-{run}", run)
     for what in (("step", 0), ("policy", 1)):
         code, _, err = cli("lineage", *what, "--store", log.path)
         assert (code, "runs a, b each have a" in " ".join(err.split())) == (2, True)
