@@ -139,6 +139,23 @@ class Replayer:
             promised=said.bits,
         )
 
+    def before(self, step: CommittedStep) -> tuple[Policy, Batch]:
+        """The policy in the state before the next step, and the step's batch, for whoever goes on himself.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        placed, _, batch = self._begun(step.planned)
+        return placed.policy, batch
+
+    def _begun(self, plan: StepPlanned) -> tuple[_Placed, Json, Batch]:
+        """What is in place for a step, the digests of what it starts from, and its batch."""
+        placed = self._place(plan)
+        torch.set_num_threads(int(plan.environment["threads"]))
+        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
+        return placed, found, placed.experiences.batch(plan, samples)
+
     def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
         """Run a part of the next step, of which no later one is to follow.
 
@@ -146,12 +163,8 @@ class Replayer:
             TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
         """
         plan = step.planned
-        placed = self._place(plan)
-        torch.set_num_threads(int(plan.environment["threads"]))
-        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        placed, found, batch = self._begun(plan)
         inputs = input_evidence(placed.policy, placed.critic)
-        samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
-        batch = placed.experiences.batch(plan, samples)
         before = self._before or self._earlier(step)
         sides = Sides(batch, hashes_of(step, before), inputs)
         stages = {s: compared(s, plan.input_digests.get(s), digest, sides) for s, digest in found.items()}

@@ -14,6 +14,7 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
+from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
 from rollbook.cli.replay_step import replay_step
@@ -38,6 +39,7 @@ app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(export_app, name="export")
+app.add_typer(lineage_app, name="lineage")
 app.command(cls=ServeCommand)(serve)
 replay_app.command("step")(replay_step)
 replay_app.command("run")(replay_run)
@@ -84,8 +86,8 @@ def sql(
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
-    outliers, bodies; policies, syncs, steps, metrics, evaluations, samples, drops,
-    lineage, ledger.
+    outliers, bodies; policies, syncs, activations, steps, metrics, evaluations,
+    samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
     from rollbook.cli.sql import run_query
