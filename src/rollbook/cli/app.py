@@ -17,6 +17,7 @@ from rollbook.cli.keys import keys_app
 from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_bisect import replay_bisect
 from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.score import score
@@ -44,6 +45,7 @@ app.command(cls=ServeCommand)(serve)
 replay_app.command("step")(replay_step)
 replay_app.command("run")(replay_run)
 replay_app.command("weights")(replay_weights)
+replay_app.command("bisect")(replay_bisect)
 
 
 class Format(StrEnum):

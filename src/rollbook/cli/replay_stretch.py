@@ -56,7 +56,7 @@ def replay_run(
         print_json(_described(found.steps, found.broken) | {"run": found.run, "equal": found.equal})
     else:
         console = Console()
-        _show_breaks(console, found.broken)
+        show_breaks(console, found.broken)
         _show_steps(console, found.steps)
     if all(one.replay is None for one in found.steps):
         raise typer.Exit(2)
@@ -147,7 +147,8 @@ def _verdict(replay: StepReplay) -> str:
     return "bit for bit" if replay.bit_for_bit else "equal within"
 
 
-def _show_breaks(console: Console, broken: list[Break]) -> None:
+def show_breaks(console: Console, broken: list[Break]) -> None:
+    """Print where the chain of digests does not hold."""
     for one in broken:
         console.tell(
             f"step {one.step} ",
