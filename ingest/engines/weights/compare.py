@@ -20,7 +20,7 @@ from safetensors import safe_open
 from rollbook.ingest.engines.model_files import read_json, weight_files
 from rollbook.ingest.engines.weights.digests import line_of, published_version
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
-from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
+from rollbook.ingest.engines.weights.tensor_checksums import CHECKSUMS, checksum_kind
 from rollbook.ingest.engines.weights.tensor_layout import TensorPart, check_layout, part_of, shard
 from rollbook.store.digest import combine
 from rollbook.store.errors import EngineError, ModelError
@@ -148,7 +148,7 @@ def _checksums(
     files: ModelFiles, parts: list[tuple[TensorPart, str]], held: Held, dtype: torch.dtype
 ) -> list[str]:
     """What each rank's checksum of the tensor must be."""
-    growing = [checksum_of(held.device)() for _ in held.ranks]
+    growing = [CHECKSUMS[checksum_kind(held.device)]() for _ in held.ranks]
     for _, name in parts:
         tensor = files.tensor(name).to(dtype)
         for rank, checksum in zip(held.ranks, growing, strict=True):
