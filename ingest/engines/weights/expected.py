@@ -98,7 +98,6 @@ class Expected:
     """
 
     def __init__(self, ranks: Sequence[RankChecksums], holding: Holding) -> None:
-        self._holding = holding
         self._ranks = [_Rank(rank.tp_rank, rank.tp_size, holding) for rank in ranks]
         self._names = [frozenset(rank.tensors) for rank in ranks]
 
