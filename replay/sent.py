@@ -7,7 +7,7 @@ verification of its sync is believed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +15,13 @@ import orjson
 import torch
 
 from rollbook.ingest.engines.weights.expected import expected_ranks_digest
+from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
+from rollbook.store.digest import digest_json
 from rollbook.store.errors import FormatError
 from rollbook.store.events import Event, PolicyActivated
 
-Verdict = Literal["equal", "differs", "not recorded"]
+Comparison = Literal["equal", "differs", "not recorded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Sent:
     found_checksums: str | None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Comparison:
         """`not recorded` where the digests of weights are equal and checksums cannot be compared."""
         if self.recorded_weights != self.found_weights:
             return "differs"
@@ -51,28 +53,43 @@ class Sent:
         return "equal" if self.found_checksums == self.recorded_checksums else "differs"
 
 
+Activated = tuple[Event, PolicyActivated]
+
+
+def activations(log: Store, run: str, policy: str) -> Mapping[int, Sequence[Activated]]:
+    """The events that say that an engine serves a version of a policy, by version; their ids sort by time,
+    across lanes too.
+
+    Raises:
+        CorruptionError: the log is damaged.
+    """
+    found: dict[int, list[Activated]] = {}
+    for event in log.events_of([PolicyActivated.KIND]):
+        record = event.record
+        if event.run == run and isinstance(record, PolicyActivated) and record.policy == policy:
+            found.setdefault(record.policy_version, []).append((event, record))
+    return {version: sorted(of, key=lambda one: one[0].event_id) for version, of in found.items()}
+
+
 def sent_differences(
-    log: Store,
-    run: str,
-    policy: str,
-    version: int,
+    activated: Sequence[Activated],
     weights_digest: str,
     stream: Callable[[], Iterable[tuple[str, torch.Tensor]]],
 ) -> list[Sent]:
     """Compare every engine that served a version with the version's weights, in the order of the events.
 
     Args:
+        activated: the version's.
         weights_digest: of these weights, which `digest_stream` gives.
         stream: gives the weights again by Hugging Face names, one tensor at a time; it is called once for
             each way in which engines hold them.
 
     Raises:
         FormatError: an event says of its engine what this release does not know; the event is named.
-        CorruptionError: the log is damaged.
     """
     found: dict[bytes, str] = {}
     compared = []
-    for event, record in _activated(log, run, policy, version):
+    for event, record in activated:
         checksums = None
         if record.checksums and record.held is not None:
             held = orjson.dumps(record.held, option=orjson.OPT_SORT_KEYS)
@@ -87,13 +104,27 @@ def sent_differences(
     return compared
 
 
-def _activated(log: Store, run: str, policy: str, version: int) -> list[tuple[Event, PolicyActivated]]:
-    """The events that say that an engine serves the version; their ids sort by time, across lanes too."""
-    found = [
-        (event, event.record)
-        for event in log.events_of([PolicyActivated.KIND])
-        if event.run == run
-        and isinstance(event.record, PolicyActivated)
-        and (event.record.policy, event.record.policy_version) == (policy, version)
-    ]
-    return sorted(found, key=lambda one: one[0].event_id)
+def sent(compared: Sequence[Sent]) -> StageReplay | None:
+    """The stage `sent`; None where no engine was given the version."""
+    if not compared:
+        return None
+    said = [[one.engine, one.recorded_weights, one.recorded_checksums] for one in compared]
+    due = [[one.engine, one.found_weights, one.found_checksums or one.recorded_checksums] for one in compared]
+    digests = digest_json(said), digest_json(due)
+    odd = next((one for one in compared if one.verdict == "differs"), None)
+    if odd is not None:
+        checksums = odd.recorded_weights == odd.found_weights
+        both = (
+            (odd.recorded_checksums, odd.found_checksums)
+            if checksums
+            else (
+                odd.recorded_weights,
+                odd.found_weights,
+            )
+        )
+        what = "checksums" if checksums else "weights"
+        place = Place(key=f"{what} of engine {odd.engine}", recorded=both[0], replayed=both[1])
+        return StageReplay("sent", Verdict.differs, *digests, why=place.said(), place=place)
+    unknown = sorted({one.engine for one in compared if one.verdict == "not recorded"})
+    why = f"how {', '.join(unknown)} held them was not recorded" if unknown else ""
+    return StageReplay("sent", Verdict.equal, *digests, why=why)

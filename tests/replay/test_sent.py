@@ -22,7 +22,7 @@ from rollbook.ingest.engines.embedded.control import control_routes
 from rollbook.ingest.engines.embedded.engine import EmbeddedEngine
 from rollbook.ingest.engines.weights.digests import digest_stream, digest_tensors, stream_files
 from rollbook.ingest.engines.weights.expected import Expected
-from rollbook.replay.sent import Sent, sent_differences
+from rollbook.replay.sent import Sent, activations, sent_differences
 from rollbook.store import Event, Store
 from rollbook.store.errors import FormatError
 from rollbook.store.events import CheckpointWritten, PolicyActivated
@@ -85,7 +85,9 @@ def _weights(log: Store, version: int) -> Callable[[], Iterator[tuple[str, torch
 
 
 def _compared(fabric: Any, log: Store, version: int, stream: Any) -> dict[str, Sent]:
-    found = sent_differences(log, fabric.RUN, "actor", version, digest_stream(stream()), stream)
+    found = sent_differences(
+        activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
+    )
     return {sent.engine: sent for sent in found}
 
 
@@ -123,11 +125,11 @@ def test_the_weights_are_read_once_for_each_way_of_holding_them(fabric: Any, giv
         return stream()
 
     digest = digest_stream(stream())
-    assert len(sent_differences(log, fabric.RUN, "actor", 1, digest, counted)) == 3
+    assert len(sent_differences(activations(log, fabric.RUN, "actor").get(1, ()), digest, counted)) == 3
     assert len(read) == 3
-    assert sent_differences(log, fabric.RUN, "actor", 7, digest, counted) == []
-    assert sent_differences(log, "other", "actor", 1, digest, counted) == []
-    assert sent_differences(log, fabric.RUN, "critic", 1, digest, counted) == []
+    assert sent_differences(activations(log, fabric.RUN, "actor").get(7, ()), digest, counted) == []
+    assert sent_differences(activations(log, "other", "actor").get(1, ()), digest, counted) == []
+    assert sent_differences(activations(log, fabric.RUN, "critic").get(1, ()), digest, counted) == []
     assert len(read) == 3
 
 
@@ -145,7 +147,7 @@ def test_one_ulp(fabric: Any, given: Any) -> None:
     assert {one.verdict for one in sent.values()} == {"differs"}
     assert all(one.found_weights != one.recorded_weights for one in sent.values())
     claimed = digest_stream(_weights(log, 1)())
-    found = sent_differences(log, fabric.RUN, "actor", 1, claimed, stream)
+    found = sent_differences(activations(log, fabric.RUN, "actor").get(1, ()), claimed, stream)
     assert [one.verdict for one in found] == ["differs"] * 3
     assert all(one.found_weights == one.recorded_weights for one in found)
     assert all(one.found_checksums != one.recorded_checksums for one in found)
@@ -170,7 +172,9 @@ def test_a_tensor_is_skipped_and_the_verification_is_wrong(
 
     def verdicts(version: int, url: str) -> list[str]:
         stream = _weights(log, version)
-        found = sent_differences(log, fabric.RUN, "actor", version, digest_stream(stream()), stream)
+        found = sent_differences(
+            activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
+        )
         return [one.verdict for one in found if one.engine == url]
 
     # What it has of version 0 it was started with; the second training gives version 1 again, whole.
@@ -189,7 +193,7 @@ def golden(root: Path, tmp_path: Path) -> Store:
 
 def _of_golden(log: Store, weights: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
     stream = weights.items
-    found = sent_differences(log, "golden", "actor", 1, digest_tensors(weights), stream)
+    found = sent_differences(activations(log, "golden", "actor").get(1, ()), digest_tensors(weights), stream)
     return [(one.engine, one.verdict) for one in found]
 
 
