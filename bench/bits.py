@@ -6,54 +6,53 @@ The same step is taken by processes that differ in one thing each: instructions,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from rollbook.bench.bits_side import LR, Way
+from rollbook.bench.bits_side import LR
 from rollbook.bench.figure import Figure, Outcome, Spread, spread
 from rollbook.bench.processes import BenchError, Process, module, some_cores
-from rollbook.bench.train_sides import make_model
+from rollbook.bench.train_sides import Size, make_model
 from rollbook.replay.tolerances import Comparison, compare_stage
+from rollbook.train.megatron.backend import MAIN
 
 DTYPES = ("float32", "bfloat16")
+SIZE = Size(128, 4, 4)
+"""2 million parameters."""
 SAME = "the same again"
+FILE = "step.npz"
 STAGES = ("advantages", "logprobs", "losses", "gradients", "optimizer", "weights", "metrics")
 
 Arrays = dict[str, npt.NDArray[np.floating]]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """What one process has otherwise: variables, and how it computes."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-    way: Way = field(default_factory=Way)
-
-
-SIDES = {
-    SAME: Side(),
-    "ATen without vector instructions": Side({"ATEN_CPU_CAPABILITY": "default"}),
-    "MKL's compatible code": Side({"MKL_CBWR": "COMPATIBLE"}),
-    "oneDNN with SSE4.1": Side({"ONEDNN_MAX_CPU_ISA": "SSE41"}),
-    "two threads": Side(way=Way(threads=2)),
-    "a sample at a time": Side(way=Way(rows=1)),
+PLAIN: dict[str, dict[str, int]] = {
+    SAME: {},
+    "two threads": {"threads": 2},
+    "a sample at a time": {"rows": 1},
 }
+"""What is done otherwise by the process that took the step first."""
+OTHERS = {
+    "ATen without vectors": {"ATEN_CPU_CAPABILITY": "default"},
+    "MKL's compatible code": {"MKL_CBWR": "COMPATIBLE"},
+    "oneDNN with SSE4.1": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
+}
+"""Processes that have these variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which types of weights, and what they are held against."""
+    """The types of weights."""
 
     dtypes: tuple[str, ...] = DTYPES
-    sides: tuple[str, ...] = tuple(SIDES)
 
     @property
     def steps(self) -> int:
-        """How many processes take steps."""
-        return len(self.dtypes) * (len(self.sides) + 1)
+        """How often the step is taken."""
+        return len(self.dtypes) * (1 + len(PLAIN) + len(OTHERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Apart:
     """How far a stage of a side lies from the same stage as it is without.
 
     Attributes:
-        most: the greatest distance: of the largest number of its kind, or of the learning rate, of weights.
+        most: the greatest distance: of the largest number of its kind, or for weights of the learning rate.
     """
 
     dtype: str
@@ -82,29 +81,36 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> list[Apar
     Raises:
         BenchError: a process failed, or the same settings gave other bits.
     """
-    model = folder / "model"
-    make_model(model)
-    found = []
-    for dtype in plan.dtypes:
-        recorded = _steps(folder, model, Side(), dtype)
+    make_model(folder / "model", SIZE)
+    found: list[Apart] = []
+    recorded: dict[str, Arrays] = {}
+
+    def take(process: Process, side: str, dtype: str, **way: int) -> None:
+        process.ask(dtype=dtype, **way)
+        with np.load(folder / FILE) as held:
+            now = dict(held)
+        was = recorded.setdefault(dtype, now)
+        found.extend(_apart(dtype, side, stage, was, now) for stage in STAGES if was is not now)
         on_round()
-        for name in plan.sides:
-            now = _steps(folder, model, SIDES[name], dtype)
-            found += [_apart(dtype, name, stage, recorded, now) for stage in STAGES]
-            on_round()
+
+    with _process(folder, {}) as process:
+        for dtype in plan.dtypes:
+            take(process, "", dtype)
+            for side, way in PLAIN.items():
+                take(process, side, dtype, **way)
+    for side, variables in OTHERS.items():
+        with _process(folder, variables) as process:
+            for dtype in plan.dtypes:
+                take(process, side, dtype)
     changed = [one.stage for one in found if one.side == SAME and one.found.verdict != "equal"]
     if changed:
         raise BenchError(f"the same step came out in two ways: {', '.join(changed)}")
     return found
 
 
-def _steps(folder: Path, model: Path, side: Side, dtype: str) -> Arrays:
-    file, way = folder / "side.npz", replace(side.way, dtype=dtype)
-    words = module("rollbook.bench.bits_side", model, file, way.dtype, way.threads, way.rows)
-    with Process("bits", words, folder, some_cores(2), side.variables) as process:
-        process.ask()
-    with np.load(file) as held:
-        return dict(held)
+def _process(folder: Path, variables: Mapping[str, str]) -> Process:
+    words = module("rollbook.bench.bits_side", folder / "model", folder / FILE)
+    return Process("bits", words, folder, some_cores(2), variables)
 
 
 def _apart(dtype: str, side: str, stage: str, recorded: Arrays, now: Arrays) -> Apart:
@@ -121,14 +127,12 @@ def _most(stage: str, one: Arrays, other: Arrays) -> list[float]:
     """The greatest distance, of each kind of numbers."""
     kinds: dict[str, tuple[float, float]] = {}
     for name, array in one.items():
-        kind = name.rpartition(".")[2] if stage == "optimizer" else ""
+        kind = name.rpartition(".")[2] if stage in ("optimizer", "metrics") else ""
         apart, largest = kinds.get(kind, (0.0, 0.0))
         apart = max(apart, float(np.abs(array - other[name]).max(initial=0.0)))
         kinds[kind] = apart, max(largest, float(np.abs(array).max(initial=0.0)))
-    return [
-        apart / (LR if stage == "weights" or kind == "main" else largest or 1.0)
-        for kind, (apart, largest) in kinds.items()
-    ]
+    kinds.pop(MAIN, None)  # the weights are a stage of their own
+    return [apart / (LR if stage == "weights" else largest or 1.0) for apart, largest in kinds.values()]
 
 
 def outcome(measured: list[Apart]) -> Outcome:

@@ -1,8 +1,8 @@
 """One side of the benchmark of bits, in a process of its own: the numbers of a training's first step.
 
-    python -m rollbook.bench.bits_side MODEL FILE DTYPE THREADS ROWS
+    python -m rollbook.bench.bits_side MODEL FILE
 
-Answers the first line of standard input with a line of JSON, once FILE holds them.
+Takes the step in the way that each line of standard input says, and answers with a line once FILE holds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 LR = 1e-3
-SAMPLES, GROUP = 16, 4
+SAMPLES, GROUP, LONGEST = 8, 4, 128
+"""Samples, those that answer the same, and tokens of the longest."""
 ALGORITHM = {"name": "grpo", "groups": SAMPLES // GROUP, "group_size": GROUP}
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -41,15 +42,13 @@ class Way:
 def rollouts() -> list[Sample]:
     """Samples in groups, with rewards, and logprobs near those of a new model."""
     rng = np.random.default_rng(1)
-    return [
-        replace(
-            sample,
-            group=f"g{i // GROUP}",
-            reward=float(rng.integers(0, 2)),
-            logprobs=np.where(sample.loss_mask, rng.normal(-9, 0.1, len(sample)), 0).astype(np.float32),
-        )
-        for i, sample in enumerate(samples()[:SAMPLES])
-    ]
+    made = []
+    for i, sample in enumerate(samples()[:SAMPLES]):
+        short = sample.within(LONGEST)
+        logprobs = np.where(short.loss_mask, rng.normal(-9, 0.1, len(short)), 0).astype(np.float32)
+        group, reward = f"g{i // GROUP}", float(rng.integers(0, 2))
+        made.append(replace(short, group=group, reward=reward, logprobs=logprobs))
+    return made
 
 
 def first_step(model: Path, way: Way) -> Arrays:
@@ -104,13 +103,13 @@ def _arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 
 
 def main() -> None:
-    """Take the step once standard input asks for them."""
-    model, file, dtype, threads, rows = sys.argv[1:]
-    sys.stdin.readline()
-    found: dict[str, Any] = first_step(Path(model), Way(dtype, int(threads), int(rows)))
-    np.savez(file, **found)
-    sys.stdout.buffer.write(orjson.dumps({}) + b"\n")
-    sys.stdout.buffer.flush()
+    """Take steps until standard input ends."""
+    model, file = sys.argv[1:]
+    for line in sys.stdin:
+        found: dict[str, Any] = first_step(Path(model), Way(**orjson.loads(line)))
+        np.savez(file, **found)
+        sys.stdout.buffer.write(orjson.dumps({}) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 Stated for a step that begins with the recorded weights and optimizer: where these differ, so may all else.
 
 `rollbook bench bits` measures how far they lie apart with other instructions (`ATEN_CPU_CAPABILITY=default`,
-`MKL_CBWR=COMPATIBLE`, `ONEDNN_MAX_CPU_ISA=SSE41`), two threads, and other micro-batches, of a Qwen3 of 6
-million parameters. The most that it found:
-
-@MEASURED@
+`MKL_CBWR=COMPATIBLE`, `ONEDNN_MAX_CPU_ISA=SSE41`), two threads, and other micro-batches, of a Qwen3 of 2
+million parameters. The most that it found, in float32 and in bfloat16, of the largest number of each stage:
+logprobs 2e-7 and 5e-4; losses 9.3e-7 and 3.3e-3; gradients 5e-7 and 4.9e-3; moments 5.1e-7 and 5e-3; of the
+metrics' own 5.3e-7 and 5.5e-4; of the learning rate for weights 0.034 and 2.1, as root mean square 5.3e-5 and
+0.067. Tolerances allow some ten times that, since models are larger, and weights what a step of Adam may do.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ _DERIVED = Tolerance(
     "float64 of numpy, of numbers that a forward pass gave; not measured but reckoned from these"
 )
 _STEP = Tolerance(
-    "one step of Adam moves a number by about the rate, whichever sign its gradient has: "
-    "where that is near 0, by the rate in either direction",
-    of_rate=2.0,
+    "a step of Adam moves a number by about the rate whichever sign its gradient has: where that is near 0, "
+    "by a rate in either direction",
+    of_rate=2.5,
     typical=0.02,
 )
 
@@ -88,7 +89,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         **dict.fromkeys(("losses", "value_losses"), replace(_FORWARD, of_largest=2e-5, atol=1e-5)),
         **dict.fromkeys(("gradients", "critic_gradients"), replace(_BACKWARD, of_largest=2e-5)),
         **dict.fromkeys(("optimizer", "critic_optimizer"), replace(_BACKWARD, of_largest=5e-5)),
-        **dict.fromkeys(("weights", "critic_weights"), replace(_STEP, rtol=2.0**-22)),
+        **dict.fromkeys(("weights", "critic_weights"), replace(_STEP, rtol=2.4e-7)),
         "metrics": replace(_FORWARD, rtol=2e-5, atol=1e-5),
     }
 )
@@ -98,8 +99,14 @@ NARROW: Mapping[str, Tolerance] = MappingProxyType(
         **TOLERANCES,
         **dict.fromkeys(
             ("proximal_logprobs", "reference_logprobs", "values", "logprobs", "scores", "batch_score"),
-            replace(_FORWARD, of_largest=1e-2, atol=1e-2),
+            replace(_FORWARD, of_largest=5e-3, atol=1e-3),
         ),
+        "importance_weights": replace(_DERIVED, rtol=0.1),
+        **dict.fromkeys(("losses", "value_losses"), replace(_FORWARD, of_largest=3e-2, atol=5e-3)),
+        **dict.fromkeys(("gradients", "critic_gradients"), replace(_BACKWARD, of_largest=5e-2)),
+        **dict.fromkeys(("optimizer", "critic_optimizer"), replace(_BACKWARD, of_largest=0.1)),
+        **dict.fromkeys(("weights", "critic_weights"), replace(_STEP, rtol=2**-7, typical=0.1)),
+        "metrics": replace(_FORWARD, rtol=1e-2, atol=1e-3),
     }
 )
 """The same where they are bfloat16."""
@@ -185,7 +192,9 @@ def compare_stage(
     results = []
     for field in sorted({_field(name) for name in (*recorded, *found)}):
         one, other = ({n: a for n, a in of.items() if _field(n) == field} for of in (recorded, found))
-        tolerance = TOLERANCES["weights"] if field == _WEIGHTS else tolerance_of(stage, stages, dtype)
+        tolerance = tolerance_of("weights" if field == _WEIGHTS else stage, stages, dtype)
+        if field == _WEIGHTS:
+            tolerance = replace(tolerance, rtol=TOLERANCES["weights"].rtol)
         results.append(compare(one, other, tolerance, rate=rate))
     return max(results, key=_rank, default=Comparison("equal"))
 
@@ -219,7 +228,8 @@ def compare(
         if np.array_equal(_bytes(array), _bytes(found[name])):
             continue
         shares = _shares(array, found[name], tolerance, largest, rate)
-        squares += float(np.square(shares).sum())
+        with np.errstate(over="ignore"):  # it is far off then in any case
+            squares += float(np.square(shares).sum())
         one = _worst_of(name, array, found[name], shares, dtype)
         if worst is None or one.share > worst.share:
             worst = one

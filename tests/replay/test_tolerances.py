@@ -131,7 +131,7 @@ def test_verdicts_are_those_of_the_definition(pairs: list[tuple[float, float]], 
         return
     assert result.worst is not None
     assert result.worst.share == pytest.approx(max(shares), rel=1e-9)
-    typical = math.sqrt(sum(share**2 for share in shares) / len(shares))
+    typical = math.hypot(*shares) / math.sqrt(len(shares))
     if max(shares) > 1.000001 or typical > tolerance.typical * 1.000001 or tolerance.exact:
         assert result.verdict == "differs"
     elif max(shares) < 0.999999 and typical < tolerance.typical * 0.999999:
