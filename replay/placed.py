@@ -19,7 +19,7 @@ from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.promise import Promise, promise
 from rollbook.train.loop.scoring import References
-from rollbook.train.megatron.model import Build, choose_device
+from rollbook.train.megatron.model import Build, choose_device, set_deterministic
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 from rollbook.train.megatron.shape import ModelShape
@@ -64,9 +64,23 @@ class Placed:
 
     def promise(self, plan: StepPlanned) -> Promise:
         """Whether a step is promised to give the recorded bits here."""
-        device = device_like(plan)
-        here = fingerprint(device, plan.algorithm, self.ranks.described, dtype=plan.environment["dtype"])
-        return promise(plan.environment, here)
+        return _promise(plan, self.ranks.described)
+
+
+def promised(plan: StepPlanned, *, one_rank: bool) -> Promise:
+    """Whether a step is promised to give the recorded bits in this process, before anything is built.
+
+    Args:
+        one_rank: one rank in the place of all those of the layout.
+    """
+    set_deterministic(int(plan.environment["threads"]))
+    parallel, ranks = recorded_parallel({} if one_rank else plan.environment.get("parallel") or {})
+    return _promise(plan, parallel.described(ranks))
+
+
+def _promise(plan: StepPlanned, layout: Json) -> Promise:
+    here = fingerprint(device_like(plan), plan.algorithm, layout, dtype=plan.environment["dtype"])
+    return promise(plan.environment, here)
 
 
 def made_for(plan: StepPlanned, *, one_rank: bool) -> Json:

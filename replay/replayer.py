@@ -9,7 +9,7 @@ import torch
 
 from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.replay.claims import judged
-from rollbook.replay.compare import ORDER, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.partial import OfModel, Part, part_stages
 from rollbook.replay.placed import Placed, made_for, put
 from rollbook.replay.schedule import schedule
@@ -200,12 +200,13 @@ class Replayer:
             _tensors_in(held),
             placed.tensor,
         )
+        lenient = self._lenient(step, rerun.recorded, placed)
         found = {
-            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides)
+            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides, lenient)
             for stage in STAGES
             if stage in rerun.recorded or stage in rerun.found
         }
-        found["metrics"] = metrics(step, rerun.metrics)
+        found["metrics"] = metrics(step, rerun.metrics, lenient)
         if self.start.weights_only:
             found |= self._without_update(found)
         if claims:
@@ -215,6 +216,17 @@ class Replayer:
         if claims and (given := self._sent(step, found["weights"], placed.policy)) is not None:
             found["sent"] = given
         return found
+
+    def _lenient(self, step: CommittedStep, recorded: Json, placed: Placed) -> Lenient | None:
+        """What tolerances hang on, if the machine does not promise bits; code that is another has to give the
+        same ones all the same."""
+        plan, said = step.planned, placed.promise(step.planned)
+        of_machine = [d for d in said.against if d.key.partition(".")[0] not in ("sources", "parts")]
+        if not of_machine and not said.unsteady:
+            return None
+        rates = (plan.learning_rate, 0.0 if plan.critic is None else float(plan.critic["learning_rate"]))
+        dtype = str(plan.environment["dtype"])
+        return Lenient(frozenset(recorded), dtype, max(rates), at_checkpoint=self._before is None)
 
     def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
         """The stages that a start with weights alone cannot prove."""
