@@ -258,6 +258,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StopFired(
             "actor", 1, "train", {"metric": "loss", "below": 0.2}, [{"policy_version": 1, "value": 0.125}]
         ),
+        kinds.CheckpointRemoved("actor", 1, "checkpoints/1", "w1", "o1", "[checkpoint] keep_last 2"),
     ]
 
 

@@ -116,7 +116,7 @@ def why_kept(
     why = _needs(stands, taken, keep, named)
     for version in sorted(stands):
         if not why.get(version) and not _made_again(stands, version, why, taken):
-            why[version] = ["no checkpoint that stays and no steps since make it again"]
+            why[version] = ["nothing that stays makes it again"]
     newest = max(stands, default=0)
     return [
         _of_record(record, stands[record.policy_version], newest, why, named, user_of) for record in present
@@ -135,9 +135,9 @@ def _of_record(
     version = record.policy_version
     own = list(why.get(version, ()))
     if record is not standing:
-        own = ["it is the newest"] if version == newest else []
+        own = ["the newest"] if version == newest else []
         own += [named[version]] if version in named else []
-        own += ["training started from it"] if version == 0 else []
+        own += ["version 0"] if version == 0 else []
     if (user := user_of(record.path)) is not None:
         own.append(user)
     return own
@@ -163,18 +163,18 @@ def _needs(
     why: dict[int, list[str]] = {version: [] for version in stands}
 
     def note(version: int, reason: str) -> None:
-        if version in why and reason not in why[version]:
+        if version in why and (version or not why[version]):  # of version 0 that says enough
             why[version].append(reason)
 
     whole = [v for v in sorted(stands) if stands[v].optimizer_digest is not None]
-    note(0, "training started from it")
-    note(max(stands, default=0), "it is the newest")
+    note(0, "version 0")
+    note(max(stands, default=0), "the newest")
     for version in whole[-1:]:
-        note(version, "training resumes from it")
+        note(version, "to resume")
     for version in whole[-keep.last : -1]:
         note(version, f"one of the newest {keep.last}")
     for version in _firsts([0, *whole], keep.every):
-        note(version, f"the first of {keep.every} versions")
+        note(version, f"every {keep.every} versions")
     for version, reason in _starts(steps).items():
         note(version, reason)
     for (version, what), number in _named(steps).items():
@@ -208,11 +208,7 @@ def _starts(steps: Sequence[StepTaken]) -> dict[int, str]:
     for step in steps:
         first.setdefault(step.phase, step)
     live = {step.phase for step in steps if not step.retired}
-    return {
-        one.began: f"the optimizer begins anew there, at step {one.step}"
-        for phase, one in first.items()
-        if phase in live
-    }
+    return {one.began: f"a new optimizer at step {one.step}" for phase, one in first.items() if phase in live}
 
 
 def _made_again(

@@ -48,7 +48,11 @@ def run_checkpoints(
     verb = None if keep is None else "stays: it is being read" if yes else "would go"
     head = ["run", "policy", "version", "step", "MiB", "checkpoint", "needed"]
     print_table(head, [_row(one, "removed now" if one.path in gone else verb) for one in found])
-    if keep is not None:
+    if keep is None:
+        free = [one for one in found if one.goes]
+        size = sum(one.bytes or 0 for one in free) / MIB
+        say(f"nothing needs {len(free)} of them, {size:.1f} MiB: --keep-last and --keep-every say which go")
+    else:
         going = [one for one in found if (one.path in gone if yes else one.goes)]
         size = sum(one.bytes or 0 for one in going) / MIB
         there = sum(one.bytes is not None for one in found)
