@@ -135,7 +135,7 @@ def test_a_reference_that_was_removed(fabric: Any, kept: Store) -> None:
 
 
 def test_references_and_beginnings_stay(fabric: Any, kept: Store) -> None:
-    """Another configuration begins at version 12, with 11 as its reference: neither goes, with one of each."""
+    """Another configuration begins at version 12, with 11 as its reference: neither goes."""
     algorithm = {**fabric.GRPO["algorithm"], "kl": 0.1, "reference_version": 11}
     keep = {"keep_last": 1}
     fabric.train(kept, fabric.config(fabric.GRPO, algorithm=algorithm, checkpoint_every=1, checkpoint=keep))

@@ -34,7 +34,8 @@ class Keeping:
         self._steps = _by_number(steps_taken(history, ()))
         self._service = InService()
         self._read_to: Cut = {}
-        self._looked: tuple[int, int | None] = (0, None)
+        self._looked = 0
+        """How many checkpoints there were when it last looked."""
 
     def saw(self, record: Record) -> None:
         """Take a record of the training that is durable."""
@@ -45,13 +46,13 @@ class Keeping:
                 self._steps[record.step] = replace(self._steps[record.step], made=record.policy_version)
 
     def remove(self, given: int | None) -> None:
-        """Remove the checkpoints that may go now.
+        """Remove the checkpoints that may go now, if one was written since this was last asked.
 
         Args:
             given: the version that engines were given last, or are being given.
         """
         keep, checkpoints = self._config.checkpoint.keep, list(self._history.checkpoints)
-        if keep is None or (len(checkpoints), given) == self._looked:
+        if keep is None or len(checkpoints) == self._looked:
             return
         self._read_on()
         run = self._config.run
@@ -62,7 +63,7 @@ class Keeping:
         ):
             if not why and remove_checkpoint(self._log, run, record, f"[checkpoint] {keep}", self._write):
                 self._history.checkpoints.remove(record)
-        self._looked = (len(self._history.checkpoints), given)
+        self._looked = len(self._history.checkpoints)
 
     def _named(self, given: int | None) -> dict[int, str]:
         """Versions that something beside the steps so far needs."""
