@@ -22,8 +22,6 @@ from rollbook.store.events import (
     StepCommitted,
     StepPlanned,
 )
-from rollbook.store.upkeep.retain import retain
-from rollbook.store.upkeep.sealer import Sealer
 from rollbook.testing.asgi import serving
 from rollbook.testing.scripted_job import Options
 from rollbook.testing.scripted_sglang import ScriptedSGLang
@@ -266,12 +264,3 @@ def test_what_an_engine_loaded_goes_once_it_has_another(
     fabric.train(log, fabric.config(fabric.SFT, steps=10, **changes))
     assert version_in(app.weight_version) == 10
     assert {c.policy_version for c in fabric.steps_of(log).checkpoints} == {0, 10}
-
-
-def test_retention_keeps_what_an_earlier_checkpoint_needs(kept: Store) -> None:
-    """A step is replayed from further back, through more steps, whose trajectories stay: nothing may go
-    until the steps are retired."""
-    (kept.path / "store.toml").write_text("[seal]\nsegment_age_s = 0\n")
-    Sealer(kept).run_once()
-    assert not any(unit.dropped for unit in retain(kept, "0s", dry_run=True).units)
-    assert replay_step(kept, 9).bit_for_bit

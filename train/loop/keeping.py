@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
@@ -11,6 +12,7 @@ from rollbook.store.events import Record, StepCommitted, StepPlanned, StepRetire
 from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.fold.in_service import KINDS as SERVICE_KINDS
 from rollbook.store.fold.in_service import InService
+from rollbook.store.inside import place_inside
 from rollbook.store.upkeep.checkpoint_rule import StepTaken, step_taken, steps_taken, why_kept
 from rollbook.store.upkeep.checkpoints import erased_trajectories, folder_of, remove_checkpoint
 from rollbook.train.config.config import TrainConfig
@@ -45,11 +47,12 @@ class Keeping:
             case StepCommitted():
                 self._steps[record.step] = replace(self._steps[record.step], made=record.policy_version)
 
-    def remove(self, given: int | None) -> None:
+    def remove(self, given: int | None, like: Path) -> None:
         """Remove the checkpoints that may go now, if one was written since this was last asked.
 
         Args:
             given: the version that engines were given last, or are being given.
+            like: the folder whose files later checkpoints copy.
         """
         keep, checkpoints = self._config.checkpoint.keep, list(self._history.checkpoints)
         if keep is None or len(checkpoints) == self._looked:
@@ -57,13 +60,18 @@ class Keeping:
         self._read_on()
         run = self._config.run
         present = [c for c in checkpoints if folder_of(self._log, c, run) is not None]
-        steps, user_of = self._steps.values(), self._service.user_of
-        for record, why in zip(
-            present, why_kept(present, steps, keep, self._named(given), user_of), strict=True
-        ):
+        why_each = why_kept(
+            present, self._steps.values(), keep, self._named(given), lambda path: self._user_of(path, like)
+        )
+        for record, why in zip(present, why_each, strict=True):
             if not why and remove_checkpoint(self._log, run, record, f"[checkpoint] {keep}", self._write):
                 self._history.checkpoints.remove(record)
         self._looked = len(self._history.checkpoints)
+
+    def _user_of(self, path: str, like: Path) -> str | None:
+        """Who uses a checkpoint's folder."""
+        copied = like == place_inside(self._log.path, path)
+        return "later checkpoints copy its files" if copied else self._service.user_of(path)
 
     def _named(self, given: int | None) -> dict[int, str]:
         """Versions that something beside the steps so far needs."""

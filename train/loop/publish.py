@@ -204,7 +204,7 @@ class Publisher:
             assert config.sync is not None
             overlap = config.sync.overlap and not last
             self._sync(policy, version, record, before_cache=before_cache, overlap=overlap)
-        self._keeping.remove(self._given)
+        self._keeping.remove(self._given, like)
 
     @property
     def under_way(self) -> bool:

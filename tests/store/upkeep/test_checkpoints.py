@@ -24,6 +24,7 @@ from rollbook.store.folder_lock import reading
 from rollbook.store.upkeep import checkpoints
 from rollbook.store.upkeep.checkpoint_rule import Keep
 from rollbook.store.upkeep.checkpoints import finish_removals, list_checkpoints, remove_checkpoints
+from rollbook.store.upkeep.training_needs import needed_by
 
 FOLDER = "checkpoints/demo/actor"
 
@@ -162,6 +163,21 @@ def test_steps_that_cannot_be_run_again(log: Store) -> None:
     assert [one.why_kept for one in list_checkpoints(log, Keep(1)) if one.policy_version in (1, 5)] == [
         ("nothing that stays makes it again",)
     ] * 2
+
+
+def test_retention_keeps_what_an_earlier_checkpoint_needs(log: Store) -> None:
+    """A replay begins further back, and runs steps that are retired, too: their trajectories stay."""
+    _write(log, "upkeep", *(kinds.StepRetired(step, "actor", "space") for step in (0, 1, 2)))
+    late = {trajectory for trajectory, _ in needed_by(_history(log))}
+    assert late == {"t3", "t4", "t5"}
+    assert remove_checkpoints(log, Keep(1), "demo", "actor") == {_path(4), _path(5)}
+    assert _history(log).held_versions == [0, 1, 2, 3, 6], "what retired steps made is not made again"
+    assert dict(needed_by(_history(log))).keys() == late
+    _write(log, "upkeep", kinds.StepRetired(3, "actor", "space"))
+    needed = dict(needed_by(_history(log)))
+    assert needed == dict.fromkeys(("t3", "t4", "t5"), "step 4 of policy 'actor' in run 'demo'"), (
+        "the checkpoint of version 4 is gone"
+    )
 
 
 class CutShort(BaseException):
