@@ -187,8 +187,9 @@ def _needs(
 def _firsts(versions: Iterable[int], every: int | None) -> list[int]:
     """Of so many versions in a row the first that is there; none where all may go."""
     firsts: dict[int, int] = {}
-    for version in sorted(versions) if every is not None else ():
-        firsts.setdefault(version // every, version)
+    if every is not None:
+        for version in sorted(versions):
+            firsts.setdefault(version // every, version)
     return list(firsts.values())
 
 

@@ -62,8 +62,8 @@ def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str]
 
 
 def folder_to_copy(log: Store, history: History, base: WholeCheckpoint) -> Path:
-    """The folder whose configuration and tokenizer later checkpoints copy: version 0's, which nothing removes;
-    where it is gone all the same, that of the checkpoint that training goes on from."""
+    """The folder whose configuration and tokenizer later checkpoints copy: version 0's, which nothing
+    removes; where it is gone all the same, that of the checkpoint that training goes on from."""
     begun = [place_inside(log.path, c.path) for c in history.checkpoints if c.policy_version == 0]
     return next((folder for folder in begun if (folder / "config.json").is_file()), base.path)
 

@@ -175,9 +175,8 @@ def test_retention_keeps_what_an_earlier_checkpoint_needs(log: Store) -> None:
     assert dict(needed_by(_history(log))).keys() == late
     _write(log, "upkeep", kinds.StepRetired(3, "actor", "space"))
     needed = dict(needed_by(_history(log)))
-    assert needed == dict.fromkeys(("t3", "t4", "t5"), "step 4 of policy 'actor' in run 'demo'"), (
-        "the checkpoint of version 4 is gone"
-    )
+    assert needed.keys() == late, "the checkpoint of version 4 is gone"
+    assert needed["t3"] == "step 4 of policy 'actor' in run 'demo'"
 
 
 class CutShort(BaseException):
