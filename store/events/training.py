@@ -84,6 +84,25 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointRemoved:
+    """The checkpoint at `path` counts no more: its folder was removed after this was written, or is at the
+    next start.
+
+    Its version and digests stay: the weights are a fold of an earlier checkpoint and the steps since, and may
+    be written again, at the same path even, by a later `checkpoint.written`.
+    """
+
+    KIND: ClassVar[str] = "checkpoint.removed"
+    ABOUT: ClassVar[About] = About(of="policy")
+    policy: str
+    policy_version: int
+    path: str
+    weights_digest: str
+    optimizer_digest: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SampleDropped:
     """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step.
 
