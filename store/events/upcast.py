@@ -20,7 +20,7 @@ VERSIONS: Mapping[str, int] = {
     "sample.dropped": 2,
     "step.planned": 6,
     "trajectory.finished": 2,
-    "trajectory.opened": 2,
+    "trajectory.opened": 3,
     "turn.completed": 3,
     "turn.failed": 2,
     "turn.requested": 3,
@@ -62,6 +62,11 @@ def _step_planned_4(values: Values) -> Values:
 def _step_planned_5(values: Values) -> Values:
     """Version 6 says whether recorded experts were replayed. Before, each router chose for itself."""
     return values | {"routing_replay": False}
+
+
+def _trajectory_opened_2(values: Values) -> Values:
+    """Version 3 says which trajectory was sampled again. Before, none was."""
+    return values | {"origin": None}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -107,6 +112,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("step.planned", 5): _step_planned_5,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
+    ("trajectory.opened", 2): _trajectory_opened_2,
     ("turn.completed", 1): _turn_completed_1,
     ("turn.completed", 2): _turn_completed_2,
     ("turn.failed", 1): _turn_failed_1,

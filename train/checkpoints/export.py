@@ -61,8 +61,7 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         InterchangeError: there is no such checkpoint, or `out` exists or cannot be written.
         ModelError: the checkpoint is damaged.
     """
-    run, held = _of_run(_checkpoints(log, policy), run, policy)
-    record = _of_version(held, version, run)
+    run, record = checkpoint_of(log, version, run, policy)
     source = place_inside(log.path, record.path)
     with destination(out, folder=True) as building:
         _lines(source, stream_checkpoint(source), record)
@@ -136,6 +135,21 @@ def peft_config(adapter: Adapter, base: str) -> Json:
     }
 
 
+def checkpoint_of(
+    log: Store, version: int | None, run: str | None, policy: str, named_by: str = "--version"
+) -> tuple[str, CheckpointWritten]:
+    """(run, the checkpoint of a version that is in the store). Arguments as of `export_model`.
+
+    Args:
+        named_by: the option that names the version, for the message.
+
+    Raises:
+        InterchangeError: there is no such checkpoint.
+    """
+    run, held = _of_run(_checkpoints(log, policy), run, policy)
+    return run, _of_version(held, version, run, named_by)
+
+
 _Found = dict[str, dict[int, CheckpointWritten]]
 """Run -> version -> its checkpoint."""
 
@@ -166,12 +180,13 @@ def _of_run(found: _Found, run: str | None, policy: str) -> tuple[str, dict[int,
     )
 
 
-def _of_version(held: dict[int, CheckpointWritten], version: int | None, run: str) -> CheckpointWritten:
+def _of_version(
+    held: dict[int, CheckpointWritten], version: int | None, run: str, named_by: str = "--version"
+) -> CheckpointWritten:
     version = max(held) if version is None else version
     if version not in held:
-        raise InterchangeError(
-            f"--version {version}: run {run!r} has no checkpoint of it; there are of: {_listed(sorted(held))}"
-        )
+        there = f"there are of: {_listed(sorted(held))}"
+        raise InterchangeError(f"{named_by} {version}: run {run!r} has no checkpoint of it; {there}")
     return held[version]
 
 

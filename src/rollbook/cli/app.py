@@ -16,6 +16,7 @@ from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_rollout import rollout
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -299,6 +300,9 @@ def replay_step(
     from rollbook.cli.replay import replay_command
 
     raise typer.Exit(replay_command(step, store, run, policy, trust_parts, json))
+
+
+replay_app.command()(rollout)
 
 
 @app.command("import")
