@@ -197,9 +197,7 @@ def test_every_api_is_asked_again(log: Store, cli: Cli) -> None:
         assert np.array_equal(replay.prompt_ids(now), source.prompt_ids(was))
 
 
-def test_an_engine_that_does_not_repeat_itself(
-    log: Store, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_does_not_repeat_itself(log: Store, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, and the first token that differs, with both logprobs."""
     monkeypatch.setattr("rollbook.ingest.engines.embedded.sampling.uniform_draw", lambda seed, place: 0.9999)
     code, out, _ = cli("replay", "rollout", "drawn", "--policy", VERSION, "--store", log.path, "--json")
@@ -382,7 +380,7 @@ def test_an_engine_that_fails(log: Store, cli: Cli, tmp_path: Path) -> None:
 def test_a_process_that_is_killed(fabric: Any, log: Store, cli: Cli, tmp_path: Path) -> None:
     """What it had recorded is whole; the next replay of the lane ends it as aborted."""
     (tmp_path / "killed.py").write_text("import os\n" + SCRIPT % 37)
-    text = (tmp_path / "killed.py").read_text().replace(" return f\"It is", " os.kill(os.getpid(), 9); f\"")
+    text = (tmp_path / "killed.py").read_text().replace(' return f"It is', ' os.kill(os.getpid(), 9); f"')
     (tmp_path / "killed.py").write_text(text)
     model = log.path / f"checkpoints/{RUN}/actor/v{VERSION:08d}"
     script = ("--engine", "scripted", "--script", f"{tmp_path / 'killed.py'}:answer", "--model", model)
@@ -409,7 +407,7 @@ def test_replays_are_never_trained(fabric: Any, log: Store, cli: Cli) -> None:
             "select origin->>'$.trajectory_id', split from trajectories where origin is not null"
         ).fetchall()
         pairs = connection.execute(
-            """select was.turn_id, now.completion_tokens = was.completion_tokens from turns now
+            """select was.turn_id, now.completion_ids = was.completion_ids from turns now
                join turns was on was.turn_id = now.repeats order by now.turn_id"""
         ).fetchall()
     assert kept_out == [("kept out", sampled)]
