@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shlex
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -117,7 +119,7 @@ def recorded_path(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
 
     async def act() -> None:
         async with _serving(log, log.path / f"checkpoints/{RUN}/actor/v{VERSION:08d}") as client:
-            await _converse(client, "drawn", "train", temperature=1.0)
+            await _converse(client, "task-7", "train", temperature=1.0)
             await _converse(client, "greedy", "train", temperature=0.0)
             await _other_apis(client)
 
@@ -152,7 +154,7 @@ def _completed(trajectory: Trajectory) -> list[Any]:
 # The same weights ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["drawn", "greedy"])
+@pytest.mark.parametrize("name", ["task-7", "greedy"])
 def test_the_same_weights_give_the_same_tokens(log: Store, cli: Cli, name: str) -> None:
     """By the recorded seeds, or greedily: every turn, recorded as new events that name their origin."""
     source = _named(log, name)
@@ -200,9 +202,9 @@ def test_every_api_is_asked_again(log: Store, cli: Cli) -> None:
 def test_an_engine_that_does_not_repeat_itself(log: Store, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, and the first token that differs, with both logprobs."""
     monkeypatch.setattr("rollbook.ingest.engines.embedded.sampling.uniform_draw", lambda seed, place: 0.9999)
-    code, out, _ = cli("replay", "rollout", "drawn", "--policy", VERSION, "--store", log.path, "--json")
+    code, out, _ = cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path, "--json")
     assert code == 1
-    source, differing = _named(log, "drawn"), [t for t in orjson.loads(out)["turns"] if not t["same"]]
+    source, differing = _named(log, "task-7"), [t for t in orjson.loads(out)["turns"] if not t["same"]]
     assert differing
     first = differing[0]
     was, at = source.turns[first["turn_id"]].completed, first["differs_at"]
@@ -210,7 +212,7 @@ def test_an_engine_that_does_not_repeat_itself(log: Store, cli: Cli, monkeypatch
     assert was.logprobs is not None
     assert first["recorded"]["token_id"] == was.completion_ids[at] != first["new"]["token_id"]
     assert first["recorded"]["logprob"] == float(was.logprobs[at])
-    code, out, _ = cli("replay", "rollout", "drawn", "--policy", VERSION, "--store", log.path)
+    code, out, _ = cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path)
     assert code == 1
     assert f"differs in turn {first['number']}" in out
     assert f"differ at {at}: recorded {first['recorded']['text']!r}" in " ".join(out.split())
@@ -218,7 +220,7 @@ def test_an_engine_that_does_not_repeat_itself(log: Store, cli: Cli, monkeypatch
 
 def test_other_draws_are_no_claim(log: Store, cli: Cli) -> None:
     """With another seed nothing is to be the same, so nothing is missed."""
-    command = ("replay", "rollout", "drawn", "--policy", VERSION, "--seed", 9, "--store", log.path, "--json")
+    command = ("replay", "rollout", "task-7", "--policy", VERSION, "--seed", 9, "--store", log.path, "--json")
     code, out, _ = cli(*command)
     assert code == 0
     assert not any(turn["repeatable"] for turn in orjson.loads(out)["turns"])
@@ -230,11 +232,11 @@ def test_other_draws_are_no_claim(log: Store, cli: Cli) -> None:
 
 def test_other_weights_are_shown_beside(log: Store, cli: Cli) -> None:
     """Each recorded prompt again, id for id, whatever the replies before it are now; exit code 0."""
-    code, out, err = cli("replay", "rollout", "drawn", "--policy", "actor:0", "--store", log.path)
+    code, out, err = cli("replay", "rollout", "task-7", "--policy", "actor:0", "--store", log.path)
     assert code == 0, err
     assert "repeated with version 0 of policy actor" in out
     assert "0 of 3 turns have the same tokens, with other weights" in out
-    source, [replay] = _named(log, "drawn"), _replays(log)
+    source, [replay] = _named(log, "task-7"), _replays(log)
     for was, now in zip(source.turns.values(), replay.turns.values(), strict=True):
         assert np.array_equal(replay.prompt_ids(now), source.prompt_ids(was))
         assert now.completed is not None
@@ -246,10 +248,10 @@ def test_other_weights_are_shown_beside(log: Store, cli: Cli) -> None:
 def test_some_turns_alone(log: Store, cli: Cli) -> None:
     """From one turn to another."""
     options = ("--from-turn", 2, "--until-turn", 2, "--policy", VERSION)
-    assert cli("replay", "rollout", "drawn", *options, "--store", log.path)[0] == 0
+    assert cli("replay", "rollout", "task-7", *options, "--store", log.path)[0] == 0
     [replay] = _replays(log)
     assert replay.opened.origin is not None
-    assert replay.opened.origin["turn_id"] == list(_named(log, "drawn").turns)[1]
+    assert replay.opened.origin["turn_id"] == list(_named(log, "task-7").turns)[1]
     assert [t.requested.wire["repeats"] for t in replay.turns.values()] == [replay.opened.origin["turn_id"]]
 
 
@@ -259,7 +261,7 @@ def test_some_turns_alone(log: Store, cli: Cli) -> None:
 def test_the_same_reply_goes_on_as_recorded(log: Store, cli: Cli) -> None:
     """With the same weights the whole conversation comes again, the tool's result for the same call."""
     options = ("--continue", "--policy", VERSION, "--json")
-    code, out, err = cli("replay", "rollout", "drawn", *options, "--store", log.path)
+    code, out, err = cli("replay", "rollout", "task-7", *options, "--store", log.path)
     assert code == 0, err
     said = orjson.loads(out)
     assert [turn["same"] and turn["repeatable"] for turn in said["turns"]] == [True] * 3
@@ -272,7 +274,7 @@ def test_the_same_reply_goes_on_as_recorded(log: Store, cli: Cli) -> None:
 def test_a_fork_goes_on_from_the_new_reply(log: Store, cli: Cli) -> None:
     """Behind what other weights say at turn 2 comes what the user said then; that is one conversation."""
     options = ("--continue", "--from-turn", 2, "--policy", 0, "--json")
-    code, out, err = cli("replay", "rollout", "drawn", *options, "--store", log.path)
+    code, out, err = cli("replay", "rollout", "task-7", *options, "--store", log.path)
     assert code == 0, err
     turns = orjson.loads(out)["turns"]
     assert [(turn["number"], turn["same_prompt"]) for turn in turns] == [(2, True), (3, False)]
@@ -291,7 +293,7 @@ def test_a_fork_goes_on_from_the_new_reply(log: Store, cli: Cli) -> None:
 
 def test_a_result_without_its_call(log: Store, cli: Cli) -> None:
     """Other weights make no call: what the tool said then is not used, and the reason is in the log."""
-    code, out, err = cli("replay", "rollout", "drawn", "--continue", "--policy", 0, "--store", log.path)
+    code, out, err = cli("replay", "rollout", "task-7", "--continue", "--policy", 0, "--store", log.path)
     assert code == 0, err
     why = "behind turn 1: the new reply makes no call, where the recorded one made calc("
     assert f"stopped {why}" in out
@@ -323,15 +325,15 @@ def test_a_call_of_other_arguments(log: Store, cli: Cli, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("asked", "remedy"),
     [
-        (("drawm", "--policy", VERSION), "near names: drawn"),
-        (("drawn", "--policy", 7), "--policy 7: run 'demo' has no checkpoint of it; there are of: 0, 40"),
-        (("drawn", "--policy", "critic:7"), "no checkpoint of policy 'critic'"),
-        (("drawn",), "either --policy VERSION, or --model DIR"),
-        (("drawn", "--policy", "newest"), "give a version, such as 12, or NAME:12"),
-        (("drawn", "--policy", VERSION, "--from-turn", 4), "no such answered turn; there are 1, 2, 3"),
-        (("drawn", "--policy", VERSION, "--from-turn", 3, "--until-turn", 2), "--until-turn lies before"),
+        (("task-8", "--policy", VERSION), "near names: task-7"),
+        (("task-7", "--policy", 7), "--policy 7: run 'demo' has no checkpoint of it; there are of: 0, 40"),
+        (("task-7", "--policy", "critic:7"), "no checkpoint of policy 'critic'"),
+        (("task-7",), "either --policy VERSION, or --model DIR"),
+        (("task-7", "--policy", "newest"), "give a version, such as 12, or NAME:12"),
+        (("task-7", "--policy", VERSION, "--from-turn", 4), "no such answered turn; there are 1, 2, 3"),
+        (("task-7", "--policy", VERSION, "--from-turn", 3, "--until-turn", 2), "--until-turn lies before"),
         (("apis", "--policy", VERSION, "--from-turn", 5, "--continue"), "raw prompt"),
-        (("drawn", "--policy", VERSION, "--engine", "sglang"), "needs --engine-url"),
+        (("task-7", "--policy", VERSION, "--engine", "sglang"), "needs --engine-url"),
     ],
 )
 def test_what_is_not_there(log: Store, cli: Cli, asked: tuple[Any, ...], remedy: str) -> None:
@@ -345,15 +347,15 @@ def test_what_is_not_there(log: Store, cli: Cli, asked: tuple[Any, ...], remedy:
 def test_another_tokenizer(log: Store, cli: Cli, tmp_path: Path) -> None:
     """Ids of one tokenizer say something else to the model of another."""
     make_model(tmp_path / "other", seed=5)
-    code, _, err = cli("replay", "rollout", "drawn", "--model", tmp_path / "other", "--store", log.path)
+    code, _, err = cli("replay", "rollout", "task-7", "--model", tmp_path / "other", "--store", log.path)
     assert (code, "recorded with another tokenizer or chat template" in err) == (2, True)
 
 
 @pytest.mark.parametrize("keep_tokens", [False, True])
 def test_what_was_erased(log: Store, cli: Cli, *, keep_tokens: bool) -> None:
     """It is refused with the reason, also where its tokens were kept: what was asked is gone."""
-    erase_trajectory(log, "drawn", "a customer asked", keep_tokens=keep_tokens)
-    code, _, err = cli("replay", "rollout", "drawn", "--policy", VERSION, "--store", log.path)
+    erase_trajectory(log, "task-7", "a customer asked", keep_tokens=keep_tokens)
+    code, _, err = cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path)
     assert (code, "was erased (a customer asked)" in err) == (2, True)
     assert _replays(log) == []
 
@@ -368,7 +370,7 @@ def test_an_engine_that_fails(log: Store, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(text)
     model = log.path / f"checkpoints/{RUN}/actor/v{VERSION:08d}"
     script = ("--engine", "scripted", "--script", f"{tmp_path / 'broken.py'}:answer", "--model", model)
-    code, _, err = cli("replay", "rollout", "drawn", *script, "--store", log.path)
+    code, _, err = cli("replay", "rollout", "task-7", *script, "--store", log.path)
     assert (code, "the script failed: ZeroDivisionError" in err) == (2, True)
     [replay] = _replays(log)
     assert replay.finished is not None
@@ -384,21 +386,21 @@ def test_a_process_that_is_killed(fabric: Any, log: Store, cli: Cli, tmp_path: P
     (tmp_path / "killed.py").write_text(text)
     model = log.path / f"checkpoints/{RUN}/actor/v{VERSION:08d}"
     script = ("--engine", "scripted", "--script", f"{tmp_path / 'killed.py'}:answer", "--model", model)
-    process = fabric.start_cli("replay", "rollout", "drawn", *script, "--store", log.path)
+    process = fabric.start_cli("replay", "rollout", "task-7", *script, "--store", log.path)
     process.communicate(timeout=150)
     assert process.returncode == -9
     assert cli("store", "verify", "--store", log.path)[0] == 0
     [left] = _replays(log)
     assert left.finished is None
     assert [turn.completed is not None for turn in left.turns.values()][:1] == [True]
-    assert cli("replay", "rollout", "drawn", "--policy", VERSION, "--store", log.path)[0] == 0
+    assert cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path)[0] == 0
     ended, done = _replays(log)
     assert [t.finished.status if t.finished else None for t in (ended, done)] == ["aborted", "completed"]
 
 
 def test_replays_are_never_trained(fabric: Any, log: Store, cli: Cli) -> None:
     """The ledger keeps them out by their split, no recipe can name it, and a training takes none."""
-    assert cli("replay", "rollout", "drawn", "--policy", VERSION, "--store", log.path)[0] == 0
+    assert cli("replay", "rollout", "task-7", "--policy", VERSION, "--store", log.path)[0] == 0
     [replay] = _replays(log)
     sampled = sum(len(done.completion_ids) for done in _completed(replay))
     with rb.connect(log.path) as connection:
@@ -411,9 +413,42 @@ def test_replays_are_never_trained(fabric: Any, log: Store, cli: Cli) -> None:
                join turns was on was.turn_id = now.repeats order by now.turn_id"""
         ).fetchall()
     assert kept_out == [("kept out", sampled)]
-    assert (origin, split) == (_named(log, "drawn").opened.trajectory_id, "replay")
-    assert pairs == [(turn_id, True) for turn_id in _named(log, "drawn").turns]
+    assert (origin, split) == (_named(log, "task-7").opened.trajectory_id, "replay")
+    assert pairs == [(turn_id, True) for turn_id in _named(log, "task-7").turns]
     code, _, err = cli("samples", "--store", log.path, "--trajectory", replay.opened.name, "--json")
     assert code == 0, err
     with pytest.raises(ValueError, match="splits"):
         fabric.config(SFT, recipe={"splits": ["replay"]})
+
+
+# The page -----------------------------------------------------------------------------------------
+
+
+def test_the_page(log: Store, cli: Cli, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of docs/replaying-rollouts.md run, its table is what they print, its query finds them."""
+    page = (root / "docs" / "replaying-rollouts.md").read_text()
+    [commands], [shown] = (
+        re.findall(rf"^```{kind}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) for kind in ("bash", "text")
+    )
+    log.path.rename(log.path.parent / "runs")
+    monkeypatch.chdir(log.path.parent)
+    monkeypatch.setenv("COLUMNS", "160")
+    printed = []
+    for line in commands.splitlines():
+        code, out, err = cli(*shlex.split(line)[1:])
+        assert code == 0, err
+        printed.append(out)
+    first, head, turn = shown.splitlines()
+    assert first.replace("run first", f"run {RUN}") in printed[1]
+    assert head in [line.rstrip() for line in printed[1].splitlines()]
+    assert re.search(r"^1 +15 +12 +32 +differ at 0: recorded '<tool_call>' \(", printed[1], re.MULTILINE)
+    assert turn.startswith("1         15        12   48")
+    [query] = re.findall(r"^```sql\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    with rb.connect("runs") as connection:
+        rows = connection.execute(query).fetchall()
+    assert [row[1:] for row in rows] == [
+        ("repeated", str(VERSION), 3, 3),
+        ("repeated", "0", 3, 0),
+        ("continued", "0", 2, 0),
+        ("continued", str(VERSION), 3, 3),
+    ]

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollbook.cli.options import AsJson, StoreOption
-
-
-class Sampler(StrEnum):
-    """What samples."""
-
-    embedded = "embedded"
-    sglang = "sglang"
-    scripted = "scripted"
 
 
 def rollout(
@@ -50,7 +41,7 @@ def rollout(
         int | None, typer.Option(help="Draw anew, by this seed; default: the recorded ones.")
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the most probable token each time.")] = False,
-    engine: Annotated[Sampler, typer.Option(help="As of `rollbook serve`.")] = Sampler.embedded,
+    engine: Annotated[str, typer.Option(help="embedded, sglang or scripted.")] = "embedded",
     engine_url: Annotated[
         str | None, typer.Option(help="For sglang: the address; key: ROLLBOOK_ENGINE_KEY.")
     ] = None,
@@ -78,7 +69,7 @@ def rollout(
     from rollbook.cli.replayed_rollout import run_rollout, weights_of
     from rollbook.replay.rollout_request import Draws
 
-    weights = weights_of(policy, policy_run, model, engine.value, engine_url, script, device, threads)
+    weights = weights_of(policy, policy_run, model, engine, engine_url, script, device, threads)
     raise typer.Exit(
         run_rollout(
             store,
