@@ -9,46 +9,54 @@ import typer
 
 from rollbook.cli.options import AsJson, StoreOption
 
+Named = Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")]
+OfPolicy = Annotated[
+    str | None,
+    typer.Option(help="Version whose weights sample, from its checkpoint: 12; of another policy: NAME:12."),
+]
+Model = Annotated[
+    Path | None, typer.Option(help="Instead of --policy: a model directory; for sglang its tokenizer.")
+]
+First = Annotated[int | None, typer.Option(min=1, help="First turn that is sampled again, as `show` counts.")]
+Last = Annotated[int | None, typer.Option(min=1, help="Last turn that is sampled again.")]
+Continue = Annotated[
+    bool, typer.Option("--continue", help="Go on from the new replies; else each request is as recorded.")
+]
+OfRun = Annotated[
+    str | None, typer.Option("--run", help="Run of the trajectory, where several have one of the name.")
+]
+PolicyRun = Annotated[
+    str | None,
+    typer.Option(help="Run of the version, which the replay is recorded in; default: the trajectory's."),
+]
+Seed = Annotated[int | None, typer.Option(help="Draw anew, by this seed; default: the recorded ones.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Take the most probable token each time.")]
+OfEngine = Annotated[str, typer.Option(help="embedded, sglang or scripted.")]
+Url = Annotated[str | None, typer.Option(help="For sglang: the address; key: ROLLBOOK_ENGINE_KEY.")]
+Script = Annotated[str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")]
+Device = Annotated[str, typer.Option(help="For embedded: cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")]
+Lane = Annotated[str, typer.Option(help="Lane to write; one process each.")]
+
 
 def rollout(
-    trajectory: Annotated[str, typer.Argument(help="The client's name of it, our id, or the id's end.")],
+    trajectory: Named,
     store: StoreOption,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help="Version whose weights sample, from its checkpoint: 12; of another policy: NAME:12."
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Instead of --policy: a model directory; for sglang its tokenizer.")
-    ] = None,
-    from_turn: Annotated[
-        int | None, typer.Option(min=1, help="First turn that is sampled again, as `show` counts.")
-    ] = None,
-    until_turn: Annotated[int | None, typer.Option(min=1, help="Last turn that is sampled again.")] = None,
-    continue_: Annotated[
-        bool,
-        typer.Option("--continue", help="Go on from the new replies; else each request is as recorded."),
-    ] = False,
-    run: Annotated[
-        str | None, typer.Option("--run", help="Run of the trajectory, where several have one of the name.")
-    ] = None,
-    policy_run: Annotated[
-        str | None,
-        typer.Option(help="Run of the version, which the replay is recorded in; default: the trajectory's."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Draw anew, by this seed; default: the recorded ones.")
-    ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most probable token each time.")] = False,
-    engine: Annotated[str, typer.Option(help="embedded, sglang or scripted.")] = "embedded",
-    engine_url: Annotated[
-        str | None, typer.Option(help="For sglang: the address; key: ROLLBOOK_ENGINE_KEY.")
-    ] = None,
-    script: Annotated[str | None, typer.Option(help="For scripted: file.py:function or file.jsonl.")] = None,
-    device: Annotated[str, typer.Option(help="For embedded: cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="For embedded: torch threads on the CPU.")] = None,
-    lane: Annotated[str, typer.Option(help="Lane to write; one process each.")] = "replay",
+    policy: OfPolicy = None,
+    model: Model = None,
+    from_turn: First = None,
+    until_turn: Last = None,
+    continue_: Continue = False,
+    run: OfRun = None,
+    policy_run: PolicyRun = None,
+    seed: Seed = None,
+    greedy: Greedy = False,
+    engine: OfEngine = "embedded",
+    engine_url: Url = None,
+    script: Script = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    lane: Lane = "replay",
     json: AsJson = False,
 ) -> None:
     """Sample a recorded trajectory again, with other weights or the same, as a new one of split replay.
@@ -70,16 +78,5 @@ def rollout(
     from rollbook.replay.rollout_request import Draws
 
     weights = weights_of(policy, policy_run, model, engine, engine_url, script, device, threads)
-    raise typer.Exit(
-        run_rollout(
-            store,
-            trajectory,
-            run,
-            weights,
-            (from_turn, until_turn),
-            continue_,
-            Draws(seed, greedy),
-            lane,
-            json,
-        )
-    )
+    turns, draws = (from_turn, until_turn), Draws(seed, greedy)
+    raise typer.Exit(run_rollout(store, trajectory, run, weights, turns, continue_, draws, lane, json))
