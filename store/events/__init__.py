@@ -10,6 +10,7 @@ Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
 from rollbook.store.events.event import RECORDS, Event, Record
 from rollbook.store.events.rollouts import (
     QUARANTINE,
+    REPLAY,
     SPLITS,
     Json,
     LabelAdded,
@@ -58,6 +59,7 @@ from rollbook.store.events.upkeep import (
 __all__ = [
     "QUARANTINE",
     "RECORDS",
+    "REPLAY",
     "SPLITS",
     "BodyStored",
     "CheckpointRemoved",

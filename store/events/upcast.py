@@ -21,7 +21,7 @@ VERSIONS: Mapping[str, int] = {
     "step.committed": 2,
     "step.planned": 7,
     "trajectory.finished": 2,
-    "trajectory.opened": 2,
+    "trajectory.opened": 3,
     "turn.completed": 3,
     "turn.failed": 2,
     "turn.requested": 3,
@@ -80,6 +80,11 @@ def _step_committed_1(values: Values) -> Values:
     return values | {"hashes": None}
 
 
+def _trajectory_opened_2(values: Values) -> Values:
+    """Version 3 says which trajectory was sampled again. Before, none was."""
+    return values | {"origin": None}
+
+
 def _turn_requested_1(values: Values) -> Values:
     """Version 2 says how the request came in. Before, it was a chat completion, and a first attempt."""
     return values | {"wire": {}}
@@ -132,6 +137,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("step.planned", 6): _step_planned_6,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
+    ("trajectory.opened", 2): _trajectory_opened_2,
     ("turn.completed", 1): _turn_completed_1,
     ("turn.completed", 2): _turn_completed_2,
     ("turn.failed", 1): _turn_failed_1,

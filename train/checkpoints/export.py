@@ -63,8 +63,7 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         InterchangeError: there is no such checkpoint, or `out` exists or cannot be written.
         ModelError: the checkpoint is damaged.
     """
-    run, held = _of_run(_checkpoints(log, policy), run, policy)
-    record = _of_version(log, held, version, run, policy)
+    run, record = checkpoint_of(log, version, run, policy)
     source = place_inside(log.path, record.path)
     with destination(out, folder=True) as building, reading(source):
         _lines(source, stream_checkpoint(source), record)
@@ -141,6 +140,23 @@ def peft_config(adapter: Adapter, base: str) -> Json:
 
 
 _WRITTEN_OR_REMOVED = frozenset({CheckpointWritten.KIND, CheckpointRemoved.KIND})
+
+
+def checkpoint_of(
+    log: Store, version: int | None, run: str | None, policy: str, named_by: str = "--version"
+) -> tuple[str, CheckpointWritten]:
+    """(run, the checkpoint of a version that is in the store). Arguments as of `export_model`.
+
+    Args:
+        named_by: the option that names the version, for the message.
+
+    Raises:
+        InterchangeError: there is no such checkpoint.
+    """
+    run, held = _of_run(_checkpoints(log, policy), run, policy)
+    return run, _of_version(log, held, version, run, policy, named_by)
+
+
 _Found = dict[str, dict[int, CheckpointWritten]]
 """Run -> version -> its checkpoint."""
 
@@ -172,12 +188,18 @@ def _of_run(found: _Found, run: str | None, policy: str) -> tuple[str, dict[int,
 
 
 def _of_version(
-    log: Store, held: dict[int, CheckpointWritten], version: int | None, run: str, policy: str
+    log: Store,
+    held: dict[int, CheckpointWritten],
+    version: int | None,
+    run: str,
+    policy: str,
+    named_by: str = "--version",
 ) -> CheckpointWritten:
     version = max(held) if version is None else version
     if version not in held:
+        there = f"there are of: {_listed(sorted(held))}"
         raise InterchangeError(
-            f"--version {version}: run {run!r} has no checkpoint of it; there are of: {_listed(sorted(held))}"
+            f"{named_by} {version}: run {run!r} has no checkpoint of it; {there}"
             f"{_why_gone(log, version, run, policy)}"
         )
     return held[version]

@@ -18,6 +18,7 @@ from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
+from rollbook.cli.replay_rollout import rollout
 from rollbook.cli.replay_serve import replay_serve
 from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
@@ -45,6 +46,7 @@ app.add_typer(export_app, name="export")
 app.add_typer(lineage_app, name="lineage")
 app.command(cls=ServeCommand)(serve)
 replay_app.command("step")(replay_step)
+replay_app.command("rollout")(rollout)
 replay_app.command("run")(replay_run)
 replay_app.command("weights")(replay_weights)
 replay_app.command("bisect")(replay_bisect)
