@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, Run, StoreOption
+from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
 
 if TYPE_CHECKING:
     from rollbook.replay.partial import Part
@@ -17,7 +17,7 @@ def replay_step(
     step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
     store: StoreOption,
     run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    policy: Policy = "actor",
     first: Annotated[str | None, typer.Option("--from", help="First stage to show and judge.")] = None,
     last: Annotated[
         str | None, typer.Option("--to", help="Last stage; nothing beyond is run. E.g. advantages, losses.")
@@ -34,13 +34,9 @@ def replay_step(
             "--no-model", help="By the log alone, up to losses: logprobs as recorded ([record] vectors)."
         ),
     ] = False,
-    trust_parts: Annotated[
-        bool,
-        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
-    ] = False,
+    trust_parts: TrustParts = False,
     one_rank: Annotated[
-        bool,
-        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
+        bool, typer.Option("--one-rank", help="In one process, whatever layout the step was taken in.")
     ] = False,
     json: AsJson = False,
 ) -> None:
