@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import orjson
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.replay.claims import judged
 from rollbook.replay.compare import Sides, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.schedule import schedule
@@ -62,6 +62,8 @@ class Replayer:
     Attributes:
         trust_parts: import and run parts of somebody's own that manifests name (`module:name`).
         one_rank: one rank in the place of all those of a layout.
+        look: what is to look at each gradient of the policy, of the steps that are run from now on.
+        last: the step that was run last.
     """
 
     log: Store
@@ -69,6 +71,8 @@ class Replayer:
     start: Start
     trust_parts: bool = False
     one_rank: bool = False
+    look: Look | None = None
+    last: RerunStep | None = None
     _placed: _Placed | None = None
     _before: CommittedStep | None = None
     _selections: Selections | None = None
@@ -100,7 +104,9 @@ class Replayer:
         """
         plan = step.planned
         placed = self._place(plan)
-        (rerun,) = rerun_steps(self.log, placed.policy, placed.experiences, [step], self.history.run)
+        policy, experiences = placed.policy, placed.experiences
+        (rerun,) = rerun_steps(self.log, policy, experiences, [step], self.history.run, self.look)
+        self.last = rerun
         said = self._promise(plan, placed.ranks)
         stages = self._stages(step, rerun, placed, claims=claims)
         self._before = step
@@ -139,6 +145,24 @@ class Replayer:
         self._placed = self._built(plan, wanted, state, goes_on=goes_on)
         return self._placed
 
+    def beside(self, step: CommittedStep, other: StepPlanned) -> tuple[Policy, Experiences]:
+        """A second policy in the state before a step, built for a manifest that differs from the step's; the
+        first one is in place, too.
+
+        Raises:
+            TrainError, RankError, ModelError: as `run`.
+        """
+        placed = self._place(step.planned)
+        state = _state(placed, None if other.lora is None else other)
+        names = ("other", "other_critic")
+        return self._policies(placed.ranks, other, placed.made_for, state, names, goes_on=True)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in place, once a step was run."""
+        assert self._placed is not None
+        return self._placed.policy
+
     def _made_for(self, plan: StepPlanned) -> Json:
         environment = plan.environment
         parallel = {} if self.one_rank else environment.get("parallel") or {}
@@ -155,23 +179,41 @@ class Replayer:
     def _built(self, plan: StepPlanned, wanted: Json, held: Checkpoint, *, goes_on: bool) -> _Placed:
         ranks = Ranks(*recorded_parallel(wanted["parallel"]))
         try:
-            device = _device(wanted["device"])
-            threads = int(plan.environment["threads"])
-            how = Build(1, device, plan.seed, threads, wanted["dtype"])
-            optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
-            lora = None if plan.lora is None else recorded_lora(plan.lora)
-            shape = self.start.shape
-            own = replace(how, lora=None if lora is None else lora.config)
-            policy = ranks.policy("actor", shape, optimizer, own)
-            put_in_place(policy, held, lora, self._references, goes_on=goes_on)
-            critic = None
-            if plan.critic is not None:
-                settings = recorded_critic(plan)
-                critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on)
+            names = ("actor", "critic")
+            policy, experiences = self._policies(ranks, plan, wanted, held, names, goes_on=goes_on)
         except BaseException:
             ranks.close()
             raise
-        return _Placed(wanted, ranks, policy, critic, Experiences(policy, self._references, critic))
+        return _Placed(wanted, ranks, policy, experiences.critic, experiences)
+
+    def _policies(
+        self,
+        ranks: Ranks,
+        plan: StepPlanned,
+        wanted: Json,
+        held: Checkpoint,
+        names: tuple[str, str],
+        *,
+        goes_on: bool,
+    ) -> tuple[Policy, Experiences]:
+        """The policy of a manifest, and what makes its batches, which has the critic if there is one.
+
+        Args:
+            names: that the ranks know the two by.
+        """
+        threads = int(plan.environment["threads"])
+        how = Build(1, _device(wanted["device"]), plan.seed, threads, wanted["dtype"])
+        optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
+        lora = None if plan.lora is None else recorded_lora(plan.lora)
+        shape = self.start.shape
+        own = replace(how, lora=None if lora is None else lora.config)
+        policy = ranks.policy(names[0], shape, optimizer, own)
+        put_in_place(policy, held, lora, self._references, goes_on=goes_on)
+        critic = None
+        if plan.critic is not None:
+            settings = recorded_critic(plan)
+            critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on, name=names[1])
+        return policy, Experiences(policy, self._references, critic)
 
     def _promise(self, plan: StepPlanned, ranks: Ranks) -> Promise:
         device = _device(str(plan.environment["device"]).split(":")[0])
