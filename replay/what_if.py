@@ -40,6 +40,7 @@ class WhatIf:
         from_version: policy version of the checkpoint that both sides start from.
         reran: steps that were run again to get from there to the first one.
         differs_at: the first of all these steps that is not as recorded when it is run again; None: all are.
+        reward_source: of the recorded steps.
     """
 
     run: str
@@ -48,6 +49,7 @@ class WhatIf:
     reran: list[int]
     steps: list[StepSides]
     differs_at: int | None
+    reward_source: str
 
     @property
     def proven(self) -> bool:
@@ -121,7 +123,8 @@ def what_if(
             write_model(asked.out, other.policy.stream_weights(), start.path)
     differs = next((one.step for one in found if not one.equal), None)
     reran = [step.planned.step for step in start.between]
-    return WhatIf(history.run, policy, start.record.policy_version, reran, sides, differs)
+    source = str(steps[0].planned.recipe["reward_source"])
+    return WhatIf(history.run, policy, start.record.policy_version, reran, sides, differs, source)
 
 
 def _steps(history: History, asked: Asked) -> list[CommittedStep]:

@@ -16,6 +16,7 @@ from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_what_if import Recipe, Rescore, Set, what_if
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -297,6 +298,9 @@ def replay_step(
         bool,
         typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
     ] = False,
+    recipe: Recipe = None,
+    set_: Set = None,
+    rescore: Rescore = None,
     json: AsJson = False,
 ) -> None:
     """Re-run a past optimizer step from the log and compare every stage bit for bit.
@@ -307,11 +311,26 @@ def replay_step(
     checkpoint that was written is what the step made. The first sample, token
     or tensor that differs is named, as far as the step recorded it.
 
+    With --recipe, --set or --rescore the step is also taken by that rule, and
+    the two are shown side by side: `rollbook replay what-if` says more.
+
     Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
     """
+    if recipe is not None or set_ or rescore is not None:
+        what_if(
+            *(step, store, None, recipe, set_, rescore),
+            run=run,
+            policy=policy,
+            trust_parts=trust_parts,
+            one_rank=one_rank,
+            json=json,
+        )
     from rollbook.cli.replay import replay_command
 
     raise typer.Exit(replay_command(step, store, run, policy, trust_parts, one_rank, json))
+
+
+replay_app.command("what-if")(what_if)
 
 
 @app.command("import")
