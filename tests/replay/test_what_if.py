@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +22,7 @@ from rollbook.replay.step import replay_step
 from rollbook.replay.what_if import Asked, WhatIf, what_if
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ReplayError, TrainError
-from rollbook.store.events import RewardAssigned
+from rollbook.store.events import PreferenceAdded, RewardAssigned
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.loop.rerun import samples_at_cut
 
@@ -30,10 +33,9 @@ LINEAR = {"name": "grpo", "groups": 2, "group_size": 4, "surrogate": "reinforce"
 
 @pytest.fixture(scope="module")
 def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """The trained store with three more steps: 12 without clips, of which a group was dropped; 13 and 14 on
-    one rollout batch. Nothing here writes to it."""
-    import shutil
-
+    """The trained store with more steps: 12 without clips, of which a group was dropped; 13 and 14 on one
+    rollout batch; 15 with a critic, 16 with low-rank factors, 17 and 18 on preferences. Nothing here writes
+    to it."""
     held = rb.open(shutil.copytree(fabric.trained_path(), tmp_path_factory.mktemp("what-if") / "store"))
     made = fabric.rollout_records(2, 4, first=6, version=12)
     flat = [record for i in range(4) for record in fabric.records(f"flat.{i}", group="flat", reward=1.0)]
@@ -42,6 +44,13 @@ def log(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
     fabric.append(held, fabric.rollout_records(2, 4, first=8, version=13))
     two = fabric.GRPO["algorithm"] | {"mini_batches": 2}
     fabric.train(held, fabric.config(fabric.GRPO, seed=6, steps=2, algorithm=two))
+    for first, name, more in ((10, "ppo", {}), (12, "grpo", {"lora": {"rank": 2}})):
+        fabric.append(held, fabric.rollout_records(2, 4, first=first, version=15))
+        own = {"name": name, "groups": 2, "group_size": 4}
+        fabric.train(held, fabric.config(fabric.GRPO, seed=7, steps=1, algorithm=own, **more))
+    fabric.append(held, [PreferenceAdded(f"g{i}.1", f"g{i}.2", 1.0, "a person") for i in range(3)])
+    dpo = {"name": "dpo", "batch_size": 2}
+    fabric.train(held, fabric.config(fabric.GRPO, seed=8, steps=2, micro_batch_size=2, algorithm=dpo))
     return held
 
 
@@ -61,7 +70,9 @@ def bits(log: Store) -> dict[Path, bytes]:
 # The same rule ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("first", "last"), [(5, 7), (9, 11), (12, 12), (13, 14)])
+@pytest.mark.parametrize(
+    ("first", "last"), [(5, 7), (9, 11), (12, 12), (13, 14), (15, 15), (16, 16), (17, 18)]
+)
 def test_the_same_rule_gives_the_same_bits(log: Store, first: int, last: int) -> None:
     """Supervised and GRPO steps, one with drops and two on one rollout batch: nothing differs at all."""
     before = bits(log)
@@ -77,7 +88,9 @@ def test_the_same_rule_gives_the_same_bits(log: Store, first: int, last: int) ->
         assert all(sample.recorded == sample.other for sample in one.samples)
         assert (one.advantages.mean, one.advantages.flips) == (0.0, 0)
         assert one.gradients is not None
-        assert {tensor.cosine for tensor in (one.gradients.whole, *one.gradients.tensors)} == {1.0}
+        each = [one.gradients.whole, *one.gradients.tensors]
+        assert all(tensor.cosine == 1.0 or tensor.norms == (0.0, 0.0) for tensor in each)
+        assert each[0].cosine == 1.0
         assert (one.kl, one.apart) == (0.0, 0.0)
     assert bits(log) == before, "nothing is written"
 
@@ -128,6 +141,26 @@ def test_epochs_keep_their_slice(log: Store) -> None:
     assert {sample.why for sample in one.samples} == {"no_candidate"}
     [one] = ask(log, 5, "algorithm.batch_size=3").steps
     assert (one.came, one.went) == ([], [])
+
+
+def test_a_pair_goes_whole(log: Store) -> None:
+    """Of a pair of which one side is not kept the other one goes, too."""
+    [one] = ask(log, 17, "recipe.min_reward=0.75").steps
+    rewards = {s.trajectory: s.recorded.reward for s in one.samples if s.recorded is not None}
+    for sample in one.samples:
+        pair = [rewards[f"{sample.trajectory[:2]}.{i}"] for i in (1, 2)]
+        own = rewards[sample.trajectory]
+        due = "" if min(pair) >= 0.75 else "pair_broken" if own >= 0.75 else "min_reward"
+        assert sample.why == due
+    assert {sample.why for sample in one.samples} >= {"pair_broken", "min_reward"}
+
+
+def test_a_critic_is_left_out_where_none_is_asked_for(log: Store) -> None:
+    """The other side of a step of PPO may be one of GRPO."""
+    [one] = ask(log, 15, "algorithm.name=grpo").steps
+    assert one.metric("recorded", "value_loss") is not None
+    assert one.metric("other", "value_loss") is None
+    assert one.metric("other", "gradient_norm") is not None
 
 
 def test_another_algorithm(log: Store) -> None:
@@ -188,7 +221,7 @@ def test_steps_that_cannot_be_asked_about(log: Store) -> None:
     for first, last, words in (
         (8, 9, "another training begins with step 9"),
         (14, 14, "ask about step 13 with --to 14"),
-        (13, 20, "no committed step 15"),
+        (17, 20, "no committed step 19"),
         (9, 7, "comes before step 9"),
         (99, 99, "no committed step 99"),
     ):
@@ -224,9 +257,7 @@ def test_keys_that_are_wrong(log: Store) -> None:
 
 def test_a_part_of_ones_own(log: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is imported since the user names it; the recorded side knows nothing of it."""
-    (tmp_path / "own_parts.py").write_text(
-        "import numpy as np\n\ndef nothing(rollouts):\n    return np.zeros(len(rollouts.rewards))\n"
-    )
+    (tmp_path / "own_parts.py").write_text("def nothing(of):\n    return of.rewards\n")
     monkeypatch.chdir(tmp_path)
     [one] = ask(log, 12, "algorithm.baseline=own_parts:nothing", "algorithm.deviation=none").steps
     assert "own_parts" in sys.modules
@@ -364,3 +395,23 @@ def test_what_the_command_prints(log: Store, cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("replay", "what-if", *asked, "-o", tmp_path / "model")
     assert (code, "nothing is written over" in err) == (2, True)
     assert cli("replay", "what-if", *asked, "--write")[0] == 2
+
+
+def test_the_pages_commands_run(
+    log: Store, root: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/what-if.md, from top to bottom, beside a store of that name; its query has the new rewards."""
+    page = (root / "docs" / "what-if.md").read_text()
+    [function] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [query] = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(function)
+    (tmp_path / "fresh.toml").write_text("max_staleness = 10\n")
+    shutil.copytree(log.path, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).split("\n")
+    for line in filter(None, lines):
+        code, out, err = cli(*shlex.split(line)[1:])
+        assert (code, err) == (0, ""), err
+        assert "gradients" in out or "recorded" in out
+    with rb.connect("runs") as connection:
+        assert {row[0]: row[1] for row in connection.execute(query).fetchall()}["shorter"] == 24
