@@ -19,7 +19,15 @@ from rollbook.train.data.batch import Batch
 from rollbook.train.data.samples import Sample
 from rollbook.train.loop.evidence import Evidence, RecordedHashes, name_in, recorded_hashes, tensor_hashes
 from rollbook.train.loop.spent import is_spent
+from rollbook.train.loop.step import STAGES
 
+ORDER: Sequence[str] = (
+    *STAGES[: STAGES.index("samples")],
+    *("selection", "schedule"),
+    *STAGES[STAGES.index("samples") :],
+    *("metrics", "checkpoint", "sent"),
+)
+"""All stages of a replay, in the order in which they depend on each other."""
 TensorsOf = Callable[[str, str], torch.Tensor | None]
 """(stage, name) -> a tensor of the stage; None where it is not there."""
 
@@ -80,12 +88,20 @@ def compared(stage: str, recorded: str | None, found: str | None, sides: Sides) 
     return StageReplay(stage, Verdict.differs, recorded, found, why, place)
 
 
-def place_in(stage: str, sides: Sides) -> Place | None:
-    """Where a stage begins to differ; None where nothing says."""
+def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | None:
+    """Where a stage begins to differ; None where nothing says.
+
+    Args:
+        sample: in which it is known to differ.
+    """
     if stage in sides.evidence.tensors:
         return _tensor_place(stage, sides)
     if stage in sides.values and stage in sides.evidence.values:
-        return _token_place(sides.batch, sides.values[stage], sides.evidence.values[stage])
+        recorded_values, found_values = sides.values[stage], sides.evidence.values[stage]
+        if (at := _token_place(sides.batch, recorded_values, found_values, sample)) is not None:
+            return at
+    if sample is not None:
+        return _sample_place(sides.batch, sample)
     if stage not in sides.evidence.samples or stage not in sides.hashes.samples:
         return None
     recorded, found = sides.hashes.samples[stage], sides.evidence.samples[stage]
@@ -123,14 +139,17 @@ def _sample_place(batch: Batch, at: int, **more: object) -> Place:
     return Place(sample=at, turn_id=turn, **named, **more)  # type: ignore[arg-type]
 
 
-def _token_place(batch: Batch, recorded: Singles, found: Singles) -> Place | None:
-    """The first trained token whose value differs, bit by bit."""
+def _token_place(batch: Batch, recorded: Singles, found: Singles, sample: int | None) -> Place | None:
+    """The first trained token, of a sample if one is named, whose value differs, bit by bit."""
     if recorded.shape != found.shape:
         return Place(key="trained tokens", recorded=str(len(recorded)), replayed=str(len(found)))
+    ends = batch.experience.ends
     odd = np.flatnonzero(recorded.view(np.int32) != found.view(np.int32))
+    if sample is not None:
+        odd = odd[(odd >= ends[sample]) & (odd < ends[sample + 1])]
     if not len(odd):
         return None
-    first, ends = int(odd[0]), batch.experience.ends
+    first = int(odd[0])
     at = int(np.searchsorted(ends, first, side="right")) - 1
     token = int(np.flatnonzero(batch.experience.masks[at])[first - int(ends[at])])
     both = recorded[first], found[first]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import orjson
 import torch
 
 from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.replay.claims import judged
-from rollbook.replay.compare import Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.compare import ORDER, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.partial import OfModel, Part, part_stages
+from rollbook.replay.placing import Placing, device_of, state_of
 from rollbook.replay.schedule import schedule
 from rollbook.replay.selection import Selections, openings
 from rollbook.replay.starts import Start
@@ -20,22 +21,19 @@ from rollbook.store import Store
 from rollbook.store.events import Json, StepPlanned, StepVectors
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
-from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
-from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.config.lora import recorded_lora
+from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.data.batch import Batch
 from rollbook.train.data.recipe import ModelLimits
-from rollbook.train.loop.base import put_in_place
-from rollbook.train.loop.critic import recorded_critic, restored_critic
 from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.evidence import recorded_values
 from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.promise import Promise, promise
-from rollbook.train.loop.rerun import RerunStep, rerun_steps
+from rollbook.train.loop.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
-from rollbook.train.megatron.model import Build, choose_device
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
 
@@ -107,9 +105,26 @@ class Replayer:
         policy, experiences = placed.policy, placed.experiences
         (rerun,) = rerun_steps(self.log, policy, experiences, [step], self.history.run, self.look)
         self.last = rerun
-        said = self._promise(plan, placed.ranks)
         stages = self._stages(step, rerun, placed, claims=claims)
         self._before = step
+        return self._replay(step, placed, stages, rerun.metrics, ORDER)
+
+    def _replay(
+        self,
+        step: CommittedStep,
+        placed: _Placed,
+        stages: Mapping[str, StageReplay],
+        found: Json,
+        wanted: Sequence[str],
+    ) -> StepReplay:
+        """What is said of a step.
+
+        Args:
+            found: its metrics.
+            wanted: the stages that are asked for.
+        """
+        plan = step.planned
+        said = self._promise(plan, placed.ranks)
         return StepReplay(
             run=self.history.run,
             step=plan.step,
@@ -119,11 +134,52 @@ class Replayer:
             from_version=self.start.record.policy_version,
             weights_only=self.start.weights_only,
             reran=[plan.step],
-            stages=stages,
-            metrics=rerun.metrics,
+            stages={stage: stages[stage] for stage in wanted if stage in stages},
+            metrics=found,
             environment=[str(one) for one in (*said.against, *said.beside)] + list(said.unsteady),
             promised=said.bits,
         )
+
+    def before(self, step: CommittedStep) -> tuple[Policy, Batch]:
+        """The policy in the state before the next step, and the step's batch, for whoever goes on himself.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        placed, _, batch = self._begun(step.planned)
+        return placed.policy, batch
+
+    def _begun(self, plan: StepPlanned) -> tuple[_Placed, Json, Batch]:
+        """What is in place for a step, the digests of what it starts from, and its batch."""
+        placed = self._place(plan)
+        torch.set_num_threads(int(plan.environment["threads"]))
+        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
+        return placed, found, placed.experiences.batch(plan, samples)
+
+    def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
+        """Run a part of the next step, of which no later one is to follow.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        plan = step.planned
+        placed, found, batch = self._begun(plan)
+        inputs = input_evidence(placed.policy, placed.critic)
+        before = self._before or self._earlier(step)
+        sides = Sides(batch, hashes_of(step, before), inputs)
+        stages = {s: compared(s, plan.input_digests.get(s), digest, sides) for s, digest in found.items()}
+        if self.start.weights_only:
+            stages |= self._without_update(stages)
+        stages |= self._claims(step, batch, placed)
+        stages |= part_stages(step, part, OfModel(plan, batch, self._values(step), placed.policy))
+        return self._replay(step, placed, stages, {}, part.stages)
+
+    def state(self) -> Checkpoint:
+        """What a checkpoint of the version that the last step made would hold."""
+        assert self._placed is not None
+        assert self._before is not None
+        return state_of(self._placed.policy, self._placed.critic, self._before.planned)
 
     # Putting in place -------------------------------------------------------------------------
 
@@ -139,7 +195,7 @@ class Replayer:
         goes_on, state = self.start.goes_on, self.start.held
         if held is not None:
             goes_on = held.made_for["phase"] == plan.phase
-            state = _state(held, None if plan.lora is None else plan)
+            state = state_of(held.policy, held.critic, plan)
             held.ranks.close()
             self._placed = None
         self._placed = self._built(plan, wanted, state, goes_on=goes_on)
@@ -153,9 +209,9 @@ class Replayer:
             TrainError, RankError, ModelError: as `run`.
         """
         placed = self._place(step.planned)
-        state = _state(placed, None if other.lora is None else other)
-        names = ("other", "other_critic")
-        return self._policies(placed.ranks, other, placed.made_for, state, names, goes_on=True)
+        state = state_of(placed.policy, placed.critic, other)
+        made = Placing(placed.ranks, self.start.shape, self._references, "other", "other_critic")
+        return made.policies(other, placed.made_for, state, goes_on=True)
 
     @property
     def policy(self) -> Policy:
@@ -179,44 +235,15 @@ class Replayer:
     def _built(self, plan: StepPlanned, wanted: Json, held: Checkpoint, *, goes_on: bool) -> _Placed:
         ranks = Ranks(*recorded_parallel(wanted["parallel"]))
         try:
-            names = ("actor", "critic")
-            policy, experiences = self._policies(ranks, plan, wanted, held, names, goes_on=goes_on)
+            made = Placing(ranks, self.start.shape, self._references)
+            policy, experiences = made.policies(plan, wanted, held, goes_on=goes_on)
         except BaseException:
             ranks.close()
             raise
         return _Placed(wanted, ranks, policy, experiences.critic, experiences)
 
-    def _policies(
-        self,
-        ranks: Ranks,
-        plan: StepPlanned,
-        wanted: Json,
-        held: Checkpoint,
-        names: tuple[str, str],
-        *,
-        goes_on: bool,
-    ) -> tuple[Policy, Experiences]:
-        """The policy of a manifest, and what makes its batches, which has the critic if there is one.
-
-        Args:
-            names: that the ranks know the two by.
-        """
-        threads = int(plan.environment["threads"])
-        how = Build(1, _device(wanted["device"]), plan.seed, threads, wanted["dtype"])
-        optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
-        lora = None if plan.lora is None else recorded_lora(plan.lora)
-        shape = self.start.shape
-        own = replace(how, lora=None if lora is None else lora.config)
-        policy = ranks.policy(names[0], shape, optimizer, own)
-        put_in_place(policy, held, lora, self._references, goes_on=goes_on)
-        critic = None
-        if plan.critic is not None:
-            settings = recorded_critic(plan)
-            critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on, name=names[1])
-        return policy, Experiences(policy, self._references, critic)
-
     def _promise(self, plan: StepPlanned, ranks: Ranks) -> Promise:
-        device = _device(str(plan.environment["device"]).split(":")[0])
+        device = device_of(str(plan.environment["device"]).split(":")[0])
         here = fingerprint(device, plan.algorithm, ranks.described, dtype=plan.environment["dtype"])
         return promise(plan.environment, here)
 
@@ -228,7 +255,7 @@ class Replayer:
         made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
         checkpoint, held = None, None
         if claims:
-            checkpoint, held = written(self.log, made, rerun.found, not self.start.weights_only)
+            checkpoint, held = written(self.log, made, step.committed.digests)
         before = self._before or self._earlier(step)
         sides = Sides(
             rerun.batch,
@@ -247,10 +274,10 @@ class Replayer:
         if self.start.weights_only:
             found |= self._without_update(found)
         if claims:
-            found |= self._claims(step, rerun, placed)
+            found |= self._claims(step, rerun.batch, placed)
         if checkpoint is not None:
             found["checkpoint"] = checkpoint
-        return {stage: found[stage] for stage in ORDER if stage in found}
+        return found
 
     def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
         """The stages that a start with weights alone cannot prove."""
@@ -261,7 +288,7 @@ class Replayer:
             if name in found
         }
 
-    def _claims(self, step: CommittedStep, rerun: RerunStep, placed: _Placed) -> dict[str, StageReplay]:
+    def _claims(self, step: CommittedStep, batch: Batch, placed: _Placed) -> dict[str, StageReplay]:
         run, policy = self.history.run, self.history.policy
         if self._selections is None:
             shape = self.start.shape
@@ -273,7 +300,7 @@ class Replayer:
         self._selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
         found = {"selection": judged("selection", self._selections.claim(step))}
         known = self._selections.openings
-        due = schedule(self.history, step, known, rerun.batch, placed.policy, placed.critic)
+        due = schedule(self.history, step, known, batch, placed.policy, placed.critic)
         if due is None:
             found["schedule"] = StageReplay("schedule", Verdict.not_recorded)
         else:
@@ -288,49 +315,22 @@ class Replayer:
     def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
         """What the step recorded of each trained token, by stage."""
         if self._vectors is None:
-            found: dict[tuple[int, int], dict[str, Singles]] = {}
-            for event in self.log.events_of([StepVectors.KIND]):
-                of = event.record
-                if event.run != self.history.run or not isinstance(of, StepVectors):
-                    continue
-                if of.policy == self.history.policy:
-                    found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
-            self._vectors = found
+            self._vectors = recorded_vectors(self.log, self.history)
         return self._vectors.get((step.planned.step, step.planned.attempt), {})
 
 
-def _order() -> Sequence[str]:
-    """Stages in the order in which they depend on each other, with those of claims."""
-    stages = list(STAGES)
-    stages[stages.index("samples") : stages.index("samples")] = ["selection", "schedule"]
-    return (*stages, "metrics", "checkpoint", "sent")
+def recorded_vectors(log: Store, history: History) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
+    """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
 
-
-ORDER = _order()
-
-
-def _device(kind: str) -> torch.device:
-    """Of the kind that was recorded, if there is one here."""
-    return choose_device("cpu" if kind == "cuda" and not torch.cuda.is_available() else kind)
-
-
-def _state(placed: _Placed, lora: StepPlanned | None) -> Checkpoint:
-    """What a checkpoint of the policy in place would hold."""
-    policy, critic = placed.policy, placed.critic
-    adapter = None
-    if lora is not None and lora.lora is not None and (factors := policy.adapter()):
-        adapter = Adapter(_copied(factors), recorded_lora(lora.lora))
-    return Checkpoint(
-        _copied(policy.weights()),
-        _copied(policy.optimizer_state()),
-        None if critic is None else _copied(critic.weights()),
-        None if critic is None else _copied(critic.optimizer_state()),
-        adapter,
-    )
-
-
-def _copied(tensors: Tensors) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    Raises:
+        ReplayError: something of it cannot be read.
+    """
+    found: dict[tuple[int, int], dict[str, Singles]] = {}
+    for event in log.events_of([StepVectors.KIND]):
+        of = event.record
+        if isinstance(of, StepVectors) and (event.run, of.policy) == (history.run, history.policy):
+            found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
+    return found
 
 
 def _tensors_in(held: Checkpoint | None) -> TensorsOf:

@@ -21,7 +21,6 @@ from rollbook.store.events import Json, RunOpened, SampleDropped, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.sql.query import connect_at
-from rollbook.store.sql.view import text
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.recipe import RecipeConfig
@@ -34,15 +33,9 @@ from rollbook.train.data.samples import Sample, of_another_run
 from rollbook.train.data.sorting import select
 from rollbook.train.data.source import EpochUnits
 
-_DROPS = f"""
-    SELECT trajectory_id, turn_id, {text("rule")}, {text("recipe")}, policy_version, {text("cut")}
-    FROM internal.mark_events
-    WHERE kind = 'sample.dropped' AND run = $run AND step = $step
-      AND coalesce({text("attempt")}, '1') = CAST($attempt AS VARCHAR)
-      AND lane = (SELECT lane FROM internal.mark_events
-                  WHERE kind = 'step.planned' AND run = $run AND step = $step AND policy = $policy LIMIT 1)
-    ORDER BY seq"""
-"""Drops are recorded in the lane of the plan, since several policies of a run may be at the same step."""
+_DROPS = """
+    SELECT trajectory_id, turn_id, rule, recipe, policy_version, cut FROM drops
+    WHERE run = $run AND policy = $policy AND step = $step AND attempt = $attempt"""
 GIVEN = ("not_finite", "all_rejected")
 """Rules by which a step that was skipped drops its samples: no recipe decides on them."""
 

@@ -83,6 +83,11 @@ def find_start(log: Store, history: History, step: CommittedStep) -> Start:
     )
 
 
+def has_state(history: History, step: CommittedStep) -> bool:
+    """Whether a checkpoint has all of the state before a step, by the log."""
+    return any(c.policy_version == step.planned.policy_version for c in history.starts(step.planned.phase))
+
+
 def _whole_ones(history: History, step: CommittedStep) -> Sequence[CheckpointWritten]:
     try:
         return history.bases_for(step.planned.step, step.planned.phase)

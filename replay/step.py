@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
-from rollbook.replay.replayer import Replayer
+from rollbook.replay.claims import judged
+from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
+from rollbook.replay.replayer import Replayer, recorded_vectors
+from rollbook.replay.selection import Selections, openings
 from rollbook.replay.starts import find_start
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
-from rollbook.store.errors import ReplayError
+from rollbook.store.errors import ModelError, OutsideError, ReplayError
 from rollbook.store.events import Json, RewardAssigned, StepCommitted
 from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
+from rollbook.store.inside import place_inside
+from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.data.recipe import UNLIMITED, ModelLimits
+from rollbook.train.megatron.shape import ModelShape, read_shape
 
 
 def replay_step(
@@ -21,6 +29,7 @@ def replay_step(
     *,
     trust_parts: bool = False,
     one_rank: bool = False,
+    part: Part | None = None,
 ) -> StepReplay:
     """Restore the state before a step, run it again, and compare.
 
@@ -29,6 +38,7 @@ def replay_step(
     Args:
         trust_parts: import and run the parts of somebody's own that the manifest names (`module:name`).
         one_rank: in one process, whatever layout the step was taken in.
+        part: only this part of the step.
 
     Raises:
         TrainError: it names some, and they are not trusted, or cannot be loaded.
@@ -40,14 +50,22 @@ def replay_step(
     """
     history = history_with(log, step, run, policy)
     target = history.steps[step]
+    if part is not None and not part.model:
+        return _by_the_log(log, history, target, part, trust_parts=trust_parts)
     start = find_start(log, history, target)
     reran: list[int] = []
     with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
         for one in (*start.between, target):
-            found = replayer.run(one, claims=one is target)
+            if one is target and part is not None and part.passes_alone:
+                found = replayer.run_part(one, part)
+            else:
+                found = replayer.run(one, claims=one is target)
             reran.append(one.planned.step)
             if not found.equal:
                 break
+    if part is not None and found.step == step:
+        wanted = {stage: found.stages[stage] for stage in part.stages if stage in found.stages}
+        found = replace(found, stages=wanted)
     differs = None if found.equal else found.step
     return replace(
         found,
@@ -57,6 +75,45 @@ def replay_step(
         passed_over=start.passed_over,
         late=late_rewards(log, history, target),
     )
+
+
+def _by_the_log(
+    log: Store, history: History, step: CommittedStep, part: Part, *, trust_parts: bool
+) -> StepReplay:
+    """A part of a step that needs no model."""
+    plan = step.planned
+    if trust_parts:
+        for name in named_parts(plan.algorithm):
+            load_part(name)
+    values = recorded_vectors(log, history).get((plan.step, plan.attempt), {})
+    batch = recorded_batch(log, history, plan, values)
+    shape = _shape(log, history)
+    limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
+    own = openings(log, history.run, history.policy)
+    selections = Selections(log, history, limits or UNLIMITED, own)
+    stages = {"selection": judged("selection", selections.claim(step))}
+    stages |= part_stages(step, part, OfLog(plan, batch, values))
+    return StepReplay(
+        run=history.run,
+        step=plan.step,
+        attempt=plan.attempt,
+        policy=plan.policy,
+        policy_version=plan.policy_version,
+        from_version=None,
+        weights_only=False,
+        reran=[],
+        stages={stage: stages[stage] for stage in part.stages if stage in stages},
+        metrics={},
+        late=late_rewards(log, history, step),
+    )
+
+
+def _shape(log: Store, history: History) -> ModelShape | None:
+    """The model's architecture, where a checkpoint of it is there."""
+    for record in history.checkpoints:
+        with contextlib.suppress(ModelError, OutsideError, OSError):
+            return read_shape(place_inside(log.path, record.path))
+    return None
 
 
 def late_rewards(log: Store, history: History, step: CommittedStep) -> list[Json]:

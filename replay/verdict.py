@@ -86,7 +86,7 @@ class StepReplay:
     """The replay of one step: a value, printed elsewhere.
 
     Attributes:
-        from_version: policy version of the checkpoint it started from.
+        from_version: policy version of the checkpoint it started from; None: no model was asked.
         weights_only: that had no optimizer state, so the step's update is not proven.
         reran: steps run again, this one last.
         differs_at_step: this one, or the first before it that differs, whose stages these then are.
@@ -103,7 +103,7 @@ class StepReplay:
     attempt: int
     policy: str
     policy_version: int
-    from_version: int
+    from_version: int | None
     weights_only: bool
     reran: list[int]
     stages: dict[str, StageReplay]

@@ -8,6 +8,7 @@ from typing import Any
 from rollbook.ingest.engines.weights.digests import Tensors, digest_tensors
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Store
+from rollbook.store.digest import digest_json
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.inside import place_inside
@@ -23,48 +24,33 @@ STAGES_OF = {
 
 
 def written(
-    log: Store, records: Sequence[CheckpointWritten], made: Mapping[str, Any], proven: bool
+    log: Store, records: Sequence[CheckpointWritten], step: Mapping[str, Any]
 ) -> tuple[StageReplay | None, Checkpoint | None]:
-    """The stage `checkpoint`, and the checkpoint that was read; None where no checkpoint of the version was
-    recorded.
+    """The stage `checkpoint`, and the checkpoint that was read; None where none of the version was recorded.
+
+    That the step gives these digests is what its other stages prove.
 
     Args:
-        records: of the version that the step made.
-        made: stage -> its digest, as the step gives it now.
-        proven: whether the step's update is.
+        records: of the version that the step made; the last that is there counts.
+        step: stage -> the digest that the step recorded.
     """
+    found: StageReplay | None = None
     for record in reversed(records):
         try:
             held = read_checkpoint(place_inside(log.path, record.path))
         except (ModelError, OutsideError, OSError) as error:
-            if len(records) > 1 and record is not records[0]:
-                continue
-            return _unreadable(log, record, str(error)), None
-        found = _digests(held)
-        said = {"weights": record.weights_digest} | (
-            {} if record.optimizer_digest is None else {"optimizer": record.optimizer_digest}
-        )
-        due: Json = {
-            what: made[stage] for what, stage in STAGES_OF.items() if stage in made and what in found
-        }
-        if not proven:
-            due = found
-        wrong = [w for w in found if found[w] != due.get(w, found[w]) or found[w] != said.get(w, found[w])]
-        digests = digest_of(due), digest_of(found)
-        if wrong:
-            why = f"{record.path}: {', '.join(wrong)} are not what the step made"
-            return StageReplay("checkpoint", Verdict.differs, *digests, why=why), held
-        if not proven:
-            return StageReplay("checkpoint", Verdict.not_proven, why="the step's update is not proven"), held
-        return StageReplay("checkpoint", Verdict.equal, *digests), held
-    return None, None
-
-
-def digest_of(said: Json) -> str:
-    """A digest of digests."""
-    from rollbook.store.digest import digest_json
-
-    return digest_json(said)
+            found = found or _unreadable(log, record, str(error))
+            continue
+        there = _digests(held)
+        due = {what: step.get(stage) for what, stage in STAGES_OF.items() if what in there}
+        due["weights"] = record.weights_digest if due["weights"] is None else due["weights"]
+        digests = digest_json(due), digest_json(there)
+        if there == due and record.weights_digest == due["weights"]:
+            return StageReplay("checkpoint", Verdict.equal, *digests), held
+        wrong = [what for what in there if there[what] != due[what]] or ["weights in the log"]
+        why = f"{record.path}: {', '.join(wrong)} are not what the step made"
+        return StageReplay("checkpoint", Verdict.differs, *digests, why=why), held
+    return found, None
 
 
 def _digests(held: Checkpoint) -> Json:

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
-from rollbook.replay.replayer import ORDER
+from rollbook.replay.compare import ORDER
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError

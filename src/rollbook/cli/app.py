@@ -14,9 +14,13 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
+from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
-from rollbook.cli.replay_what_if import Recipe, Rescore, Set, what_if
+from rollbook.cli.replay_bisect import replay_bisect
+from rollbook.cli.replay_step import replay_step
+from rollbook.cli.replay_stretch import replay_run, replay_weights
+from rollbook.cli.replay_what_if import what_if
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -37,7 +41,13 @@ app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(export_app, name="export")
+app.add_typer(lineage_app, name="lineage")
 app.command(cls=ServeCommand)(serve)
+replay_app.command("step")(replay_step)
+replay_app.command("run")(replay_run)
+replay_app.command("weights")(replay_weights)
+replay_app.command("bisect")(replay_bisect)
+replay_app.command("what-if")(what_if)
 
 
 class Format(StrEnum):
@@ -80,8 +90,8 @@ def sql(
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
-    outliers, bodies; policies, syncs, steps, metrics, evaluations, samples, drops,
-    lineage, ledger.
+    outliers, bodies; policies, syncs, activations, steps, metrics, evaluations,
+    samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
     from rollbook.cli.sql import run_query
@@ -282,55 +292,6 @@ def doctor(
     from rollbook.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(store, run, policy, as_of, json))
-
-
-@replay_app.command("step")
-def replay_step(
-    step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
-    store: StoreOption,
-    run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
-    trust_parts: Annotated[
-        bool,
-        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
-    ] = False,
-    one_rank: Annotated[
-        bool,
-        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
-    ] = False,
-    recipe: Recipe = None,
-    set_: Set = None,
-    rescore: Rescore = None,
-    json: AsJson = False,
-) -> None:
-    """Re-run a past optimizer step from the log and compare every stage bit for bit.
-
-    Beside what is computed it is seen whether the recipe chooses these samples
-    at the step's cut and drops those (selection), whether learning rate, seed
-    and micro-batches follow from the configuration (schedule), and whether the
-    checkpoint that was written is what the step made. The first sample, token
-    or tensor that differs is named, as far as the step recorded it.
-
-    With --recipe, --set or --rescore the step is also taken by that rule, and
-    the two are shown side by side: `rollbook replay what-if` says more.
-
-    Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
-    """
-    if recipe is not None or set_ or rescore is not None:
-        what_if(
-            *(step, store, None, recipe, set_, rescore),
-            run=run,
-            policy=policy,
-            trust_parts=trust_parts,
-            one_rank=one_rank,
-            json=json,
-        )
-    from rollbook.cli.replay import replay_command
-
-    raise typer.Exit(replay_command(step, store, run, policy, trust_parts, one_rank, json))
-
-
-replay_app.command("what-if")(what_if)
 
 
 @app.command("import")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from rollbook import store
 from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import Console, print_json
+from rollbook.replay.partial import Part
 from rollbook.replay.step import replay_step
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
+from rollbook.store import Store
 
 COLOURS = {
     Verdict.equal: "green",
@@ -27,12 +27,19 @@ LATE = 3
 
 
 def replay_command(
-    step: int, path: Path, run: str | None, policy: str, trust_parts: bool, one_rank: bool, as_json: bool
+    log: Store,
+    step: int,
+    run: str | None,
+    policy: str,
+    *,
+    trust_parts: bool,
+    one_rank: bool,
+    part: Part | None,
+    as_json: bool,
 ) -> int:
     """Replay a step and print the comparison; the exit code, 0 if no stage differs and 1 if one does."""
-    log = store.open(path)
     with of_run(log, run):
-        result = replay_step(log, step, run, policy, trust_parts=trust_parts, one_rank=one_rank)
+        result = replay_step(log, step, run, policy, trust_parts=trust_parts, one_rank=one_rank, part=part)
     if as_json:
         print_json(described(result))
     else:
@@ -53,10 +60,10 @@ def show(console: Console, result: StepReplay) -> None:
     """Print a replay for people."""
     shown = result.differs_at_step if result.differs_at_step is not None else result.step
     what = "weights-only checkpoint" if result.weights_only else "checkpoint"
-    console.print(
-        f"run {result.run}, step {shown}: replayed from the {what} of version "
-        f"{result.from_version}, {len(result.reran)} steps run again"
-    )
+    how = "by the log alone, without a model"
+    if result.from_version is not None:
+        how = f"from the {what} of version {result.from_version}, {len(result.reran)} steps run again"
+    console.print(f"run {result.run}, step {shown}: replayed {how}")
     for line in result.passed_over:
         console.tell(("passed over", "yellow"), f" {line}")
     for line in result.environment:
