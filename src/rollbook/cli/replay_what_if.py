@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,33 +26,6 @@ TrustParts = Annotated[
 OneRank = Annotated[
     bool, typer.Option("--one-rank", help="In one process, whatever layout the step was taken in.")
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIfOptions:
-    """What is asked for on the command line.
-
-    Attributes:
-        step, last: the first and the last step.
-        recipe, overrides, rescore: what differs.
-        write, source, replaces: whether the function's rewards are recorded, as which source, and whether
-            they supersede others of it.
-        out: a folder for the last weights.
-    """
-
-    step: int
-    last: int
-    run: str | None
-    policy: str
-    recipe: Path | None
-    overrides: tuple[str, ...]
-    rescore: str | None
-    write: bool = False
-    source: str | None = None
-    replaces: bool = False
-    out: Path | None = None
-    trust_parts: bool = False
-    one_rank: bool = False
 
 
 def what_if(
@@ -96,7 +68,7 @@ def what_if(
     rollbook replay what-if 12 --to 40 --store runs --recipe fresh.toml -o other-model
     rollbook replay what-if 12 --store runs --rescore my_rewards:score --write
     """
-    from rollbook.cli.what_if import run_what_if
+    from rollbook.cli.what_if import WhatIfOptions, run_what_if
 
     if rescore is None and (write or source or replace):
         raise typer.BadParameter(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from rollbook.cli.replay_what_if import WhatIfOptions
 from rollbook.cli.runs import of_run
 from rollbook.cli.show.terminal_text import visible
 from rollbook.cli.terminal import Console, print_json, say
@@ -32,6 +31,33 @@ _COLUMNS = (
     *(("cosine", 9), ("kl", 10), ("apart", 10)),
 )
 """Of the line of a step, where there are several; with their widths."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfOptions:
+    """What is asked for on the command line.
+
+    Attributes:
+        step, last: the first and the last step.
+        recipe, overrides, rescore: what differs.
+        write, source, replaces: whether the function's rewards are recorded, as which source, and whether
+            they supersede others of it.
+        out: a folder for the last weights.
+    """
+
+    step: int
+    last: int
+    run: str | None
+    policy: str
+    recipe: Path | None
+    overrides: tuple[str, ...]
+    rescore: str | None
+    write: bool = False
+    source: str | None = None
+    replaces: bool = False
+    out: Path | None = None
+    trust_parts: bool = False
+    one_rank: bool = False
 
 
 def run_what_if(path: Path, options: WhatIfOptions, as_json: bool) -> int:
