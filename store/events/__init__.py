@@ -29,6 +29,7 @@ from rollbook.store.events.rollouts import (
     token_ids,
 )
 from rollbook.store.events.training import (
+    CheckpointRemoved,
     CheckpointWritten,
     EngineControlled,
     EvalFinished,
@@ -59,6 +60,7 @@ __all__ = [
     "RECORDS",
     "SPLITS",
     "BodyStored",
+    "CheckpointRemoved",
     "CheckpointWritten",
     "CursorMoved",
     "EngineControlled",

@@ -15,7 +15,7 @@ Values = dict[str, Any]
 VERSIONS: Mapping[str, int] = {
     "cursor.moved": 2,
     "label.added": 2,
-    "policy.activated": 2,
+    "policy.activated": 3,
     "reward.assigned": 2,
     "sample.dropped": 3,
     "step.committed": 2,
@@ -105,6 +105,11 @@ def _policy_activated_1(values: Values) -> Values:
     return values | {"weight_name": "", "checksums": ""}
 
 
+def _policy_activated_2(values: Values) -> Values:
+    """Version 3 says how the engine holds the weights. Before, that was not written down."""
+    return values | {"held": None}
+
+
 def _turn_failed_1(values: Values) -> Values:
     """Version 2 keeps the prompt. Before, a turn that failed had none."""
     return {"prompt_ids": None} | values | {"prompt_length": 0, "prompt_sha256": ""}
@@ -114,6 +119,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("cursor.moved", 1): _nobody,
     ("label.added", 1): _nobody,
     ("policy.activated", 1): _policy_activated_1,
+    ("policy.activated", 2): _policy_activated_2,
     ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
     ("sample.dropped", 2): _sample_dropped_2,

@@ -178,6 +178,7 @@ POLICIES = (
     ViewColumn("path", "VARCHAR", "its checkpoint: relative to the store, or, if only served, as served"),
     ViewColumn("published", "TIMESTAMP", "when its weights were written, UTC"),
     ViewColumn("activated", "TIMESTAMP", "when an engine first served it, its weights digest compared, UTC"),
+    ViewColumn("removed", "TIMESTAMP", "when its checkpoint was removed, UTC; null where that was not"),
 )
 
 STEPS = (

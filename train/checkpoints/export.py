@@ -17,7 +17,9 @@ from rollbook.ingest.engines.weights.digests import line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
 from rollbook.store.errors import InterchangeError, ModelError
-from rollbook.store.events import CheckpointWritten, Json
+from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, Json
+from rollbook.store.fold.checkpoints import held_and_removed, removed_said
+from rollbook.store.folder_lock import reading
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.destination import destination
 from rollbook.train.checkpoints.checkpoint import (
@@ -63,9 +65,9 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         ModelError: the checkpoint is damaged.
     """
     run, held = _of_run(_checkpoints(log, policy), run, policy)
-    record = _of_version(held, version, run)
+    record = _of_version(log, held, version, run, policy)
     source = place_inside(log.path, record.path)
-    with destination(out, folder=True) as building:
+    with destination(out, folder=True) as building, reading(source):
         _lines(source, stream_checkpoint(source), record)
         _copy(source, building)
         lines = _lines(building, stream_files(building), record)
@@ -95,10 +97,12 @@ def write_model(out: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Pa
 def model_directory(folder: Path) -> Iterator[Path]:
     """A directory that libraries load the model from: it, or of a checkpoint of shards a temporary one."""
     if not is_sharded(folder):
-        yield folder
+        with reading(folder):
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="rollbook-model-") as made:
-        _copy(folder, Path(made))
+        with reading(folder):
+            _copy(folder, Path(made))
         yield Path(made)
 
 
@@ -112,7 +116,7 @@ def export_adapter(log: Store, out: Path, version: int | None, run: str | None, 
         ModelError: the checkpoint is damaged.
     """
     run, held = _of_run(_checkpoints(log, policy), run, policy)
-    record = _of_version(held, version, run)
+    record = _of_version(log, held, version, run, policy)
     adapter = read_checkpoint(place_inside(log.path, record.path)).adapter
     if adapter is None:
         raise InterchangeError(
@@ -152,6 +156,7 @@ def peft_config(adapter: Adapter, base: str) -> Json:
     }
 
 
+_WRITTEN_OR_REMOVED = frozenset({CheckpointWritten.KIND, CheckpointRemoved.KIND})
 _Found = dict[str, dict[int, CheckpointWritten]]
 """Run -> version -> its checkpoint."""
 
@@ -182,13 +187,23 @@ def _of_run(found: _Found, run: str | None, policy: str) -> tuple[str, dict[int,
     )
 
 
-def _of_version(held: dict[int, CheckpointWritten], version: int | None, run: str) -> CheckpointWritten:
+def _of_version(
+    log: Store, held: dict[int, CheckpointWritten], version: int | None, run: str, policy: str
+) -> CheckpointWritten:
     version = max(held) if version is None else version
     if version not in held:
         raise InterchangeError(
             f"--version {version}: run {run!r} has no checkpoint of it; there are of: {_listed(sorted(held))}"
+            f"{_why_gone(log, version, run, policy)}"
         )
     return held[version]
+
+
+def _why_gone(log: Store, version: int, run: str, policy: str) -> str:
+    """A sentence for the end of an error, if the version's checkpoint was removed."""
+    of_run: list[Event] = [e for e in log.events_of(_WRITTEN_OR_REMOVED) if e.run == run]
+    removed = [r for r in held_and_removed(of_run)[1] if (r.policy, r.policy_version) == (policy, version)]
+    return f". {removed_said(removed[-1])}" if removed else ""
 
 
 def _listed(names: Iterable[object]) -> str:

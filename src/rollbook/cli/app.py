@@ -18,6 +18,7 @@ from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
+from rollbook.cli.replay_serve import replay_serve
 from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.replay_what_if import what_if
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 app.add_typer(replay_app, name="replay")
+replay_app.command("serve")(replay_serve)
 recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")

@@ -7,42 +7,48 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, Run, StoreOption
-from rollbook.cli.replay_what_if import Recipe, Rescore, Set, what_if
+from rollbook.cli.replay_what_if import OneRank, PolicyName, Recipe, Rescore, Set, TrustParts, what_if
 
 if TYPE_CHECKING:
     from rollbook.replay.partial import Part
     from rollbook.store import Store
 
 
+First = Annotated[str | None, typer.Option("--from", help="First stage to show and judge.")]
+Last = Annotated[
+    str | None, typer.Option("--to", help="Last stage; nothing beyond is run. E.g. advantages, losses.")
+]
+Samples = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sample", help="Only this sample: its place in the step, or (the end of) an id. Up to losses."
+    ),
+]
+Groups = Annotated[list[str] | None, typer.Option("--group", help="Only samples of this group.")]
+MicroBatches = Annotated[
+    list[int] | None, typer.Option("--micro-batch", help="Only samples of this micro-batch.")
+]
+NoModel = Annotated[
+    bool,
+    typer.Option(
+        "--no-model", help="By the log alone, up to losses: logprobs as recorded ([record] vectors)."
+    ),
+]
+
+
 def replay_step(
     step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
     store: StoreOption,
     run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
-    first: Annotated[str | None, typer.Option("--from", help="First stage to show and judge.")] = None,
-    last: Annotated[
-        str | None, typer.Option("--to", help="Last stage; nothing beyond is run. E.g. advantages, losses.")
-    ] = None,
-    sample: Annotated[
-        list[str] | None,
-        typer.Option(help="Only this sample: its place in the step, or (the end of) an id. Up to losses."),
-    ] = None,
-    group: Annotated[list[str] | None, typer.Option(help="Only samples of this group.")] = None,
-    micro_batch: Annotated[list[int] | None, typer.Option(help="Only samples of this micro-batch.")] = None,
-    no_model: Annotated[
-        bool,
-        typer.Option(
-            "--no-model", help="By the log alone, up to losses: logprobs as recorded ([record] vectors)."
-        ),
-    ] = False,
-    trust_parts: Annotated[
-        bool,
-        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
-    ] = False,
-    one_rank: Annotated[
-        bool,
-        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
-    ] = False,
+    policy: PolicyName = "actor",
+    first: First = None,
+    last: Last = None,
+    sample: Samples = None,
+    group: Groups = None,
+    micro_batch: MicroBatches = None,
+    no_model: NoModel = False,
+    trust_parts: TrustParts = False,
+    one_rank: OneRank = False,
     recipe: Recipe = None,
     set_: Set = None,
     rescore: Rescore = None,

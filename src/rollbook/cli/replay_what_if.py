@@ -26,6 +26,14 @@ TrustParts = Annotated[
 OneRank = Annotated[
     bool, typer.Option("--one-rank", help="In one process, whatever layout the step was taken in.")
 ]
+Write = Annotated[
+    bool, typer.Option("--write", help="Record the function's rewards, beside those that are there.")
+]
+Source = Annotated[str | None, typer.Option(help="Source of the new rewards; absent: the function's name.")]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="With --write: supersede other rewards of that source.")
+]
+Out = Annotated[Path | None, typer.Option("-o", "--out", help="New folder for the last weights, as a model.")]
 
 
 def what_if(
@@ -35,18 +43,10 @@ def what_if(
     recipe: Recipe = None,
     set_: Set = None,
     rescore: Rescore = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Record the function's rewards, beside those that are there.")
-    ] = False,
-    source: Annotated[
-        str | None, typer.Option(help="Source of the new rewards; absent: the function's name.")
-    ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="With --write: supersede other rewards of that source.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="New folder for the last weights, as a model.")
-    ] = None,
+    write: Write = False,
+    source: Source = None,
+    replace: Replace = False,
+    out: Out = None,
     run: Run = None,
     policy: PolicyName = "actor",
     trust_parts: TrustParts = False,
