@@ -74,14 +74,8 @@ def replay_step(
     if recipe is not None or set_ or rescore is not None:
         if any(asked) or no_model:
             raise typer.BadParameter("is about all of a step", param_hint="--recipe, --set, --rescore")
-        what_if(
-            *(step, store, None, recipe, set_, rescore),
-            run=run,
-            policy=policy,
-            trust_parts=trust_parts,
-            one_rank=one_rank,
-            json=json,
-        )
+        own = (step, store, None, recipe, set_, rescore)
+        what_if(*own, run=run, policy=policy, trust_parts=trust_parts, one_rank=one_rank, json=json)
     log = stores.open(store)
     part = None
     if any(asked) or no_model:
