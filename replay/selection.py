@@ -8,7 +8,7 @@ algorithms that go over their samples in epochs, which of all the log's samples 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -19,6 +19,7 @@ from rollbook.store import Store, parse_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, RunOpened, SampleDropped, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
+from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
@@ -46,12 +47,14 @@ class Selections:
     Attributes:
         limits: of the model.
         openings: the configurations that the run's trainings of this policy were opened with.
+        rewarded: what gives a trajectory other rewards than the log has of it.
     """
 
     log: Store
     history: History
     limits: ModelLimits
-    openings: Sequence[Json]
+    openings: Sequence[Json] = ()
+    rewarded: Callable[[Trajectory], Trajectory] | None = None
     _units: tuple[str, EpochUnits] | None = field(default=None)
     """The last cut's, under what it is made of."""
 
@@ -89,22 +92,79 @@ class Selections:
         }
         return Claim(said, due)
 
+    def anew(
+        self, step: CommittedStep, recipe: RecipeConfig, algorithm: Algorithm
+    ) -> tuple[list[Sample], list[Drop]]:
+        """What another recipe keeps and drops, for an algorithm, of the samples that a step took or let go.
+
+        Of an algorithm that goes over its samples in epochs they are those that the step took, one by one:
+        rules that compare the samples of a group have no say in a slice of them.
+
+        Raises:
+            CorruptionError: the log is damaged.
+        """
+        plan = step.planned
+        recorded = recorded_algorithm(plan.algorithm)
+        if recorded.cycles:
+            found = self._one_by_one(plan, recipe, algorithm, pairs="pairs" in recorded.needs)
+        else:
+            drops = drops_of(self.log, self.history.run, plan)
+            found = self._chosen(plan, recipe, drops, algorithm)
+        return self._cut(found, recipe)
+
+    def _one_by_one(
+        self, plan: StepPlanned, recipe: RecipeConfig, algorithm: Algorithm, *, pairs: bool
+    ) -> tuple[list[Sample], list[Drop]]:
+        """Of the samples that a step took, some perhaps twice; a pair goes whole."""
+        refs = all_samples(plan)
+        named = [(ref["trajectory_id"], ref["turn_id"]) for ref in refs]
+        each = self._candidates(recipe, plan.cut, list(dict.fromkeys(named)), ())
+        wanted = {turn for _, turn in named}
+        there = [s for samples in each.values() for s in samples if s.leaf_turn_id in wanted]
+        left, dropped = select(there, recipe, algorithm, plan.policy_version, self.limits, whole_groups=False)
+        by_leaf = {sample.leaf_turn_id: sample for sample in left}
+        kept: list[Sample] = []
+        broken: dict[str, Sample] = {}
+        size = 2 if pairs else 1
+        for start in range(0, len(refs), size):
+            unit = [ref for ref in refs[start : start + size] if ref["turn_id"] in by_leaf]
+            found = [replace(by_leaf[ref["turn_id"]], margin=ref.get("margin")) for ref in unit]
+            if len(found) == size:
+                kept += found
+            else:
+                broken |= {sample.leaf_turn_id: sample for sample in found}
+        still = {sample.leaf_turn_id for sample in kept}
+        alone = [Drop(sample, "pair_broken", {}) for leaf, sample in broken.items() if leaf not in still]
+        return kept, dropped + alone
+
     def _due(
         self, step: CommittedStep, recipe: RecipeConfig, drops: Sequence[SampleDropped]
     ) -> tuple[list[Sample], list[Drop]]:
         """What the recipe keeps, in the manifest's order of groups and trajectories, and what it drops."""
         plan = step.planned
         number = None if plan.schedule is None else plan.schedule["slice"]
-        found = self._chosen(plan, recipe, drops) if number is None else self._of_epochs(plan, recipe, number)
+        if number is None:
+            found = self._chosen(plan, recipe, drops, recorded_algorithm(plan.algorithm))
+        else:
+            found = self._of_epochs(plan, recipe, number)
+        return self._cut(found, recipe)
+
+    def _cut(
+        self, found: tuple[list[Sample], list[Drop]], recipe: RecipeConfig
+    ) -> tuple[list[Sample], list[Drop]]:
+        """The samples as far as the model's context goes, where the recipe says so."""
         if recipe.too_long == "cut":
             return [sample.within(self.limits.context) for sample in found[0]], found[1]
         return found
 
     def _chosen(
-        self, plan: StepPlanned, recipe: RecipeConfig, drops: Sequence[SampleDropped]
+        self,
+        plan: StepPlanned,
+        recipe: RecipeConfig,
+        drops: Sequence[SampleDropped],
+        algorithm: Algorithm,
     ) -> tuple[list[Sample], list[Drop]]:
         """Of the groups and samples that the step took, or let go."""
-        algorithm = recorded_algorithm(plan.algorithm)
         refs = [(ref["trajectory_id"], ref["turn_id"]) for ref in all_samples(plan)]
         decided: dict[tuple[int, str], list[tuple[str, str]]] = {(plan.policy_version, plan.cut): refs}
         for drop in (drop for drop in drops if drop.rule not in GIVEN):
@@ -145,6 +205,7 @@ class Selections:
             if trajectory.finished is None or trajectory.run not in recipe.runs(run):
                 continue
             trajectory_id = trajectory.opened.trajectory_id
+            trajectory = trajectory if self.rewarded is None else self.rewarded(trajectory)
             samples = candidates_in(trajectory, recipe, check)
             if trajectory.run != run:
                 samples = [of_another_run(sample) for sample in samples]

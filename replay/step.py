@@ -58,7 +58,7 @@ def replay_step(
     if part is not None and not part.model:
         return _by_the_log(log, history, target, part, trust_parts=trust_parts)
     start = find_start(log, history, target)
-    say(promised(target.planned, one_rank=one_rank))
+    say(promised(log, history.run, target.planned, one_rank=one_rank))
     with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
         found = _run_to(replayer, start, target, part)
     return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
