@@ -8,7 +8,7 @@ algorithms that go over their samples in epochs, which of all the log's samples 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -93,7 +93,7 @@ class Selections:
             due["recipe"] = opened[-1]
         drops = drops_of(self.log, self.history.run, plan)
         kept, dropped = self._due(step, recipe, drops)
-        gone = {drop.turn_id for drop in drops if drop.rule in GIVEN}
+        gone = {d.turn_id for d in drops if d.rule in GIVEN} - {ref["turn_id"] for ref in all_samples(plan)}
         said |= {
             "samples": [_named(ref) for ref in all_samples(plan)],
             "drops": sorted([d.turn_id, d.rule] for d in drops if d.rule not in GIVEN),
@@ -124,6 +124,8 @@ class Selections:
         algorithm = recorded_algorithm(plan.algorithm)
         refs = [(ref["trajectory_id"], ref["turn_id"]) for ref in all_samples(plan)]
         decided: dict[tuple[int, str], list[tuple[str, str]]] = {(plan.policy_version, plan.cut): refs}
+        for taken, ref in self._skipped(plan, drops):
+            decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
         for drop in _as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
@@ -141,6 +143,21 @@ class Selections:
                 kept += left
                 dropped += gone
         return kept, dropped
+
+    def _skipped(
+        self, plan: StepPlanned, drops: Sequence[SampleDropped]
+    ) -> Iterator[tuple[StepPlanned, tuple[str, str]]]:
+        """Samples that the recipe had kept for an attempt that was skipped, each with that attempt's plan."""
+        given = {drop.turn_id: drop for drop in drops if drop.rule in GIVEN}
+        if not given:
+            return
+        which = (self.history.run, plan.policy, plan.step)
+        for event in self.log.events_of([StepPlanned.KIND]):
+            of = event.record
+            if isinstance(of, StepPlanned) and (event.run, of.policy, of.step) == which:
+                for ref in all_samples(of) if of.attempt < plan.attempt else ():
+                    if ref["turn_id"] in given:
+                        yield of, (ref["trajectory_id"], ref["turn_id"])
 
     def _candidates(
         self,
