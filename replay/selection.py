@@ -8,7 +8,7 @@ algorithms that go over their samples in epochs, which of all the log's samples 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -21,6 +21,7 @@ from rollbook.store.events import Json, RunOpened, SampleDropped, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.view import text
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.recipe import RecipeConfig
@@ -29,15 +30,31 @@ from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
 from rollbook.train.data.routing import FitCheck
-from rollbook.train.data.samples import Sample, of_another_run
+from rollbook.train.data.samples import Sample
 from rollbook.train.data.sorting import select
 from rollbook.train.data.source import EpochUnits
 
-_DROPS = """
-    SELECT trajectory_id, turn_id, rule, recipe, policy_version, cut FROM drops
-    WHERE run = $run AND policy = $policy AND step = $step AND attempt = $attempt"""
+_DROPS = f"""
+    WITH plan AS (
+        SELECT lane, seq FROM internal.mark_events
+        WHERE kind = 'step.planned' AND run = $run AND policy = $policy AND step = $step
+          AND CAST(coalesce({text("attempt")}, '1') AS BIGINT) = $attempt
+        ORDER BY seq DESC LIMIT 1),
+    begun AS (
+        SELECT coalesce(max(e.seq), -1) AS seq FROM internal.mark_events e JOIN plan USING (lane)
+        WHERE e.run = $run AND e.kind IN ('run.opened', 'step.planned') AND e.seq < plan.seq)
+    SELECT d.trajectory_id, d.turn_id, {text("rule", "d")}, {text("recipe", "d")}, d.policy_version,
+           {text("cut", "d")}
+    FROM internal.mark_events d JOIN plan USING (lane), begun
+    WHERE d.kind = 'sample.dropped' AND d.run = $run AND d.step = $step
+      AND CAST(coalesce({text("attempt", "d")}, '1') AS BIGINT) = $attempt
+      AND d.seq > begun.seq AND d.seq < plan.seq
+    ORDER BY d.seq"""
+"""Those since its training began: one that ended before could fill no step, and its drops count for none."""
 GIVEN = ("not_finite", "all_rejected")
 """Rules by which a step that was skipped drops its samples: no recipe decides on them."""
+COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
+"""Rules that compare the samples of a group, in the order in which they are applied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,16 +96,16 @@ class Selections:
             due["recipe"] = opened[-1]
         drops = drops_of(self.log, self.history.run, plan)
         kept, dropped = self._due(step, recipe, drops)
-        gone = {drop.turn_id for drop in drops if drop.rule in GIVEN}
+        gone = {d.turn_id for d in drops if d.rule in GIVEN} - {ref["turn_id"] for ref in all_samples(plan)}
         said |= {
             "samples": [_named(ref) for ref in all_samples(plan)],
             "drops": sorted([d.turn_id, d.rule] for d in drops if d.rule not in GIVEN),
-            "others": plan.others,
+            "others": _by_name(plan.others),
         }
         due |= {
             "samples": [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone],
             "drops": sorted([d.sample.leaf_turn_id, d.rule] for d in dropped),
-            "others": (dropped_members(kept, dropped) or None) if _compares(recipe) else plan.others,
+            "others": _by_name(dropped_members(kept, dropped) if _compares(recipe) else plan.others),
         }
         return Claim(said, due)
 
@@ -167,34 +184,56 @@ class Selections:
         """Of the groups and samples that the step took, or let go."""
         refs = [(ref["trajectory_id"], ref["turn_id"]) for ref in all_samples(plan)]
         decided: dict[tuple[int, str], list[tuple[str, str]]] = {(plan.policy_version, plan.cut): refs}
-        for drop in (drop for drop in drops if drop.rule not in GIVEN):
+        for taken, ref in self._skipped(plan, drops):
+            decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
+        for drop in _as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
             decided.setdefault(at, []).append((drop.trajectory_id, drop.turn_id))
-        used = self._used_before(plan.step)
+        before = [ref for n, s in self.history.steps.items() if n < plan.step for ref in s.planned.samples]
         kept: list[Sample] = []
         dropped: list[Drop] = []
         for (version, cut), named in decided.items():
-            each = self._candidates(recipe, cut, named, used)
+            each = self._candidates(recipe, cut, named, before)
             for unit in _units(each, named, algorithm):
-                left, gone = select(unit, recipe, algorithm, version, self.limits)
+                # Versions of another run say nothing of a sample's age, but that they are known.
+                own = unit[0].run == self.history.run
+                rules = recipe if own else recipe.model_copy(update={"max_staleness": None})
+                left, gone = select(unit, rules, algorithm, version, self.limits)
                 kept += left
                 dropped += gone
         return kept, dropped
 
-    def _used_before(self, step: int) -> set[str]:
-        """Leaf turns that earlier steps consumed."""
-        earlier = (s for n, s in self.history.steps.items() if n < step)
-        return {ref["turn_id"] for s in earlier for ref in s.planned.samples}
+    def _skipped(
+        self, plan: StepPlanned, drops: Sequence[SampleDropped]
+    ) -> Iterator[tuple[StepPlanned, tuple[str, str]]]:
+        """Samples that the recipe had kept for an attempt that was skipped, each with that attempt's plan."""
+        given = {drop.turn_id: drop for drop in drops if drop.rule in GIVEN}
+        if not given:
+            return
+        which = (self.history.run, plan.policy, plan.step)
+        for event in self.log.events_of([StepPlanned.KIND]):
+            of = event.record
+            if isinstance(of, StepPlanned) and (event.run, of.policy, of.step) == which:
+                for ref in all_samples(of) if of.attempt < plan.attempt else ():
+                    if ref["turn_id"] in given:
+                        yield of, (ref["trajectory_id"], ref["turn_id"])
 
     def _candidates(
         self,
         recipe: RecipeConfig,
         cut: str,
         named: Sequence[tuple[str, str]],
-        used: Collection[str],
+        before: Sequence[Json],
     ) -> dict[str, list[Sample]]:
-        """The candidates of each trajectory that is finished at a cut, trajectories in the order given."""
+        """The candidates of each trajectory that is finished at a cut, trajectories in the order given.
+
+        Args:
+            before: references to what earlier steps consumed.
+        """
+        used = {ref["turn_id"] for ref in before}
+        # One path of a trajectory is trained, ever: another would train the turns that they share again.
+        over = {ref["trajectory_id"] for ref in before} if recipe.paths != "all" else set[str]()
         ids = list(dict.fromkeys(trajectory_id for trajectory_id, _ in named))
         held, run = self.log.trajectories(parse_cut(cut), ids), self.history.run
         chosen = _chosen_by_sql(self.log, cut, recipe, ids)
@@ -207,8 +246,8 @@ class Selections:
             trajectory_id = trajectory.opened.trajectory_id
             trajectory = trajectory if self.rewarded is None else self.rewarded(trajectory)
             samples = candidates_in(trajectory, recipe, check)
-            if trajectory.run != run:
-                samples = [of_another_run(sample) for sample in samples]
+            if trajectory_id in over:
+                samples = [replace(sample, preferred=False) for sample in samples]
             if chosen is not None:
                 samples = [replace(sample, chosen=trajectory_id in chosen) for sample in samples]
             found[trajectory_id] = [sample for sample in samples if sample.leaf_turn_id not in used]
@@ -275,8 +314,24 @@ def _units(
     if "groups" not in algorithm.needs:
         by_leaf = {sample.leaf_turn_id: sample for samples in each.values() for sample in samples}
         return [[by_leaf[turn]] for _, turn in dict.fromkeys(named) if turn in by_leaf]
-    groups: dict[str, list[Sample]] = {}
+    groups: dict[tuple[str, str], list[Sample]] = {}
     for trajectory_id, samples in each.items():
         for sample in samples:
-            groups.setdefault(sample.group or trajectory_id, []).append(sample)
+            groups.setdefault((sample.run, sample.group or trajectory_id), []).append(sample)
     return groups.values()
+
+
+def _as_they_came(drops: Sequence[SampleDropped]) -> list[SampleDropped]:
+    """Drops in an order that samples may have come in, behind those that were kept: of equal rewards the
+    first counts, so what a rule that compares them dropped came behind what it left."""
+    return sorted(drops, key=lambda drop: -_place(drop.rule))
+
+
+def _place(rule: str) -> int:
+    """Of a rule that compares samples among these; before them of any other."""
+    return COMPARING.index(rule) if rule in COMPARING else -1
+
+
+def _by_name(others: Sequence[Json] | None) -> list[Json]:
+    """Members of groups that a step only compares with, in an order of their own."""
+    return sorted(others or (), key=lambda one: (one["run"], one["trajectory_id"]))
