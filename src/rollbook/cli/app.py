@@ -16,6 +16,8 @@ from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_bundle import export_app as replay_export_app
+from rollbook.cli.replay_bundle import open_bundle
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -31,6 +33,8 @@ app = typer.Typer(
 )
 replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 app.add_typer(replay_app, name="replay")
+replay_app.add_typer(replay_export_app, name="export")
+replay_app.command("open")(open_bundle)
 recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
