@@ -138,8 +138,8 @@ def _check_alone(log: Store, contents: StepContents) -> None:
     if is_sharded(place_inside(log.path, contents.base.path)):
         raise ReplayError(
             f"step {contents.step.planned.step} cannot be bundled without the optimizer: "
-            f"{contents.base.path} is of shards, which hold weights and the optimizer's state together. Leave "
-            "out --without"
+            f"{contents.base.path} is of shards, which hold weights and the optimizer's state together. "
+            "Leave out --without"
         )
 
 

@@ -162,12 +162,13 @@ def _copy(member: Member, path: Path, target: _Written) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
     except OSError as error:
         raise InterchangeError(f"{path} cannot be read: {error.strerror}; name a bundle's file") from error
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise InterchangeError(f"{path} is no plain file: name a bundle's file")
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InterchangeError(f"{path} is no plain file: name a bundle's file")
+    with os.fdopen(fd, "rb") as file:
         yield file
 
 
