@@ -128,7 +128,8 @@ def contents_of_step(log: Store, step: int, run: str | None, policy: str) -> Ste
         checkpoints.setdefault(version, _checkpoint(log, start.history, version))
     events, dropped = _of_training(seen, start, list(checkpoints.values()))
     plans = [one.planned for one in start.steps]
-    ids = {ref["trajectory_id"] for plan in plans for ref in (*plan.samples, *all_samples(plan))}
+    refs = (ref for plan in plans for ref in (all_samples(plan) if begins(plan) else plan.samples))
+    ids = {ref["trajectory_id"] for ref in refs}
     ids |= {other["trajectory_id"] for plan in plans for other in plan.others or ()}
     return StepContents(
         run=start.history.run,
