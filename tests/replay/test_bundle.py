@@ -305,7 +305,8 @@ def own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(parts, "_loaded", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("evil_part.py").write_text(
-        "from pathlib import Path\nPath('ran').touch()\ndef baseline(rollouts):\n    return rollouts.rewards\n"
+        "from pathlib import Path\nPath('ran').touch()\n"
+        "def baseline(rollouts):\n    return rollouts.rewards\n"
     )
     yield tmp_path / "ran"
     sys.modules.pop("evil_part", None)
@@ -335,7 +336,7 @@ def test_parts_of_somebodys_own_are_not_run(
 def test_what_cannot_be_exported(
     fabric: Any, trained: Stores, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """No such step, a file that is there, a checkpoint that is gone and trajectories that are: exit code 2."""
+    """No such step or run, a file that is there, and a checkpoint that is gone: exit code 2."""
     log, out = trained(), tmp_path / "out"
 
     def refused(step: int, *more: object) -> str:
@@ -357,7 +358,7 @@ def test_what_cannot_be_exported(
 
 
 def test_it_is_extracted_into_a_store(plain: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """Which other commands read, and which says that it is an excerpt; a folder that is in use is not taken."""
+    """Which other commands read, and which says that it is an excerpt; a folder in use is not taken."""
     code, out, _ = cli("replay", "open", plain, "--extract", tmp_path / "made", "--no-replay")
     assert (code, "extracted to" in out) == (0, True)
     code, out, _ = cli("store", "verify", "--store", tmp_path / "made")
