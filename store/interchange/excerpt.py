@@ -106,7 +106,7 @@ def rows_at(log: Store, events: Iterable[Event], cut: Cut) -> dict[str, pa.Table
             rows: pa.Table = keep(rows_of_kinds(log.path, unit, kinds))
             return rows
 
-        _, found[lane] = _lane_rows(log.path, lane, cut[lane], of_unit, of_batch)
+        _, found[lane] = _lane_rows(log.path, lane, cut.get(lane, 0), of_unit, of_batch)
     return found
 
 

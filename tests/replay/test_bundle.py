@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
+import shlex
 import shutil
 import sys
 import tarfile
@@ -370,3 +372,19 @@ def test_it_is_extracted_into_a_store(plain: Path, cli: Callable[..., Any], tmp_
     code, _, err = cli("replay", "open", plain, "--extract", tmp_path / "made")
     assert (code, "--extract" in err) == (2, True)
     assert all(unit.left_out for unit in current_units(tmp_path / "made", "serve"))
+
+
+def test_the_pages_commands_run(
+    trained: Stores, cli: Callable[..., Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of docs/bundles.md, in its order, in a folder that holds demo-store."""
+    trained("demo-store")
+    monkeypatch.chdir(tmp_path)
+    page = (root / "docs" / "bundles.md").read_text()
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)).splitlines()
+    assert len(commands) == 7
+    for command in commands:
+        name, *words = shlex.split(command)
+        code, _, err = cli(*words)
+        assert (name, code) == ("rollbook", 0), err
+    assert Path("to-share.rollbook").stat().st_size < Path("step-10.rollbook").stat().st_size
