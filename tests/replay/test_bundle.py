@@ -387,4 +387,6 @@ def test_the_pages_commands_run(
         name, *words = shlex.split(command)
         code, _, err = cli(*words)
         assert (name, code) == ("rollbook", 0), err
-    assert Path("to-share.rollbook").stat().st_size < Path("step-10.rollbook").stat().st_size
+    assert {path.name for path in tmp_path.glob("*.rollbook")} == {
+        *("step-10.rollbook", "step-9.rollbook", "to-share.rollbook")
+    }
