@@ -112,7 +112,7 @@ class _Trainer:
             path, digest = record.path, record.weights_digest
             transport.path = self._folder / "store" / path
         else:
-            digest = self._policy.weights_digest()
+            digest = self._policy.weights_digest().digest
         release = Release("actor", self._version, digest, path, self._policy.shape.head_dim, "bench")
         syncer.sync(release, self._policy.stream_weights)
         self._served = self._version

@@ -10,19 +10,25 @@ from pathlib import Path
 
 from rollbook import __version__
 from rollbook.ingest.engines.model_files import is_sharded
-from rollbook.replay.step_contents import (
-    StepContents,
-    contents_of_step,
-    events_of_versions,
-    start_of_step,
-    training_events,
-)
+from rollbook.replay.partial import Part, why_no_losses
+from rollbook.replay.replayer import recorded_vectors
+from rollbook.replay.step import history_with, replay_step
+from rollbook.replay.step_contents import CONFIG, StepContents, contents_of_step, events_of_versions
 from rollbook.store import Store, format_cut
 from rollbook.store import open as open_store
 from rollbook.store.errors import ReplayError, RollbookError
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.bundle_file import member_of, unpack_bundle, write_bundle
-from rollbook.store.interchange.bundle_layout import FORMAT, OPTIMIZER, Bundle, of_model, refused
+from rollbook.store.interchange.bundle_layout import (
+    FORMAT,
+    LAST_WITHOUT_WEIGHTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Bundle,
+    of_model,
+    refused,
+)
 from rollbook.store.interchange.destination import destination
 from rollbook.store.interchange.excerpt import Excerpt, rows_about, rows_at, write_excerpt
 from rollbook.store.interchange.redacted import Redaction
@@ -30,7 +36,6 @@ from rollbook.store.marker import create_marker
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.attach import end_with_units
 from rollbook.store.upkeep.verify import verify_store
-from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.checkpoints.without_optimizer import without_optimizer
 from rollbook.train.loop.experiences import begins
 from rollbook.train.loop.rerun import samples_at_cut
@@ -58,40 +63,38 @@ def export_step(
     policy: str = "actor",
     *,
     redact: bool = False,
-    optimizer: bool = True,
+    without: str | None = None,
     trust_parts: bool = False,
 ) -> Exported:
     """Write a bundle of all that the replay of a step needs.
 
     Args:
         redact: leave out text; token ids, logprobs and numbers stay, and the step replays as before.
-        optimizer: put the optimizer's state in, which is most of it; without it, what comes before the
-            optimizer's step can be proven.
+        without: leave out the `OPTIMIZER`'s state, which is most of it: what comes before the optimizer's
+            step can be proven; or the `WEIGHTS` too: what the log alone gives can be.
         trust_parts: import the parts of somebody's own that a manifest names: they say what it needs.
 
     Raises:
         TrainError: one is named, and not trusted, or cannot be loaded.
-        ReplayError: no such step, or it cannot be replayed, or not without the optimizer's state.
+        ReplayError: no such step, or it cannot be replayed, or not without that.
         InterchangeError: something is at `out`, or it cannot be written there.
         CorruptionError: the log is damaged.
     """
-    if trust_parts:
-        for name in _parts_named(log, step, run, policy):
-            load_part(name)
-    contents = contents_of_step(log, step, run, policy)
-    if not optimizer:
+    contents = contents_of_step(log, step, run, policy, weights=without != WEIGHTS, trust_parts=trust_parts)
+    if without == OPTIMIZER:
         _check_alone(log, contents)
     with tempfile.TemporaryDirectory(prefix="rollbook-bundle-") as made:
         folder = Path(made) / "store"
         excerpt = _excerpt(log, contents, folder, redact=redact)
+        up_to = _last_stage(open_store(folder), contents) if without == WEIGHTS else None
         files = {str(path.relative_to(folder)): path for path in sorted(folder.glob("sealed/*/*/*"))}
         for checkpoint in contents.checkpoints:
-            whole = checkpoint is contents.base and contents.goes_on and optimizer
-            held = _files_of(log, checkpoint.path, folder, whole=whole)
+            held = _files_of(log, contents, checkpoint, folder, optimizer=without is None)
             files |= {f"{checkpoint.path}/{name}": path for name, path in held.items()}
         members = tuple(member_of(name, path) for name, path in files.items())
-        described = _described(log, contents, excerpt, redact=redact, optimizer=optimizer)
-        bundle = replace(described, members=members)
+        left = () if without is None else (without,)
+        described = _described(log, contents, excerpt, redact=redact, without=left)
+        bundle = replace(described, up_to=up_to, members=members)
         digest = write_bundle(out, bundle, files)
     return Exported(str(out), out.stat().st_size, digest, bundle)
 
@@ -120,13 +123,9 @@ def opened_bundle(path: Path, extract: Path | None = None) -> Iterator[tuple[Bun
 # Export -------------------------------------------------------------------------------------------
 
 
-def _parts_named(log: Store, step: int, run: str | None, policy: str) -> set[str]:
-    start = start_of_step(log, training_events(log), step, run, policy)
-    return {name for one in start.steps for name in named_parts(one.planned.algorithm)}
-
-
 def _check_alone(log: Store, contents: StepContents) -> None:
     """Check that the step is the only one to be run: others before it would need the optimizer's state."""
+    assert contents.base is not None
     if len(contents.steps) > 1:
         planned = contents.step.planned
         raise ReplayError(
@@ -154,41 +153,59 @@ def _excerpt(log: Store, contents: StepContents, folder: Path, *, redact: bool) 
     made = open_store(folder)
     for step in contents.steps:
         if begins(step.planned):
-            samples_at_cut(made, step.planned, contents.run)
+            samples_at_cut(made, step.planned, contents.history.run)
     return excerpt
 
 
-def _files_of(log: Store, checkpoint: str, made: Path, *, whole: bool) -> dict[str, Path]:
+def _last_stage(made: Store, contents: StepContents) -> str:
+    """The last stage that a bundle without weights proves; it is tried, in the excerpt."""
+    plan, history = contents.step.planned, contents.history
+    values = recorded_vectors(made, history).get((plan.step, plan.attempt), {})
+    last = LAST_WITHOUT_WEIGHTS[why_no_losses(plan, values) is None]
+    try:
+        replay_step(made, plan.step, history.run, history.policy, part=Part(last=last, model=False))
+    except ReplayError as error:
+        raise ReplayError(f"{error}. Leave out --without {WEIGHTS}, or --without {OPTIMIZER}") from error
+    return last
+
+
+def _files_of(
+    log: Store, contents: StepContents, checkpoint: CheckpointWritten, made: Path, *, optimizer: bool
+) -> dict[str, Path]:
     """The files of a checkpoint that go into the bundle, by name; without the optimizer's state, if it can be
     done without."""
-    folder = place_inside(log.path, checkpoint)
+    folder = place_inside(log.path, checkpoint.path)
+    if contents.base is None:
+        return {CONFIG: folder / CONFIG}
     held = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and of_model(path.name)}
+    whole = checkpoint is contents.base and contents.goes_on and optimizer
     if whole or is_sharded(folder):
         return held
-    return without_optimizer(folder, held, made / checkpoint)
+    return without_optimizer(folder, held, made / checkpoint.path)
 
 
 def _described(
-    log: Store, contents: StepContents, excerpt: Excerpt, *, redact: bool, optimizer: bool
+    log: Store, contents: StepContents, excerpt: Excerpt, *, redact: bool, without: tuple[str, ...]
 ) -> Bundle:
     planned = contents.step.planned
     return Bundle(
         bundle=FORMAT,
         rollbook=__version__,
         store=log.store_id,
-        run=contents.run,
-        policy=contents.policy,
+        run=contents.history.run,
+        policy=contents.history.policy,
         step=planned.step,
         attempt=planned.attempt,
         cut=planned.cut,
         policy_version=planned.policy_version,
-        from_version=contents.base.policy_version,
+        from_version=None if contents.base is None else contents.base.policy_version,
         steps=tuple(step.planned.step for step in contents.steps),
         head=format_cut(excerpt.head),
         events=excerpt.events,
         trajectories=excerpt.trajectories,
         redacted=redact,
-        without=() if optimizer else (OPTIMIZER,),
+        without=without,
+        up_to=None,
         members=(),
     )
 
@@ -227,15 +244,21 @@ def _wrong(bundle: Bundle, log: Store) -> str | None:
     for lane in lanes:
         if lane.fault is not None:
             return str(lane.fault)
-    start = start_of_step(log, training_events(log), bundle.step, bundle.run, bundle.policy)
-    planned = start.steps[-1].planned
+    history = history_with(log, bundle.step, bundle.run, bundle.policy)
+    target = history.steps[bundle.step]
+    there = [c for c in history.checkpoints if place_inside(log.path, c.path).is_dir()]
+    base = next((c for c in there if c.policy_version == bundle.from_version), None)
+    if base is None and bundle.from_version is not None:
+        return f"the checkpoint of version {bundle.from_version} is not in it"
+    steps = (*(history.between(base, bundle.step) if base is not None else ()), target)
+    planned = target.planned
     found = (
         *(format_cut(log.head()), sum(lane.events for lane in lanes)),
-        *(planned.attempt, planned.cut, planned.policy_version, start.base.policy_version),
-        tuple(step.planned.step for step in start.steps),
+        *(planned.attempt, planned.cut, planned.policy_version),
+        tuple(step.planned.step for step in steps),
     )
     told = (
         *(bundle.head, bundle.events),
-        *(bundle.attempt, bundle.cut, bundle.policy_version, bundle.from_version, bundle.steps),
+        *(bundle.attempt, bundle.cut, bundle.policy_version, bundle.steps),
     )
     return None if found == told else f"its manifest tells of {told}, and its log of {found}"

@@ -2,66 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from dataclasses import replace
 
-import orjson
-import torch
-
+from rollbook.replay.claims import judged
+from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
+from rollbook.replay.replayer import Replayer, recorded_vectors
+from rollbook.replay.selection import Selections, openings
+from rollbook.replay.starts import find_start
+from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
-from rollbook.store.errors import ReplayError
-from rollbook.store.events import CheckpointWritten, Json, StepCommitted, StepPlanned
+from rollbook.store.errors import ModelError, OutsideError, ReplayError
+from rollbook.store.events import Json, RewardAssigned, StepCommitted
 from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
 from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.parts import load_part, named_parts
-from rollbook.train.checkpoints.checkpoint import read_checkpoint
-from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.config.lora import recorded_lora
-from rollbook.train.config.parallel import recorded_parallel
-from rollbook.train.loop.base import put_in_place
-from rollbook.train.loop.critic import recorded_critic, restored_critic
-from rollbook.train.loop.environment import differences, fingerprint
-from rollbook.train.loop.experiences import Experiences
-from rollbook.train.loop.rerun import RerunStep, rerun_steps
-from rollbook.train.loop.scoring import References
-from rollbook.train.loop.step import STAGES
-from rollbook.train.megatron.model import Build, choose_device
-from rollbook.train.megatron.policy import Policy
-from rollbook.train.megatron.ranks import Ranks
-from rollbook.train.megatron.shape import read_shape
-
-
-@dataclass(frozen=True, slots=True)
-class StepReplay:
-    """The result of a replay: a value, printed elsewhere.
-
-    Attributes:
-        from_version: policy version of the checkpoint it started from.
-        reran: steps run again, the replayed one last.
-        differs_at_step, differs_in: the first step and stage that differ, or None.
-        stages: stage -> [recorded, found] of the last step run.
-        environment: differences between the recorded environment and this one.
-    """
-
-    run: str
-    step: int
-    attempt: int
-    policy_version: int
-    from_version: int
-    reran: list[int]
-    differs_at_step: int | None
-    differs_in: str | None
-    stages: dict[str, list[str | None]]
-    metrics: Json
-    environment: list[str]
-
-    @property
-    def bit_for_bit(self) -> bool:
-        """Whether every stage came out as recorded."""
-        return self.differs_in is None
+from rollbook.train.data.recipe import UNLIMITED, ModelLimits
+from rollbook.train.megatron.shape import ModelShape, read_shape
 
 
 def replay_step(
-    log: Store, step: int, run: str | None = None, policy: str = "actor", *, trust_parts: bool = False
+    log: Store,
+    step: int,
+    run: str | None = None,
+    policy: str = "actor",
+    *,
+    trust_parts: bool = False,
+    one_rank: bool = False,
+    part: Part | None = None,
 ) -> StepReplay:
     """Restore the state before a step, run it again, and compare.
 
@@ -69,88 +37,107 @@ def replay_step(
 
     Args:
         trust_parts: import and run the parts of somebody's own that the manifest names (`module:name`).
+        one_rank: in one process, whatever layout the step was taken in.
+        part: only this part of the step.
 
     Raises:
         TrainError: it names some, and they are not trusted, or cannot be loaded.
         RankError: the step was taken by several ranks, and one of those that are started here ended.
-        ReplayError: no such committed step, or several runs have one.
-        ModelError: the checkpoint's files are damaged.
+        ReplayError: no such committed step, several runs have one, or it cannot be replayed from what is
+            left.
+        ModelError: the model cannot be built.
         CorruptionError: the log is damaged.
     """
-    history = _history(log, step, run, policy)
+    history = history_with(log, step, run, policy)
     target = history.steps[step]
-    plan = target.planned
-    if trust_parts:
-        for name in named_parts(plan.algorithm):
-            load_part(name)
-    base, between = history.base_for(step, plan.phase)
-    device = choose_device(str(plan.environment["device"]).split(":")[0])
-    with Ranks(*recorded_parallel(plan.environment.get("parallel") or {})) as ranks:
-        references = References(log, history)
-        trainable, critic = _restored(log, base, plan, device, ranks, references)
-        experiences = Experiences(trainable, references, critic)
-        reran, last = _run_until_different(log, trainable, experiences, [*between, target], history.run)
-        layout = ranks.described
-    return StepReplay(
-        run=history.run,
+    if part is not None and not part.model:
+        return _by_the_log(log, history, target, part, trust_parts=trust_parts)
+    start = find_start(log, history, target)
+    reran: list[int] = []
+    with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
+        for one in (*start.between, target):
+            if one is target and part is not None and part.passes_alone:
+                found = replayer.run_part(one, part)
+            else:
+                found = replayer.run(one, claims=one is target)
+            reran.append(one.planned.step)
+            if not found.equal:
+                break
+    if part is not None and found.step == step:
+        wanted = {stage: found.stages[stage] for stage in part.stages if stage in found.stages}
+        found = replace(found, stages=wanted)
+    differs = None if found.equal else found.step
+    return replace(
+        found,
         step=step,
-        attempt=plan.attempt,
-        policy_version=plan.policy_version,
-        from_version=base.policy_version,
         reran=reran,
-        differs_at_step=None if last.first_difference is None else last.step,
-        differs_in=last.first_difference,
-        stages={
-            s: [last.recorded.get(s), last.found.get(s)]
-            for s in STAGES
-            if s in last.recorded or s in last.found
-        },
-        metrics=last.metrics,
-        environment=_differences(plan, device, layout),
+        differs_at_step=differs,
+        passed_over=start.passed_over,
+        late=late_rewards(log, history, target),
     )
 
 
-def _differences(plan: StepPlanned, device: torch.device, layout: Json) -> list[str]:
-    """Between the recorded environment and this one."""
-    recorded = plan.environment
-    return differences(recorded, fingerprint(device, plan.algorithm, layout, dtype=recorded["dtype"]))
+def _by_the_log(
+    log: Store, history: History, step: CommittedStep, part: Part, *, trust_parts: bool
+) -> StepReplay:
+    """A part of a step that needs no model."""
+    plan = step.planned
+    if trust_parts:
+        for name in named_parts(plan.algorithm):
+            load_part(name)
+    values = recorded_vectors(log, history).get((plan.step, plan.attempt), {})
+    batch = recorded_batch(log, history, plan, values)
+    shape = _shape(log, history)
+    limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
+    own = openings(log, history.run, history.policy)
+    selections = Selections(log, history, limits or UNLIMITED, own)
+    stages = {"selection": judged("selection", selections.claim(step))}
+    stages |= part_stages(step, part, OfLog(plan, batch, values))
+    return StepReplay(
+        run=history.run,
+        step=plan.step,
+        attempt=plan.attempt,
+        policy=plan.policy,
+        policy_version=plan.policy_version,
+        from_version=None,
+        weights_only=False,
+        reran=[],
+        stages={stage: stages[stage] for stage in part.stages if stage in stages},
+        metrics={},
+        late=late_rewards(log, history, step),
+    )
 
 
-def _restored(
-    log: Store,
-    base: CheckpointWritten,
-    plan: StepPlanned,
-    device: torch.device,
-    ranks: Ranks,
-    references: References,
-) -> tuple[Policy, Policy | None]:
-    """The policy, and the critic if the step has one, as they were when a checkpoint was written."""
-    checkpoint = place_inside(log.path, base.path)
-    shape, held = read_shape(checkpoint), read_checkpoint(checkpoint)
-    how = Build(1, device, plan.seed, int(plan.environment["threads"]), plan.environment["dtype"])
-    goes_on = base.phase == plan.phase
-    optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
-    lora = None if plan.lora is None else recorded_lora(plan.lora)
-    policy = ranks.policy("actor", shape, optimizer, replace(how, lora=None if lora is None else lora.config))
-    put_in_place(policy, held, lora, references, goes_on=goes_on)
-    if plan.critic is None:
-        return policy, None
-    return policy, restored_critic(ranks, shape, recorded_critic(plan), held, how, goes_on=goes_on)
+def _shape(log: Store, history: History) -> ModelShape | None:
+    """The model's architecture, where a checkpoint of it is there."""
+    for record in history.checkpoints:
+        with contextlib.suppress(ModelError, OutsideError, OSError):
+            return read_shape(place_inside(log.path, record.path))
+    return None
 
 
-def _run_until_different(
-    log: Store, policy: Policy, experiences: Experiences, steps: list[CommittedStep], run: str
-) -> tuple[list[int], RerunStep]:
-    reran: list[int] = []
-    for result in rerun_steps(log, policy, experiences, steps, run):
-        reran.append(result.step)
-        if result.first_difference is not None:
-            break
-    return reran, result
+def late_rewards(log: Store, history: History, step: CommittedStep) -> list[Json]:
+    """Rewards of a step's trajectories that came after it was planned: they change nothing in its replay."""
+    ids = sorted({ref["trajectory_id"] for ref in history.batch_of(step.planned)})
+    cut = log.cut(step.planned.cut) if step.planned.cut else {}
+    return [
+        {
+            "trajectory_id": event.record.trajectory_id,
+            "turn_id": event.record.turn_id,
+            "reward": event.record.reward,
+            "source": event.record.source,
+        }
+        for event in log.events_about(ids)
+        if isinstance(event.record, RewardAssigned) and event.seq >= cut.get(event.lane, 0)
+    ]
 
 
-def _history(log: Store, step: int, run: str | None, policy: str) -> History:
-    """The history of the one run that committed the step."""
+def history_with(log: Store, step: int, run: str | None, policy: str) -> History:
+    """The history of the one run that committed the step.
+
+    Raises:
+        ReplayError: there is none, or there are several; or the step was abandoned.
+    """
     runs = sorted(
         {
             e.run

@@ -258,6 +258,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StopFired(
             "actor", 1, "train", {"metric": "loss", "below": 0.2}, [{"policy_version": 1, "value": 0.125}]
         ),
+        kinds.StepVectors(0, 1, "actor", "logprobs", "AAAAvwAAAL8="),
     ]
 
 

@@ -32,6 +32,7 @@ from rollbook.store.events.training import (
     StepFailed,
     StepPlanned,
     StepRetired,
+    StepVectors,
     StopFired,
     SyncFailed,
     SyncFinished,
@@ -78,6 +79,7 @@ Record = (
     | PreferenceAdded
     | EvalFinished
     | StopFired
+    | StepVectors
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -79,7 +79,11 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class SampleDropped:
-    """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step."""
+    """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step.
+
+    It was decided at `cut`, for the trainer at `policy_version`; both are null where these are those of the
+    step's plan.
+    """
 
     KIND: ClassVar[str] = "sample.dropped"
     ABOUT: ClassVar[About] = About(of="run")
@@ -90,6 +94,8 @@ class SampleDropped:
     step: int
     detail: Json
     attempt: int = 1
+    policy_version: int | None = None
+    cut: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,11 @@ class StepPlanned:
     `base_version` are: their `rank`, `alpha`, `targets` (null: all that there are), and the `seed` that they
     began by.
     `routing_replay` says that tokens went to the experts that their turns record, where these do.
+    `schedule` says what the learning rate, the seed, the micro-batches and the order of samples follow from:
+    the `number` of the step in its training (from 0), the `steps` that the schedule of the learning rate
+    spans, the training's own `seed`, its `micro_batch_size` and `tokens_per_micro_batch`, and the `slice` of
+    its epochs that the rollout batch is (null where samples are used once). It is null where it was not
+    recorded.
     """
 
     KIND: ClassVar[str] = "step.planned"
@@ -137,11 +148,17 @@ class StepPlanned:
     others: list[Json] | None = None
     lora: Json | None = None
     routing_replay: bool = False
+    schedule: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """A step's results: one digest per stage, the metrics, and the version it made."""
+    """A step's results: one digest per stage, the metrics, and the version it made.
+
+    `hashes` are of parts of stages: `samples` is base64 of bytes, 3 for each of `stages` and of each of these
+    for each sample of the manifest; `tensors` has of stages base64 of 6 bytes for each tensor, by name. They
+    are the first bytes of xxh3-128 hashes. It is null where it was not recorded.
+    """
 
     KIND: ClassVar[str] = "step.committed"
     ABOUT: ClassVar[About] = About(of="policy")
@@ -151,6 +168,21 @@ class StepCommitted:
     policy_version: int
     digests: Json
     metrics: Json
+    hashes: Json | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepVectors:
+    """What a committed step computed of each trained token in a stage, sample by sample, in the order of the
+    manifest. `values` is base64 of float32, little-endian. It is appended together with `step.committed`."""
+
+    KIND: ClassVar[str] = "step.vectors"
+    ABOUT: ClassVar[About] = About(of="policy")
+    step: int
+    attempt: int
+    policy: str
+    stage: str
+    values: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ VERSIONS: Mapping[str, int] = {
     "label.added": 2,
     "policy.activated": 2,
     "reward.assigned": 2,
-    "sample.dropped": 2,
-    "step.planned": 6,
+    "sample.dropped": 3,
+    "step.committed": 2,
+    "step.planned": 7,
     "trajectory.finished": 2,
     "trajectory.opened": 2,
     "turn.completed": 3,
@@ -36,6 +37,11 @@ def _nobody(values: Values) -> Values:
 def _sample_dropped_1(values: Values) -> Values:
     """Version 2 says which attempt at the step dropped the sample. Before, there was the first only."""
     return {"attempt": 1} | values
+
+
+def _sample_dropped_2(values: Values) -> Values:
+    """Version 3 says where that was decided, unless by the step's plan. Before, that was not written down."""
+    return {"policy_version": None, "cut": None} | values
 
 
 def _step_planned_1(values: Values) -> Values:
@@ -62,6 +68,16 @@ def _step_planned_4(values: Values) -> Values:
 def _step_planned_5(values: Values) -> Values:
     """Version 6 says whether recorded experts were replayed. Before, each router chose for itself."""
     return values | {"routing_replay": False}
+
+
+def _step_planned_6(values: Values) -> Values:
+    """Version 7 says what the schedule follows from. Before, that was not written down."""
+    return values | {"schedule": None}
+
+
+def _step_committed_1(values: Values) -> Values:
+    """Version 2 has hashes of parts of stages. Before, there were digests of whole ones alone."""
+    return values | {"hashes": None}
 
 
 def _turn_requested_1(values: Values) -> Values:
@@ -100,11 +116,14 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("policy.activated", 1): _policy_activated_1,
     ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
+    ("sample.dropped", 2): _sample_dropped_2,
+    ("step.committed", 1): _step_committed_1,
     ("step.planned", 1): _step_planned_1,
     ("step.planned", 2): _step_planned_2,
     ("step.planned", 3): _step_planned_3,
     ("step.planned", 4): _step_planned_4,
     ("step.planned", 5): _step_planned_5,
+    ("step.planned", 6): _step_planned_6,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     ("turn.completed", 1): _turn_completed_1,

@@ -140,6 +140,15 @@ class History:
             if (batch := step.planned.rollout_batch) is not None and batch["first_step"] == last["first_step"]
         ]
 
+    def batch_of(self, plan: StepPlanned) -> list[Json]:
+        """References to the samples of the whole rollout batch that a committed step is taken on."""
+        batch = plan.rollout_batch
+        if batch is None or "samples" in batch:
+            return all_samples(plan)
+        same = (s.planned for _, s in sorted(self.steps.items()) if s.planned.rollout_batch is not None)
+        begun = (p for p in same if p.rollout_batch and p.rollout_batch["first_step"] == batch["first_step"])
+        return all_samples(next(begun))
+
     def trained_trajectories(self) -> set[str]:
         """Trajectories of which a committed step consumed a sample, or the rollout batch in hand has one."""
         refs = [ref for step in self.steps.values() for ref in step.planned.samples]

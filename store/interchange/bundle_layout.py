@@ -19,7 +19,9 @@ MANIFEST, CHECK = "BUNDLE.json", "BUNDLE.sha256"
 MANIFEST_BYTES = 16 << 20
 MOST_MEMBERS = 8192
 """A checkpoint of shards has a file or two per rank; a sealed lane has three."""
-OPTIMIZER = "optimizer"
+OPTIMIZER, WEIGHTS = "optimizer", "weights"
+"""What a bundle may be without; without weights it has no optimizer either."""
+LAST_WITHOUT_WEIGHTS = ("advantages", "losses")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[^./\\\0-\x1f\x7f][^/\\\0-\x1f\x7f]{0,254}")
 _OF_MODEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,250}\.(safetensors|json|jinja|txt)|tokenizer\.model")
@@ -44,12 +46,13 @@ class Bundle:
         rollbook: the release that made it.
         store: id of the store that it was made of.
         cut: that the step was planned at.
-        policy_version, from_version: that the step began with; and that of the checkpoint in it.
+        policy_version, from_version: that the step began with; and that of the checkpoint in it, if one is.
         steps: that are run again, the last of them the bundle's own.
         head: where its lanes end.
         events, trajectories: that it holds.
         redacted: whether it was made without text.
-        without: what of the checkpoint was left out: nothing, or the optimizer's state.
+        without: what of the checkpoint was left out: nothing, `OPTIMIZER`, or `WEIGHTS`.
+        up_to: without weights, the last stage that can be proven; None: all can.
     """
 
     bundle: int
@@ -61,13 +64,14 @@ class Bundle:
     attempt: int
     cut: str
     policy_version: int
-    from_version: int
+    from_version: int | None
     steps: tuple[int, ...]
     head: str
     events: int
     trajectories: int
     redacted: bool
     without: tuple[str, ...]
+    up_to: str | None
     members: tuple[Member, ...]
 
 
@@ -129,12 +133,18 @@ def of_model(name: str) -> bool:
 def impossible(bundle: Bundle) -> str | None:
     """The first thing in a manifest that no bundle has: names become paths, and numbers become sizes."""
     numbers = [getattr(bundle, field.name) for field in fields(bundle) if field.type == "int"]
-    if not all(0 <= number <= MOST for number in (*numbers, *bundle.steps)):
+    numbers += bundle.steps if bundle.from_version is None else (bundle.from_version, *bundle.steps)
+    if not all(0 <= number <= MOST for number in numbers):
         return "its manifest has a number that no bundle has"
     if bundle.steps[-1:] != (bundle.step,):
         return f"its manifest is of step {bundle.step}, and of steps {list(bundle.steps)} to be run"
-    if bundle.without not in ((), (OPTIMIZER,)):
+    if bundle.without not in ((), (OPTIMIZER,), (WEIGHTS,)):
         return f"its manifest leaves out {', '.join(bundle.without)}, which no bundle does"
+    weights = WEIGHTS not in bundle.without
+    stages = (None,) if weights else LAST_WITHOUT_WEIGHTS
+    if bundle.up_to not in stages or (bundle.from_version is None) is weights:
+        said = f"it goes from version {bundle.from_version} up to stage {bundle.up_to}"
+        return f"its manifest says that {said}, {'with' if weights else 'without'} weights"
     if not 0 < len(bundle.members) <= MOST_MEMBERS:
         return f"it has {len(bundle.members):,} files, and a bundle has 1 to {MOST_MEMBERS:,}"
     seen: set[str] = set()

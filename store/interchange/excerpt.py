@@ -30,7 +30,7 @@ from rollbook.store.marker import create_marker
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.sealed.point_read import rows_of_kinds, trajectory_rows
 from rollbook.store.sealed.seal import write_unit
-from rollbook.store.sealed.unit import Erasure, SealedSegment, Unit, while_replaced
+from rollbook.store.sealed.unit import Erasure, SealedSegment, Unit, current_units, while_replaced
 from rollbook.store.settings import SealSettings
 from rollbook.store.upkeep.attach import end_with_units
 from rollbook.store.wal.frame import EMPTY_CHAIN
@@ -53,6 +53,11 @@ class Excerpt:
     head: dict[str, int]
     events: int
     trajectories: int
+
+
+def is_excerpt(log: Store) -> bool:
+    """Whether events were left out of a store when it was made."""
+    return any(unit.left_out for lane in log.lanes() for unit in current_units(log.path, lane))
 
 
 def rows_about(log: Store, ids: Collection[str], cut: Cut) -> dict[str, pa.Table]:

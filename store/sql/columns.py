@@ -246,6 +246,9 @@ DROPS = (
     ViewColumn("detail", "JSON", "the numbers that the rule compared"),
     ViewColumn("time", "TIMESTAMP", "UTC"),
     ViewColumn("attempt", "BIGINT", "attempt at the step; only those of committed attempts are final"),
+    ViewColumn("policy_version", "BIGINT", "for which that was decided; null: the one the step starts from"),
+    ViewColumn("cut", "VARCHAR", "at which that was decided; null: that of the step's plan"),
+    POLICY,
 )
 
 PATHS = (
@@ -265,6 +268,20 @@ BODIES = (
     ViewColumn("body", "JSON", "the text, image or schema"),
     ViewColumn("copies", "BIGINT", "segments that hold it"),
     ViewColumn("length", "BIGINT", "characters of its text"),
+)
+
+ACTIVATIONS = (
+    RUN,
+    POLICY,
+    ViewColumn("policy_version", "BIGINT", "the version that the engine holds"),
+    ViewColumn("engine", "VARCHAR", "its address, or embedded"),
+    ViewColumn("weights_digest", "VARCHAR", "of the tensors that it holds, as compared with the trainer's"),
+    ViewColumn("path", "VARCHAR", "where it read them; empty if they were sent to it"),
+    ViewColumn("weight_name", "VARCHAR", "what it calls them; empty for an engine in the writing process"),
+    ViewColumn("event_id", "VARCHAR", "of the event"),
+    ViewColumn("time", "TIMESTAMP", "when that was verified, UTC"),
+    LANE,
+    ViewColumn("seq", "BIGINT", "its place in the lane"),
 )
 
 SYNCS = (

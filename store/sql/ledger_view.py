@@ -19,12 +19,13 @@ _DONE = """
       SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
              policy, policy_version, one_version, delivered, true AS asked,
              coalesce(altered, false) AS altered, coalesce(erased, false) AS erased
-      FROM internal.turn_scalars ANTI JOIN internal.paths USING (trajectory_id) WHERE completed IS NOT NULL
+      FROM internal.turn_scalars ANTI JOIN internal.paths USING (trajectory_id)
+      WHERE completed IS NOT NULL AND ({of})
       UNION ALL
       SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
              any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false,
              coalesce(any_value(altered), false), coalesce(any_value(erased), false)
-      FROM internal.turn_parts WHERE NOT whole GROUP BY trajectory_id, turn_id
+      FROM internal.turn_parts WHERE NOT whole AND ({of}) GROUP BY trajectory_id, turn_id
       HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
     )"""
 """Completed turns of all but `internal.paths`; those whose request lies outside the cut as well, so that no
@@ -215,7 +216,7 @@ _PATH = f"""
     path AS MATERIALIZED (
       SELECT p.*, u.trajectory_id IS NOT NULL AS used, u.rule AS dropped_by,
              coalesce(u.trained, false) AS trained
-      FROM internal.paths p LEFT JOIN (
+      FROM (SELECT * FROM internal.paths WHERE {{of}}) p LEFT JOIN (
         SELECT trajectory_id, leaf_turn_id, {_RULE} AS rule, bool_or(rule IS NULL) AS trained
         FROM any_use GROUP BY trajectory_id, leaf_turn_id
       ) u ON u.trajectory_id = p.trajectory_id AND u.leaf_turn_id = p.leaf_turn_id
@@ -233,13 +234,22 @@ _SPAN = f"""
     span AS MATERIALIZED (
       SELECT trajectory_id, turn_id, span.policy, span.version, span."end" - span.start AS tokens
       FROM (SELECT trajectory_id, turn_id, unnest(version_spans) AS span FROM internal.several_turns
-            WHERE kind = 'turn.completed' AND NOT {ONE_VERSION})
+            WHERE kind = 'turn.completed' AND NOT {ONE_VERSION} AND ({{of}}))
     )"""
 
 _UNDECIDED = "(term IN ('in flight', 'waiting') OR (term = 'kept out' AND rule IN ('undelivered', 'late')))"
 
-SHARES = f"""
-    WITH RECURSIVE {", ".join([_DONE, _ORDER, _OWNER, _USE, _TURN, _PATH, _SPAN])}, share AS (
+
+def shares(of: str = "true") -> str:
+    """Where sampled tokens went, and by which rule: a row per completed turn and version that sampled tokens
+    of it, or per path and version, without a turn, for so many `turns`.
+
+    Args:
+        of: condition on `trajectory_id`: only the turns of these trajectories are looked at.
+    """
+    parts = [_DONE.format(of=of), _ORDER, _OWNER, _USE, _TURN, _PATH.format(of=of), _SPAN.format(of=of)]
+    return f"""
+    WITH RECURSIVE {", ".join(parts)}, share AS (
       SELECT run, trajectory_id, NULL AS turn_id, turns, policy, policy_version, term, rule, tokens
       FROM path_share
       UNION ALL
@@ -259,8 +269,10 @@ SHARES = f"""
            CAST(tokens AS BIGINT) AS tokens
     FROM share WHERE tokens <> 0 OR rule = 'text only'
     """
-"""Where sampled tokens went, and by which rule: a row per completed turn and version that sampled tokens of
-it, or per path and version, without a turn, for so many `turns`."""
+
+
+SHARES = shares()
+"""Of all trajectories."""
 
 TURNS = """CAST(count(DISTINCT (trajectory_id, turn_id)) FILTER (turn_id IS NOT NULL)
       + coalesce(sum(turns) FILTER (turn_id IS NULL), 0) AS BIGINT)"""

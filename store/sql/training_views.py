@@ -91,13 +91,17 @@ DROPS = View(
     "drops",
     "A sample that a recipe's rule kept out of training, and why.",
     f"""
-    SELECT run, trajectory_id, turn_id, {text("rule")} AS rule, {text("recipe")} AS recipe,
-           step, {json("detail")} AS detail, time,
-           CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
-    FROM internal.mark_events WHERE kind = 'sample.dropped'
+    SELECT d.run, d.trajectory_id, d.turn_id, {text("rule", "d")} AS rule, {text("recipe", "d")} AS recipe,
+           d.step, {json("detail", "d")} AS detail, d.time,
+           CAST(coalesce({text("attempt", "d")}, '1') AS BIGINT) AS attempt,
+           d.policy_version, {text("cut", "d")} AS cut, p.policy
+    FROM (SELECT * FROM internal.mark_events WHERE kind = 'sample.dropped') d
+    ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM internal.mark_events WHERE kind = 'step.planned') p
+      ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
     """,
     columns.DROPS,
 )
+"""A drop names no policy: it was appended together with the plan that follows it."""
 
 SYNCS = View(
     "syncs",
@@ -119,6 +123,18 @@ SYNCS = View(
     WHERE s.kind = 'sync.started'
     """,
     columns.SYNCS,
+)
+
+ACTIVATIONS = View(
+    "activations",
+    "An engine that serves a policy version, its own tensors verified; a version may come to it repeatedly.",
+    f"""
+    SELECT run, policy, policy_version, {text("engine")} AS engine,
+           {text("weights_digest")} AS weights_digest, {text("path")} AS path,
+           coalesce({text("weight_name")}, '') AS weight_name, event_id, time, lane, seq
+    FROM internal.mark_events WHERE kind = 'policy.activated'
+    """,
+    columns.ACTIVATIONS,
 )
 
 LINEAGE = View(

@@ -24,6 +24,7 @@ VIEWS: tuple[View, ...] = (
     agent_views.BODIES,
     training_views.POLICIES,
     training_views.SYNCS,
+    training_views.ACTIVATIONS,
     training_views.STEPS,
     training_views.EVALUATIONS,
     metrics_view.METRICS,

@@ -104,6 +104,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StopFired(
             "actor", 2, "phase", {"metric": "loss", "below": 0.3}, [{"policy_version": 2, "value": 0.25}]
         ),
+        kinds.StepVectors(99, 1, "critic", "logprobs", "AAAAvwAAAL8="),
     ]
 
 

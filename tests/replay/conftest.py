@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 import pytest
+from lineage_story import lineage_story
 from safetensors.torch import load_file, save_file
 
 from rollbook import store as rb
@@ -68,6 +69,16 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return int(ended.value.code or 0), said.out, said.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def story(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The store of `lineage_story`. Never write to it."""
+    log = rb.open(tmp_path_factory.mktemp("lineage") / "store", create=True)
+    for lane, events in lineage_story(fabric).items():
+        with log.writer(lane) as writer:
+            writer.append(events).result(30)
+    return log
 
 
 # Tampering ----------------------------------------------------------------------------------------

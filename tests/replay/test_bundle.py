@@ -19,7 +19,8 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.replay.bundle import export_step, opened_bundle
-from rollbook.replay.bundle_replay import OF_OPTIMIZER, replay_bundle
+from rollbook.replay.bundle_replay import replay_bundle
+from rollbook.replay.verdict import StepReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError, ReplayError, TrainError
 from rollbook.store.events import RewardAssigned, TrajectoryOpened, TurnCompleted, TurnRequested
@@ -54,6 +55,10 @@ def plain(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Replayed -----------------------------------------------------------------------------------------
 
 
+def _not_proven(found: StepReplay) -> set[str]:
+    return {one.stage for one in found.unproven}
+
+
 @pytest.mark.parametrize(
     ("step", "base", "reran", "sealed"),
     [(0, 0, [0], False), (7, 4, [4, 5, 6, 7], True), (10, 9, [9, 10], True), (11, 11, [11], False)],
@@ -80,9 +85,10 @@ def test_it_replays_without_its_store(
         assert list(opened.path.glob("checkpoints/*/*/*")) == [
             opened.path / f"checkpoints/demo/actor/v{base:08d}"
         ]
-    assert found.replay.bit_for_bit
-    assert (found.replay.reran, found.differs_in, found.not_proven) == (reran, None, ())
-    assert list(found.replay.stages) == list(fabric.EVERY_STEPS_STAGES)
+    assert found.bit_for_bit
+    assert (found.reran, found.differs_in) == (reran, None)
+    assert _not_proven(found) == ({"schedule"} if step > 8 else {"selection", "schedule"})
+    assert set(found.stages) == {"selection", "schedule", "metrics", *fabric.EVERY_STEPS_STAGES}
     assert not opened.path.exists()
 
 
@@ -93,8 +99,10 @@ def test_a_fresh_process_opens_it(fabric: Any, plain: Path, tmp_path: Path) -> N
     assert process.returncode == 0, err
     values = orjson.loads(out)
     assert values["bundle"]["step"] == 10
-    assert values["replay"]["differs_in"] is None
-    assert all(a == b is not None for a, b in values["replay"]["replay"]["stages"].values())
+    verdicts = {name: stage["verdict"] for name, stage in values["replay"]["stages"].items()}
+    assert (values["replay"]["equal"], verdicts.pop("schedule")) == (True, "not proven")
+    assert set(verdicts.values()) == {"equal"}
+    assert {"selection", "weights"} < verdicts.keys()
     assert rb.open(tmp_path / "made").head() == rb.parse_cut(values["bundle"]["head"])
 
 
@@ -113,8 +121,8 @@ def test_a_critic_a_reference_and_a_rollout_batch(fabric: Any, tmp_path: Path) -
     }
     with opened_bundle(tmp_path / "one.rollbook") as (bundle, opened):
         found = replay_bundle(bundle, opened)
-    assert found.replay.bit_for_bit
-    assert {"reference_logprobs", "values", "critic_weights"} <= set(found.replay.stages)
+    assert found.bit_for_bit
+    assert {"reference_logprobs", "values", "critic_weights"} <= set(found.stages)
 
 
 def test_a_late_reward_is_shown(fabric: Any, trained: Stores, tmp_path: Path) -> None:
@@ -126,7 +134,7 @@ def test_a_late_reward_is_shown(fabric: Any, trained: Stores, tmp_path: Path) ->
     with opened_bundle(tmp_path / "one.rollbook") as (bundle, opened):
         assert opened.trajectories()[one].reward() == 99.0
         assert opened.trajectories(opened.cut("step:11"))[one].reward() != 99.0
-        assert replay_bundle(bundle, opened).replay.bit_for_bit
+        assert replay_bundle(bundle, opened).bit_for_bit
 
 
 def test_what_was_changed_before_is_named(
@@ -147,23 +155,24 @@ def test_without_the_optimizer(trained: Stores, tamper: Any, tmp_path: Path, cli
     """All up to the gradients is proven, in less than half of the bytes; a step behind others is refused."""
     log = trained()
     whole = export_step(log, tmp_path / "whole", 11)
-    less = export_step(log, tmp_path / "less", 11, optimizer=False)
+    less = export_step(log, tmp_path / "less", 11, without="optimizer")
     weights = [sum(m.bytes for m in e.bundle.members if "safetensors" in m.name) for e in (whole, less)]
     assert weights[1] < 0.4 * weights[0]
     with opened_bundle(tmp_path / "less") as (bundle, opened):
         found = replay_bundle(bundle, opened)
     assert (found.differs_in, bundle.without) == (None, ("optimizer",))
-    assert set(found.not_proven) == OF_OPTIMIZER & set(found.replay.stages)
-    assert all(a == b for s, (a, b) in found.replay.stages.items() if s not in found.not_proven)
-    assert found.replay.stages["input_optimizer"][0] != found.replay.stages["input_optimizer"][1]
+    assert _not_proven(found) == {"input_optimizer", "optimizer", "weights", "schedule"}
+    proven = [one for one in found.stages.values() if one.verdict != Verdict.not_proven]
+    assert {one.verdict for one in proven} == {Verdict.equal}
+    assert {"selection", "gradients"} < {one.stage for one in proven}
     code, out, _ = cli("replay", "open", tmp_path / "less")
-    assert (code, "bit for bit up to the gradients" in out) == (0, True)
+    assert (code, "from the weights-only checkpoint of version 11" in out) == (0, True)
     where = ("--store", log.path, "-o", tmp_path / "no")
     code, _, err = cli("replay", "export", "step", 7, *where, "--without", "optimizer")
     assert (code, "from that of version 4 on, 3 steps are run first" in err) == (2, True)
     trained_on = opened_samples(tmp_path / "less")
     tamper.event(log, "reward.assigned", lambda r: replace(r, reward=7.5), trajectory_id=trained_on[0])
-    export_step(log, tmp_path / "changed", 11, optimizer=False)
+    export_step(log, tmp_path / "changed", 11, without="optimizer")
     with opened_bundle(tmp_path / "changed") as (bundle, opened):
         assert replay_bundle(bundle, opened).differs_in == "rewards"
 
@@ -202,7 +211,7 @@ def test_redacted_text_is_gone(trained: Stores, tamper: Any, tmp_path: Path) -> 
             rows = str(opened.table().to_pylist())
             units = "".join(p.read_text() for p in opened.path.rglob("UNIT.json"))
             groups = {t.opened.group for t in opened.trajectories().values()}
-            assert replay_bundle(bundle, opened).replay.bit_for_bit
+            assert replay_bundle(bundle, opened).bit_for_bit
         assert ((MARK in rows), (MARK in units), bundle.redacted) == (not redact, False, redact)
         assert len(groups) == 4
 
@@ -262,7 +271,10 @@ TRAIN = "sealed/train/00000001-00000001.1/UNIT.json"
         (_tells("BUNDLE.json", run="other"), "no committed step 10"),
         (_tells("BUNDLE.json", cut="serve=1"), "its manifest tells of"),
         (_tells("BUNDLE.json", head="serve=1"), "its manifest tells of"),
-        (_tells("BUNDLE.json", from_version=4), "its manifest tells of"),
+        (_tells("BUNDLE.json", from_version=4), "the checkpoint of version 4 is not in it"),
+        (_tells("BUNDLE.json", from_version=None), "goes from version None up to stage None, with weights"),
+        (_tells("BUNDLE.json", up_to="losses"), "goes from version 9 up to stage losses, with weights"),
+        (_tells("BUNDLE.json", without=["weights"]), "goes from version 9 up to stage None, without weights"),
         (_tells(TRAIN, remote=f"s3://bucket/{TRAIN.removesuffix('/UNIT.json')}"), "said to be elsewhere"),
         (_tells(TRAIN, dropped_us=1), "said to be elsewhere"),
         (_tells(TRAIN, left_out=3), "do not hold events"),
@@ -270,7 +282,7 @@ TRAIN = "sealed/train/00000001-00000001.1/UNIT.json"
         (_tells(TRAIN, format=2), "update rollbook"),
         (_lacks("marks.parquet"), "No such file"),
         (_lacks("sealed/train"), "no committed step 10"),
-        (_lacks("checkpoints/"), "no checkpoint that it could be replayed from"),
+        (_lacks("checkpoints/"), "the checkpoint of version 9 is not in it"),
     ],
 )
 def test_a_bundle_whose_content_is_not_as_told(plain: Path, tmp_path: Path, change: Any, said: str) -> None:
@@ -353,7 +365,7 @@ def test_what_cannot_be_exported(
     assert out.read_text() == "mine"
     out.unlink()
     shutil.rmtree(log.path / "checkpoints/demo/actor/v00000009")
-    assert "v00000009): restore one from a copy" in refused(9)
+    assert "cannot be replayed from any checkpoint: version 9: " in refused(9)
     assert list(tmp_path.iterdir()) == [log.path]
     with pytest.raises(ReplayError, match="no committed step 5 of policy 'critic'"):
         export_step(log, out, 5, policy="critic")

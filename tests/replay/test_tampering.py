@@ -11,9 +11,10 @@ import numpy as np
 import orjson
 import pytest
 
+from rollbook.replay.compare import ORDER
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
-from rollbook.store.errors import CorruptionError, ModelError
+from rollbook.store.errors import CorruptionError
 from rollbook.store.wal.frame import ALIGN, HEADER_FRAME, scan
 from rollbook.train.loop.step import STAGES
 
@@ -27,9 +28,9 @@ def _verdict(cli: Callable[..., Any], log: Store, step: int) -> dict[str, Any]:
     assert code == 1, (code, err)
     values: dict[str, Any] = orjson.loads(out)
     assert values["bit_for_bit"] is False
-    first = STAGES.index(values["differs_in"])
-    same = {stage for stage, (recorded, found) in values["stages"].items() if recorded == found}
-    assert values["stages"].keys() & set(STAGES[:first]) <= same
+    first = ORDER.index(values["differs_in"])
+    same = {stage for stage, one in values["stages"].items() if one["verdict"] == "equal"}
+    assert values["stages"].keys() & set(ORDER[:first]) <= same
     assert values["differs_in"] not in same
     return values
 
@@ -73,7 +74,7 @@ def test_a_changed_reward_is_found(fabric: Any, trained: Stores, tamper: Any, cl
     )
     values = _verdict(cli, log, GRPO_STEP)
     assert values["differs_in"] == "rewards"
-    differing = {stage for stage, (recorded, found) in values["stages"].items() if recorded != found}
+    differing = {stage for stage, one in values["stages"].items() if one["verdict"] == "differs"}
     assert {"rewards", "advantages", "losses", "gradients", "weights"} <= differing
     assert not {"samples", "old_logprobs", "logprobs"} & differing
 
@@ -134,16 +135,16 @@ def test_one_number_of_a_checkpoint(
 @pytest.mark.parametrize(
     ("change", "stage"),
     [
-        (lambda p: replace(p, learning_rate=p.learning_rate * 1.0001), "weights"),
+        (lambda p: replace(p, learning_rate=p.learning_rate * 1.0001), "schedule"),
         (lambda p: replace(p, seed=p.seed + 1), "rng"),
         (lambda p: replace(p, optimizer=p.optimizer | {"betas": [0.9, 0.96]}), "optimizer"),
         (lambda p: replace(p, optimizer=p.optimizer | {"clip_grad": 1e-3}), "optimizer"),
         (lambda p: replace(p, optimizer=p.optimizer | {"weight_decay": 0.5}), "weights"),
-        (lambda p: replace(p, samples=p.samples[::-1]), "samples"),
-        (lambda p: replace(p, partition=[[list(range(12))]]), "samples"),
-        (lambda p: replace(p, algorithm=p.algorithm | {"std_epsilon": 1e-3}), "advantages"),
-        (lambda p: replace(p, algorithm=p.algorithm | {"clip_low": 0.0, "clip_high": 0.0}), "losses"),
-        (lambda p: replace(p, recipe=p.recipe | {"reward_source": "judge"}), "rewards"),
+        (lambda p: replace(p, samples=p.samples[::-1]), "selection"),
+        (lambda p: replace(p, partition=[[list(range(12))]]), "schedule"),
+        (lambda p: replace(p, algorithm=p.algorithm | {"std_epsilon": 1e-3}), "schedule"),
+        (lambda p: replace(p, algorithm=p.algorithm | {"clip_low": 0.0, "clip_high": 0.0}), "schedule"),
+        (lambda p: replace(p, recipe=p.recipe | {"reward_source": "judge"}), "selection"),
         (lambda p: replace(p, input_digests=p.input_digests | {"input_weights": "0" * 64}), "input_weights"),
     ],
     ids=[
@@ -176,7 +177,7 @@ def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any
     log = trained()
     tamper.event(log, "step.committed", lambda r: replace(r, digests=r.digests | {stage: "0" * 64}), step=8)
     values = _verdict(cli, log, 8)
-    differing = [s for s, (recorded, found) in values["stages"].items() if recorded != found]
+    differing = [s for s, one in values["stages"].items() if one["verdict"] == "differs"]
     assert differing == [stage]
 
 
@@ -217,15 +218,19 @@ def test_a_flipped_byte_of_the_log(trained: Stores, cli: Any, lane: str, share: 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
 def test_a_flipped_byte_of_a_checkpoint(trained: Stores, cli: Any, file: str) -> None:
-    """One changed byte of a checkpoint is refused, exit code 2, and the checkpoint is named."""
+    """One changed byte of a checkpoint is never started from: it is named, and one before it proves the step;
+    the step that wrote it has another result than the file."""
     log = trained()
     path: Path = log.path / "checkpoints/demo/actor/v00000004" / file
     data = bytearray(path.read_bytes())
     data[-4096] ^= 1
     path.write_bytes(data)
-    code, out, err = cli("replay", "step", SFT_STEP, "--store", log.path, "--json")
-    assert (code, out) == (2, "")
-    assert "v00000004" in err
-    assert "damaged" in err
-    with pytest.raises(ModelError, match="damaged"):
-        replay_step(log, SFT_STEP)
+    code, out, _ = cli("replay", "step", SFT_STEP, "--store", log.path, "--json")
+    values = orjson.loads(out)
+    assert (code, values["from_version"], values["reran"]) == (0, 0, [0, 1, 2, 3, 4, 5])
+    assert len(values["passed_over"]) == 1
+    assert "v00000004" in values["passed_over"][0]
+    assert "damaged" in values["passed_over"][0]
+    values = _verdict(cli, log, 3)
+    assert values["differs_in"] == "checkpoint"
+    assert "damaged" in values["stages"]["checkpoint"]["why"]

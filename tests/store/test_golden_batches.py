@@ -66,4 +66,5 @@ def test_before_version_2_each_step_was_a_batch() -> None:
         "others": None,
         "lora": None,
         "routing_replay": False,
+        "schedule": None,
     }

@@ -52,4 +52,9 @@ def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) 
 
 def test_before_version_5_weights_were_trained() -> None:
     """There was no other way."""
-    assert upcast("step.planned", 4, {"step": 3}) == {"step": 3, "lora": None, "routing_replay": False}
+    assert upcast("step.planned", 4, {"step": 3}) == {
+        "step": 3,
+        "lora": None,
+        "routing_replay": False,
+        "schedule": None,
+    }

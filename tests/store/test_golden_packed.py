@@ -53,4 +53,5 @@ def test_before_version_3_samples_were_padded() -> None:
         "others": None,
         "lora": None,
         "routing_replay": False,
+        "schedule": None,
     }

@@ -46,4 +46,4 @@ def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) 
 
 def test_before_version_6_nothing_was_replayed() -> None:
     """There was no other way."""
-    assert upcast("step.planned", 5, {"step": 3}) == {"step": 3, "routing_replay": False}
+    assert upcast("step.planned", 5, {"step": 3}) == {"step": 3, "routing_replay": False, "schedule": None}

@@ -43,11 +43,14 @@ class Trained:
 
     def digests(self) -> Json:
         """Those of whole tensors, as the manifest has them; a step knows all but that of the factors."""
-        said = {"weights": self.policy.weights_digest(), "optimizer": self.policy.optimizer_digest()}
+        said = {
+            "weights": self.policy.weights_digest().digest,
+            "optimizer": self.policy.optimizer_digest().digest,
+        }
         if self.critic is not None:
             said |= {
-                "critic": self.critic.weights_digest(),
-                "critic_optimizer": self.critic.optimizer_digest(),
+                "critic": self.critic.weights_digest().digest,
+                "critic_optimizer": self.critic.optimizer_digest().digest,
             }
         if self.lora is not None:
             said["adapter"] = digest_tensors(self.policy.adapter())

@@ -25,6 +25,7 @@ from rollbook.train.config.fitting import check_recipe
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
+from rollbook.train.config.record import RecordConfig
 from rollbook.train.config.sync import SyncConfig
 from rollbook.train.table import Count, Positive, Table
 
@@ -174,6 +175,8 @@ class TrainConfig(Table):
     """How the training is spread over its ranks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """How checkpoints are written."""
+    record: RecordConfig = RecordConfig()
+    """What steps record beside the digests of their stages."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
     evaluation: EvaluationConfig | None = None
@@ -307,6 +310,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "lora": {"": LoraConfig},
     "parallel": {"": ParallelConfig},
     "checkpoint": {"": CheckpointConfig},
+    "record": {"": RecordConfig},
     "sync": {"": SyncConfig},
     "evaluation": {"": EvaluationConfig},
     "stop": {"": StopRule},

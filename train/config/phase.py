@@ -19,7 +19,7 @@ FREE = frozenset(
     {
         *("steps", "checkpoint_every", "threads", "device", "engine_gap_alarm", "idle_timeout_s"),
         *("sync", "model", "admission", "on_not_finite", "evaluation", "stop", "parallel"),
-        *("recompute", "mode", "num_iters_per_train_update", "reference_apart", "checkpoint"),
+        *("recompute", "mode", "num_iters_per_train_update", "reference_apart", "checkpoint", "record"),
     }
 )
 """Keys that may change between restarts of the same training."""

@@ -236,6 +236,20 @@ def _spread(
     return placed
 
 
+def in_sample_order(
+    micro_batches: Sequence[MicroBatch], parts: Partition, values: Sequence[npt.NDArray[np.float32]]
+) -> Singles:
+    """The values of the trained tokens of all samples, in the order of samples, float32 [P].
+
+    Args:
+        values: of each micro-batch float32 [B, T - 1]; column t is of token t + 1.
+    """
+    found: dict[int, Singles] = {}
+    for micro, part, of in zip(micro_batches, micro_batches_of(parts), values, strict=True):
+        found |= zip(part, token_values(micro, of), strict=True)
+    return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
+
+
 def token_values(micro: MicroBatch, values: npt.NDArray[np.float32]) -> list[Singles]:
     """Of each sample of a micro-batch the values of its trained tokens.
 

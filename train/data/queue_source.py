@@ -17,7 +17,7 @@ from rollbook.train.data.backlog import Backlog, Ended
 from rollbook.train.data.candidates import candidates_in
 from rollbook.train.data.groups import Begun, CompleteGroup
 from rollbook.train.data.patience import Awaited, Patience
-from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, mixture_in
+from rollbook.train.data.recipe import Candidate, Drop, ModelLimits, decided, mixture_in
 from rollbook.train.data.references import SampleRef
 from rollbook.train.data.routing import FitCheck
 from rollbook.train.data.running import Running
@@ -61,12 +61,11 @@ class QueueSource:
         self._check = None if mixture is None else FitCheck(mixture)
         self._backlog, self._ended = backlog, dict[str, Ended]()
         """What there was before, and those trajectories of it that may be used."""
-        algorithm, recipe, demand = config.algorithm, config.recipe, config.algorithm.demand
-        self._grouped, self._size = "groups" in algorithm.needs, demand.group_size
+        recipe, demand = config.recipe, config.algorithm.demand
+        self._grouped, self._size = "groups" in config.algorithm.needs, demand.group_size
         self._groups_of_step = demand.groups
-        self._policy = StalenessPolicy(
-            demand.groups, recipe.max_staleness, config.admission.order, demand.steps
-        )
+        order = config.admission.order
+        self._policy = StalenessPolicy(demand.groups, recipe.max_staleness, order, demand.steps)
         self._share = recipe.deciding_share
         self._used = history.consumed() | history.dropped
         self._trained = history.trained_trajectories() if recipe.paths != "all" else set[str]()
@@ -105,7 +104,7 @@ class QueueSource:
                 self._waits_since = None
                 return selection
             # Groups without a difference in reward have had their turn: others wait for their places.
-            evicted(selection.drops)
+            evicted(decided(selection.drops, version, selection.cut))
             chosen = self._wait(version, served, evicted, self._groups_of_step)
         return None
 
@@ -154,7 +153,8 @@ class QueueSource:
 
     def unfilled(self, version: int) -> list[Drop]:
         """Of the complete groups, what the recipe drops; the others stay waiting in the log."""
-        return [drop for group in self._complete_groups.values() for drop in self._fitting(group, version)[1]]
+        drops = [drop for of in self._complete_groups.values() for drop in self._fitting(of, version)[1]]
+        return decided(drops, version, self._cut())
 
     # Choosing ---------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class QueueSource:
                 drops += self._fitting(group, version)[1]
                 self._remove(group)
         if drops:
-            evicted(drops)
+            evicted(decided(drops, version, self._cut()))
 
     def _awaited(self, group: CompleteGroup, version: int) -> bool:
         """Whether a reward is waited for: a judge gives one after the other, but none to what broke off."""

@@ -8,13 +8,14 @@ left. Rules run on columns, so that no object per sample is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from rollbook.store.cut import Cut, format_cut
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
@@ -130,11 +131,23 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drop:
-    """A candidate dropped from training, the rule that dropped it, and the numbers that the rule compared."""
+    """A candidate dropped from training, the rule that dropped it, and the numbers that the rule compared.
+
+    Attributes:
+        decided: the trainer's version, and the cut as it is written, by which that was decided; None: by
+            those of the plan that it is recorded with.
+    """
 
     sample: Candidate
     rule: str
     detail: Json
+    decided: tuple[int, str] | None = None
+
+
+def decided(drops: Iterable[Drop], version: int, cut: Cut) -> list[Drop]:
+    """Drops as decided by this version at this cut, unless they say already when they were."""
+    at = version, format_cut(cut)
+    return [drop if drop.decided is not None else replace(drop, decided=at) for drop in drops]
 
 
 @dataclass(frozen=True, slots=True)

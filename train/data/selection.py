@@ -13,11 +13,16 @@ from rollbook.train.data.samples import Sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Samples for the next step, what was dropped on the way, and the cut they were taken at."""
+    """Samples for the next step, what was dropped on the way, and the cut they were taken at.
+
+    Attributes:
+        slice: of the endless row of epochs; None where samples are used once.
+    """
 
     samples: list[Sample]
     drops: list[Drop]
     cut: Cut
+    slice: int | None = None
 
 
 Evicted = Callable[[list[Drop]], None]

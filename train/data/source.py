@@ -19,7 +19,9 @@ from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.events import Event, Json
 from rollbook.store.fold.history import History
+from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import TrainConfig
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.data.backlog import Backlog
 from rollbook.train.data.materialize import Materializer
 from rollbook.train.data.queue_source import QueueSource
@@ -27,7 +29,76 @@ from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
 from rollbook.train.data.references import find_references
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Evicted, Selection, Source
-from rollbook.train.data.units import sort_units
+from rollbook.train.data.units import Units, sort_units
+
+
+class EpochUnits:
+    """What a recipe keeps of the samples at a cut, or of pairs of them, in an endless row of epochs.
+
+    Args:
+        run: that is trained.
+        seed: of the training, which decides the order.
+        version: of the policy when the first step was taken.
+        limits: of the model.
+
+    """
+
+    def __init__(
+        self,
+        log: Store,
+        cut: Cut,
+        run: str,
+        recipe: RecipeConfig,
+        algorithm: Algorithm,
+        seed: int,
+        version: int,
+        limits: ModelLimits | None = None,
+    ) -> None:
+        # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
+        mixture = mixture_in(limits)
+        self._found = find_references(log, cut, run, recipe, mixture=mixture)
+        applied = sort_units(self._found, log, cut, run, recipe, algorithm, version, limits)
+        self._dropped: Units | None = applied
+        self._units = replace(applied, drops=())
+        self._recorded = self._by_time() if recipe.order == "recorded" and len(self._units) else None
+        self._samples = Materializer(log, cut, self._found, run, routing=mixture is not None)
+        self._seed, self._size = seed, algorithm.demand.groups
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def drops(self) -> list[Drop]:
+        """What the recipe drops. They are forgotten: their columns are of no use after that."""
+        dropped, self._dropped = self._dropped, None
+        return [] if dropped is None else dropped.named(self._found)
+
+    def slice(self, number: int) -> npt.NDArray[np.int64]:
+        """Which units a slice of the row has."""
+        if self._recorded is None:
+            return epoch_slice(number, self._size, len(self._units), self._seed)
+        places = np.arange(number * self._size, (number + 1) * self._size)
+        return self._recorded[places % len(self._recorded)]
+
+    def leaves(self, number: int) -> list[str]:
+        """The leaf turns of a slice's samples, in order."""
+        leaves = self._found.leaf[self._units.units[self.slice(number)].ravel()]
+        named: list[str] = self._found.turns["turn_id"].take(pa.array(leaves)).to_pylist()
+        return named
+
+    def samples(self, number: int) -> list[Sample]:
+        """The samples of a slice, with their tokens.
+
+        Raises:
+            CorruptionError, TrainError: as `Materializer.samples`.
+        """
+        return self._units.samples(self.slice(number), self._samples)
+
+    def _by_time(self) -> npt.NDArray[np.int64]:
+        """The units in the order in which the trajectories of their first samples began, int64 [U]; those of
+        one trajectory in the order of their turns."""
+        first = self._units.units[:, 0]
+        ids = self._found.trajectories["trajectory_id"].to_numpy()[self._found.trajectory[first]]
+        return np.lexsort((self._found.leaf[first], ids.astype(str)))
 
 
 class EpochSource:
@@ -37,32 +108,13 @@ class EpochSource:
     current step runs.
 
     Args:
+        units: of the cut.
         done: steps that were taken before.
-        version: of the policy when the first of them was.
-        limits: of the model.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        log: Store,
-        cut: Cut,
-        done: int,
-        version: int,
-        limits: ModelLimits | None = None,
-    ) -> None:
-        recipe = config.recipe
-        # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
-        mixture = mixture_in(limits)
-        self._found = find_references(log, cut, config.run, recipe, mixture=mixture)
-        applied = sort_units(self._found, log, cut, config.run, recipe, config.algorithm, version, limits)
-        # Drops are recorded once, with the first step; their columns are of no use after that.
-        self._drops = [] if done else applied.named(self._found)
-        self._units = replace(applied, drops=())
-        self._recorded = self._by_time() if recipe.order == "recorded" and len(self._units) else None
-        self._samples = Materializer(log, cut, self._found, config.run, routing=mixture is not None)
-        self._cut, self._seed, self._size = cut, config.seed, config.algorithm.demand.groups
-        self._next = done
+    def __init__(self, units: EpochUnits, cut: Cut, done: int) -> None:
+        self._units, self._cut, self._next = units, cut, done
+        self._drops = [] if done else units.drops()  # they are recorded once, with the first step
         self._reader = ThreadPoolExecutor(1, "rollbook-samples")
         self._ahead: tuple[int, Future[list[Sample]]] | None = None
 
@@ -72,41 +124,23 @@ class EpochSource:
             return None
         step, ahead = self._next, self._ahead
         self._next += 1
-        picked = ahead[1].result() if ahead and ahead[0] == step else self._read(step)
-        self._ahead = (self._next, self._reader.submit(self._read, self._next))
+        picked = ahead[1].result() if ahead and ahead[0] == step else self._units.samples(step)
+        self._ahead = (self._next, self._reader.submit(self._units.samples, self._next))
         drops, self._drops = self._drops, []
-        return Selection(picked, drops, self._cut)
+        return Selection(picked, drops, self._cut, step)
 
     def go_on_after(self, consumed: Sequence[Json], skipped: int) -> None:
         """Continue after the slice that the last step consumed; up to `skipped` slices before it were
         skipped."""
         names = [ref["turn_id"] for ref in consumed]
         for number in range(self._next - 1, self._next + skipped):
-            leaves = self._found.leaf[self._units.units[self._slice(number)].ravel()]
-            if self._found.turns["turn_id"].take(pa.array(leaves)).to_pylist() == names:
+            if self._units.leaves(number) == names:
                 self._next = number + 1
                 return
 
     def unfilled(self, version: int) -> list[Drop]:
         """What the recipe drops if it leaves no sample; otherwise epochs never end."""
         return self._drops
-
-    def _by_time(self) -> npt.NDArray[np.int64]:
-        """The units in the order in which the trajectories of their first samples began, int64 [U]; those of
-        one trajectory in the order of their turns."""
-        first = self._units.units[:, 0]
-        ids = self._found.trajectories["trajectory_id"].to_numpy()[self._found.trajectory[first]]
-        return np.lexsort((self._found.leaf[first], ids.astype(str)))
-
-    def _slice(self, step: int) -> npt.NDArray[np.int64]:
-        """Which units a step takes, by its own number in this source."""
-        if self._recorded is None:
-            return epoch_slice(step, self._size, len(self._units), self._seed)
-        places = np.arange(step * self._size, (step + 1) * self._size)
-        return self._recorded[places % len(self._recorded)]
-
-    def _read(self, step: int) -> list[Sample]:
-        return self._units.samples(self._slice(step), self._samples)
 
 
 def epoch_slice(step: int, size: int, count: int, seed: int) -> npt.NDArray[np.int64]:
@@ -154,7 +188,8 @@ def make_source(
         return QueueSource(config, history, lambda: None, lambda: cut, backlog, live=False, limits=limits)
     earlier = history.of_family(family)
     start = earlier[0].planned.policy_version if earlier else version
-    epochs = EpochSource(config, log, cut, len(earlier), start, limits)
+    which = (config.run, config.recipe, config.algorithm, config.seed)
+    epochs = EpochSource(EpochUnits(log, cut, *which, start, limits), cut, len(earlier))
     if earlier and (skipped := sum(history.attempts.values()) - len(history.attempts)):
         epochs.go_on_after(earlier[-1].planned.samples, skipped)
     return epochs

@@ -68,7 +68,7 @@ def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) ->
     Raises:
         TrainError: they were rounded.
     """
-    if config.dtype != "float32" and policy.weights_digest() != base.weights_digest:
+    if config.dtype != "float32" and policy.weights_digest().digest != base.weights_digest:
         raise TrainError(
             f"version {base.policy_version} of run {config.run!r} has float32 weights, which "
             f'dtype = "{config.dtype}" would round: train it on in float32, or begin a run of its own '

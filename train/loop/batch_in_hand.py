@@ -32,6 +32,7 @@ class BatchInHand:
         committed: how many steps on it are.
         scored: the micro-batches in which it was scored while it came; None: it was not.
         iterations: samples of each part that was scored.
+        slice: as of the selection.
     """
 
     samples: list[Sample]
@@ -44,6 +45,7 @@ class BatchInHand:
     committed: int = 0
     scored: Partition | None = None
     iterations: Sequence[int] = ()
+    slice: int | None = None
 
     def described(self, divide: Callable[[Sequence[Sample]], Partition]) -> Json | None:
         """What the manifest of its next step says of it.
@@ -83,6 +85,7 @@ def unfinished(log: Store, history: History, phase: str, config: TrainConfig) ->
         mini_batches(len(named), config.algorithm.demand, step_seed(config.seed, begun)),
         next=last.rollout_batch["number"] + 1,
         committed=len(taken),
+        slice=None if first.schedule is None else first.schedule["slice"],
     )
 
 
@@ -95,4 +98,6 @@ def without(in_hand: BatchInHand, leaf: str | None, config: TrainConfig) -> Batc
     if leaf is None or not left:
         return None
     parts = mini_batches(len(left), config.algorithm.demand, step_seed(config.seed, in_hand.first_step))
-    return BatchInHand(left, in_hand.cut, in_hand.first_step, parts, others=in_hand.others)
+    return BatchInHand(
+        left, in_hand.cut, in_hand.first_step, parts, others=in_hand.others, slice=in_hand.slice
+    )

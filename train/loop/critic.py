@@ -10,13 +10,16 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_stream, digest_tensors
+from rollbook.ingest.engines.weights.digests import digest_tensors, lines_of_stream
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.config.config import CriticConfig
-from rollbook.train.data.batch import Batch, MicroBatch, free
+from rollbook.train.data.batch import Batch, MicroBatch, free, in_sample_order
+from rollbook.train.loop import evidence
+from rollbook.train.loop.evidence import Evidence
 from rollbook.train.loop.finite import check_tokens, finite_values
+from rollbook.train.megatron.kept_digests import digest_of
 from rollbook.train.megatron.model import Build
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.ranks import Ranks
@@ -57,8 +60,8 @@ def recorded_critic(plan: StepPlanned) -> CriticConfig:
 def critic_inputs(critic: Policy) -> Json:
     """Digests of what the critic starts a step from."""
     return {
-        "critic_input_weights": critic.weights_digest(),
-        "critic_input_optimizer": critic.optimizer_digest(),
+        "critic_input_weights": critic.weights_digest().digest,
+        "critic_input_optimizer": critic.optimizer_digest().digest,
     }
 
 
@@ -69,10 +72,11 @@ def token_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """Digests of the critic's stages, and its metrics."""
+    """Digests of the critic's stages, their parts, and its metrics."""
 
     digests: Json
     metrics: Json
+    evidence: Evidence
 
 
 def run_critic(
@@ -89,18 +93,24 @@ def run_critic(
     if finite:
         check_tokens("value_losses", losses, batch, plan.partition)
     look = finite_values("critic_gradients") if finite else None
-    gradients = digest_stream(critic.stream_gradients(), look)
+    gradients = digest_of(lines_of_stream(critic.stream_gradients(), look))
     norm = critic.optimizer_step(plan.critic["learning_rate"])
     weights = critic.weights_digest(finite_values("critic_weights") if finite else None)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
-        "critic_gradients": gradients,
-        "critic_optimizer": critic.optimizer_digest(),
-        "critic_weights": weights,
+        "critic_gradients": gradients.digest,
+        "critic_optimizer": critic.optimizer_digest().digest,
+        "critic_weights": weights.digest,
     }
+    arrays = [loss.cpu().numpy() for loss in losses]
+    parts = evidence.of_tokens(
+        batch, value_losses=in_sample_order(batch.micro_batches, plan.partition, arrays)
+    ) | evidence.of_tensors(
+        critic_gradients=gradients, critic_optimizer=critic.optimizer_digest(), critic_weights=weights
+    )
     total = sum(float(loss.sum()) for loss in losses)
     metrics = {"value_loss": total / tokens, "critic_gradient_norm": norm} | _explained(batch)
-    return CriticResult(digests, metrics)
+    return CriticResult(digests, metrics, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from rollbook.train.data.batch import Batch, Partition, build_batch
 from rollbook.train.data.experience import (
     Bools,
     Experience,
+    Scores,
     age_weights,
     experience_of,
     trained_masks,
@@ -127,17 +128,14 @@ class Experiences:
         return self._policy.shape.mixture if plan.routing_replay else None
 
     def _make(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> None:
-        algorithm = recorded_algorithm(plan.algorithm)
-        # The same sample may be in several pairs: the manifest says by how much it is better in each.
-        ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
-        masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
         ahead, self._ahead = self._ahead, []
-        with timed("scoring"):
-            pending = [part.scores for part in ahead] or self._scored(plan, ordered, masks)
-            scores = joined_scores([part() for part in pending])
-        aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
-        others = others_of(ordered, plan.others)
-        self._held = experience_of(ordered, algorithm, scores, masks, aged, others)
+
+        def scores_of(ordered: Sequence[Sample], masks: Sequence[Bools]) -> Scores:
+            with timed("scoring"):
+                pending = [part.scores for part in ahead] or self._scored(plan, ordered, masks)
+                return joined_scores([part() for part in pending])
+
+        self._held = experience_at(plan, samples, scores_of)
         self._places = {}
         for place, ref in enumerate(all_samples(plan)):
             self._places.setdefault(ref["turn_id"], []).append(place)
@@ -177,6 +175,29 @@ def oldest_of(recipe: Json, version: int) -> int | None:
     if recipe.get("stale_tokens") != "mask" or recipe["max_staleness"] is None:
         return None
     return version - int(recipe["max_staleness"])
+
+
+def experience_at(
+    plan: StepPlanned,
+    samples: Mapping[str, Sample],
+    scores_of: Callable[[Sequence[Sample], Sequence[Bools]], Scores],
+) -> Experience:
+    """The experience of the rollout batch that a manifest begins.
+
+    Args:
+        samples: of the batch, by leaf turn.
+        scores_of: gives what models say of ordered samples, of their trained tokens.
+
+    Raises:
+        TrainError: a part of the algorithm gives another shape than is asked of it.
+    """
+    # The same sample may be in several pairs: the manifest says by how much it is better in each.
+    ordered = [replace(samples[ref["turn_id"]], margin=ref.get("margin")) for ref in all_samples(plan)]
+    masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
+    scores = scores_of(ordered, masks)
+    aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
+    others = others_of(ordered, plan.others)
+    return experience_of(ordered, recorded_algorithm(plan.algorithm), scores, masks, aged, others)
 
 
 def begins(plan: StepPlanned) -> bool:

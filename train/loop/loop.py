@@ -28,6 +28,7 @@ from rollbook.train.loop.feed import Feed
 from rollbook.train.loop.judge import Judge
 from rollbook.train.loop.publish import check_head, check_model
 from rollbook.train.loop.rate import rate_change
+from rollbook.train.loop.source_digests import file_digests
 from rollbook.train.loop.stopping import Stopped, Stopping
 from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import TrainingStart, Watcher
@@ -167,7 +168,8 @@ def _begin(watcher: Watcher, trainer: Trainer, feed: Feed, done: int, before: Ru
     demand = asdict(config.algorithm.demand)
     # With these the proxies know what is used, how much of it a step takes, and for how long.
     said = config.as_json() | {"source": source, "steps_done": done, "demand": demand}
-    trainer.write(RunOpened("train", said, environment=trainer.environment))
+    environment = trainer.environment | {"files": file_digests()}
+    trainer.write(RunOpened("train", said, environment=environment))
     trainer.sync_current()
 
 

@@ -267,7 +267,7 @@ class Publisher:
         overlap: bool = False,
     ) -> None:
         path = "" if record is None else record.path
-        digest = policy.weights_digest() if record is None else record.weights_digest
+        digest = policy.weights_digest().digest if record is None else record.weights_digest
         names = tuple(weight_shapes(policy.shape))
         own = (policy.shape.head_dim, self._config.run, names, policy.shape, self._config.dtype)
         release = Release(self._config.policy, version, digest, path, *own)

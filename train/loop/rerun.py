@@ -15,20 +15,28 @@ from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned, TrajectoryErased
 from rollbook.store.fold.history import CommittedStep, all_samples
 from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.data.batch import Batch
 from rollbook.train.data.samples import Sample, of_another_run, samples_of
+from rollbook.train.loop.evidence import Evidence, of_tensors
 from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.step import STAGES, run_step
 from rollbook.train.megatron.policy import Policy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RerunStep:
-    """A rerun step: the recorded and the new digest of every stage, and the new metrics."""
+    """A rerun step: the recorded and the new digest of every stage, and the new metrics.
+
+    Attributes:
+        evidence: of the parts of stages, with those of what the step started from.
+    """
 
     step: int
     recorded: Json
     found: Json
     metrics: Json
+    evidence: Evidence
+    batch: Batch
 
     @property
     def first_difference(self) -> str | None:
@@ -101,8 +109,21 @@ def rerun_steps(
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
         found = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        inputs = input_evidence(policy, experiences.critic)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
         batch = experiences.batch(plan, samples)
         result = run_step(policy, plan, batch, finite=False, critic=experiences.critic)
         recorded = plan.input_digests | step.committed.digests
-        yield RerunStep(plan.step, recorded, found | result.digests, result.metrics)
+        yield RerunStep(
+            plan.step, recorded, found | result.digests, result.metrics, inputs | result.evidence, batch
+        )
+
+
+def input_evidence(policy: Policy, critic: Policy | None) -> Evidence:
+    """The tensors that a step starts from."""
+    found = of_tensors(input_weights=policy.weights_digest(), input_optimizer=policy.optimizer_digest())
+    if critic is None:
+        return found
+    return found | of_tensors(
+        critic_input_weights=critic.weights_digest(), critic_input_optimizer=critic.optimizer_digest()
+    )

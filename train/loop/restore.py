@@ -15,8 +15,10 @@ from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.config.lora import LoraTraining
 from rollbook.train.loop.base import WholeCheckpoint, check_exact, nearest_whole, put_in_place
 from rollbook.train.loop.critic import restored_critic
-from rollbook.train.loop.environment import differences, fingerprint
+from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.experiences import Experiences
+from rollbook.train.loop.promise import promise
+from rollbook.train.loop.recorded_files import with_files
 from rollbook.train.loop.reference_process import ReferenceProcess
 from rollbook.train.loop.rerun import RerunStep, rerun_steps
 from rollbook.train.loop.scoring import References
@@ -141,17 +143,20 @@ def _run_again(
     try:
         for replayed in rerun_steps(log, of.policy, of.experiences, between, config.run):
             if replayed.first_difference is not None:
-                raise TrainError(f"{_differs(config, replayed, between, ranks)}, or {remedy}")
+                raise TrainError(f"{_differs(config, log, replayed, between, ranks)}, or {remedy}")
     except ReplayError as error:
         raise TrainError(f"run {config.run!r} cannot be resumed: {error}; {remedy}") from error
 
 
-def _differs(config: TrainConfig, replayed: RerunStep, between: list[CommittedStep], ranks: Ranks) -> str:
-    here = differences(between[-1].planned.environment, fingerprint_of(config, ranks))
+def _differs(
+    config: TrainConfig, log: Store, replayed: RerunStep, between: list[CommittedStep], ranks: Ranks
+) -> str:
+    recorded = between[-1].planned.environment
+    here = promise(*with_files(log, config.run, recorded, fingerprint_of(config, ranks)))
     return (
         f"run {config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
-        f"{replayed.first_difference}. What differs here: "
-        f"{'; '.join(here) or 'nothing that is known to change bits'}. Resume where it ran"
+        f"{replayed.first_difference}. What may change bits here: "
+        f"{'; '.join(here.reasons) or 'nothing that is known to'}. Resume where it ran"
     )
 
 

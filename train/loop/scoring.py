@@ -22,9 +22,9 @@ from rollbook.train.data.batch import (
     Partition,
     collate_tokens,
     free,
+    in_sample_order,
     micro_batches_of,
     shares_of,
-    token_values,
 )
 from rollbook.train.data.experience import Bools, Scores
 from rollbook.train.data.routing import Mixture
@@ -162,7 +162,7 @@ def score(
         mean = float(torch.cat(given)[:, 0].double().mean())
 
     def whole() -> Scores:
-        reference = None if pending is None else _in_order(micro_batches, parts, pending())
+        reference = None if pending is None else _ordered(micro_batches, parts, pending())
         return Scores(old, reference, values, mean)
 
     return whole
@@ -203,11 +203,8 @@ def _joined(
     policy: Policy, micro_batches: Sequence[MicroBatch], parts: Partition, read: Read[torch.Tensor]
 ) -> Singles:
     """What is read of the trained tokens of all samples, in their order, float32 [P]."""
-    return _in_order(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))
+    return _ordered(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))
 
 
-def _in_order(micro_batches: Sequence[MicroBatch], parts: Partition, read: Sequence[torch.Tensor]) -> Singles:
-    found: dict[int, Singles] = {}
-    for micro, part, values in zip(micro_batches, micro_batches_of(parts), read, strict=True):
-        found |= zip(part, token_values(micro, values.cpu().numpy()), strict=True)
-    return np.concatenate([np.zeros(0, np.float32), *(found[i] for i in sorted(found))])
+def _ordered(micro_batches: Sequence[MicroBatch], parts: Partition, read: Sequence[torch.Tensor]) -> Singles:
+    return in_sample_order(micro_batches, parts, [values.cpu().numpy() for values in read])

@@ -41,6 +41,11 @@ class Spent:
         return {f"{part}_s": seconds for part, seconds in parts.items()} | {"memory_gib": _peak_gib()}
 
 
+def is_spent(metric: str) -> bool:
+    """Whether a metric is of time or memory, which no replay computes again."""
+    return metric.endswith(("_s", "_gib"))
+
+
 def _peak_gib() -> float:
     """The most memory of the GPU, where there is one, or of this process, so far."""
     if torch.cuda.is_initialized():

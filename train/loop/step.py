@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_stream, digest_tensors
+from rollbook.ingest.engines.weights.digests import digest_tensors, lines_of_stream
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.shapes import shaped
-from rollbook.train.data.batch import Batch, MicroBatch
-from rollbook.train.loop import metrics
+from rollbook.train.data.batch import Batch, MicroBatch, in_sample_order, micro_batches_of
+from rollbook.train.loop import evidence, metrics
 from rollbook.train.loop.critic import run_critic
+from rollbook.train.loop.evidence import Evidence
 from rollbook.train.loop.finite import check_batch, check_samples, check_tokens, finite_values
 from rollbook.train.loop.predictions import Predictions
 from rollbook.train.loop.reward_scores import score_loss
 from rollbook.train.loop.routing import of_routing
+from rollbook.train.megatron.kept_digests import digest_of
 from rollbook.train.megatron.policy import Policy
 
 STAGES = (
@@ -68,10 +72,15 @@ began."""
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Digest of each stage after the input ones, and the step's metrics."""
+    """Digest of each stage after the input ones, and the step's metrics.
+
+    Attributes:
+        evidence: of the parts of stages.
+    """
 
     digests: Json
     metrics: Json
+    evidence: Evidence
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -92,8 +101,8 @@ def input_digests(policy: Policy, seed: int) -> Json:
     """Seed the generators and digest what the step starts from."""
     policy.seed_step(seed)
     return {
-        "input_weights": policy.weights_digest(),
-        "input_optimizer": policy.optimizer_digest(),
+        "input_weights": policy.weights_digest().digest,
+        "input_optimizer": policy.optimizer_digest().digest,
         "rng": rng_digest(),
     }
 
@@ -121,7 +130,8 @@ def run_step(
     if critic is None:
         return result
     learnt = run_critic(critic, plan, algorithm, batch, finite=finite)
-    return StepResult(result.digests | learnt.digests, result.metrics | learnt.metrics)
+    metrics_of_both = result.metrics | learnt.metrics
+    return StepResult(result.digests | learnt.digests, metrics_of_both, result.evidence | learnt.evidence)
 
 
 def _run_policy(
@@ -140,7 +150,7 @@ def _run_policy(
         check(given, values, batch, plan.partition)
         check("losses", losses, batch, plan.partition)
     look = finite_values("gradients") if finite else None
-    gradients = digest_stream(policy.stream_gradients(), look)
+    gradients = digest_of(lines_of_stream(policy.stream_gradients(), look))
     if plan.critic is not None and plan.critic["alone"]:
         norm = policy.gradient_norm()
     else:
@@ -149,13 +159,32 @@ def _run_policy(
     digests = batch.digests() | {
         given: digest_tensors({str(i): t for i, t in enumerate(values)}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
-        "gradients": gradients,
-        "optimizer": policy.optimizer_digest(),
-        "weights": weights,
+        "gradients": gradients.digest,
+        "optimizer": policy.optimizer_digest().digest,
+        "weights": weights.digest,
     }
+    parts = evidence.of_batch(batch) | _of_passes(batch, plan, given, values, losses)
+    parts |= evidence.of_tensors(gradients=gradients, optimizer=policy.optimizer_digest(), weights=weights)
     found = {"loss": float(sum(one.total for one in told)) / loss_of.divisor, "gradient_norm": norm}
     seen = metrics.all_of([one.seen for one in told])
-    return StepResult(digests, found | metrics.of_batch(batch) | metrics.of_tokens(seen) | routed)
+    found |= metrics.of_batch(batch) | metrics.of_tokens(seen) | routed
+    return StepResult(digests, found, parts)
+
+
+def _of_passes(
+    batch: Batch,
+    plan: StepPlanned,
+    given: str,
+    values: Sequence[torch.Tensor],
+    losses: Sequence[torch.Tensor],
+) -> Evidence:
+    """What the passes over a batch gave, by sample."""
+    arrays = {stage: [t.cpu().numpy() for t in of] for stage, of in ((given, values), ("losses", losses))}
+    if given == "logprobs":
+        whole = {s: in_sample_order(batch.micro_batches, plan.partition, of) for s, of in arrays.items()}
+        return evidence.of_tokens(batch, **whole)
+    order = np.argsort([i for part in micro_batches_of(plan.partition) for i in part])
+    return evidence.of_samples(**{s: np.concatenate(of)[order] for s, of in arrays.items()})
 
 
 @dataclass(frozen=True, slots=True)

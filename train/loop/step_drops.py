@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollbook.store.cut import parse_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import AllRejectedError, NotFiniteError
-from rollbook.store.events import Json, SampleDropped
-from rollbook.train.data.recipe import Drop
+from rollbook.store.events import Json, SampleDropped, StepPlanned
+from rollbook.train.data.recipe import Drop, decided
 from rollbook.train.data.samples import Sample
 
 SKIPS_IN_A_ROW = 8
@@ -42,16 +43,16 @@ class StepDrops:
         may = isinstance(error, AllRejectedError) or (on_not_finite != "stop" and error.stage != "weights")
         return may and self.skipped < SKIPS_IN_A_ROW
 
-    def hold_back(self, samples: Sequence[Sample], error: Skipped) -> None:
-        """Keep the step's drops, and its samples as drops, for the next plan; they count once a step
-        commits."""
+    def hold_back(self, samples: Sequence[Sample], error: Skipped, plan: StepPlanned) -> None:
+        """Keep the drops of a planned step, and its samples as drops, for the next plan; they count once a
+        step commits."""
         self.skipped += 1
         rule, detail = "all_rejected", {"error": str(error).partition(": the step is")[0]}
         if isinstance(error, NotFiniteError):
             rule = "not_finite"
             detail = {"stage": error.stage, "error": str(error).partition(": the step")[0]}
         one_each = {sample.leaf_turn_id: sample for sample in samples}
-        self._held_back += self._recorded
+        self._held_back += decided(self._recorded, plan.policy_version, parse_cut(plan.cut))
         self._held_back += [Drop(sample, rule, detail) for sample in one_each.values()]
         self._recorded = []
 
@@ -64,6 +65,15 @@ def drop_records(drops: Sequence[Drop], recipe: Json, step: int, attempt: int) -
     """The events of drops before an attempt at a step."""
     digest = digest_json(recipe)
     return [
-        SampleDropped(d.sample.trajectory_id, d.sample.leaf_turn_id, d.rule, digest, step, d.detail, attempt)
+        SampleDropped(
+            d.sample.trajectory_id,
+            d.sample.leaf_turn_id,
+            d.rule,
+            digest,
+            step,
+            d.detail,
+            attempt,
+            *(d.decided or (None, None)),
+        )
         for d in drops
     ]

@@ -23,7 +23,7 @@ from rollbook.store.fold.history import History
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.clock import Clock, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
-from rollbook.train.data.batch import Partition, packed_partition, partition
+from rollbook.train.data.batch import Partition
 from rollbook.train.data.mini_batches import mini_batches
 from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
@@ -35,6 +35,7 @@ from rollbook.train.loop.experiences import oldest_of
 from rollbook.train.loop.publish import Publisher
 from rollbook.train.loop.reference import steps_since
 from rollbook.train.loop.restore import adapted, fingerprint_of, restored
+from rollbook.train.loop.schedule import divided, schedule_of
 from rollbook.train.loop.spent import Spent
 from rollbook.train.loop.step import run_step, step_seed
 from rollbook.train.loop.step_drops import Skipped, StepDrops, drop_records
@@ -159,6 +160,7 @@ class Trainer:
             others,
             scored=scored,
             iterations=iterations,
+            slice=selection.slice,
         )
 
     def take_step(self) -> StepOutcome | None:
@@ -195,7 +197,7 @@ class Trainer:
             bad = error.sample if isinstance(error, NotFiniteError) and in_hand.next == 1 else None
             left = without(in_hand, bad, self._config) if self._config.on_not_finite == "retake" else None
             self._history.attempts[self.step] = plan.attempt
-            self._drops.hold_back([s for s in samples if left is None or s not in left.samples], error)
+            self._drops.hold_back([s for s in samples if left is None or s not in left.samples], error, plan)
             self._batch = left or in_hand
             self._end_batch()
             return None
@@ -203,7 +205,13 @@ class Trainer:
         self.version += 1
         found = result.metrics | self._spent.metrics(counted)
         outcome = StepOutcome(self.step, self.version, found, len(fresh))
-        self.write(StepCommitted(plan.step, plan.attempt, plan.policy, self.version, result.digests, found))
+        self.write(
+            StepCommitted(
+                *(plan.step, plan.attempt, plan.policy, self.version),
+                *(result.digests, found, result.evidence.described()),
+            ),
+            *result.evidence.vectors(self._config.record.vectors, plan.step, plan.attempt, plan.policy),
+        )
         self.step, self.done = self.step + 1, self.done + 1
         self._algorithm = self._algorithm.after(result.metrics)
         self._since_reference += 1
@@ -256,16 +264,13 @@ class Trainer:
             others=None if in_hand.committed else in_hand.others or None,
             lora=None if self._lora is None else self._lora.described,
             routing_replay=config.routing_replay,
+            schedule=schedule_of(config, self.done, in_hand.slice),
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:
         """Micro-batches of samples, by rank."""
-        config, copies = self._config, self._ranks.copies
-        unit = 2 if "pairs" in config.algorithm.needs else 1
-        if config.tokens_per_micro_batch is None:
-            return partition(len(samples), config.micro_batch_size, copies, unit)
-        work = self.policy.shape.work
-        return packed_partition(samples, config.tokens_per_micro_batch, work, unit, copies)
+        schedule = schedule_of(self._config, self.done, None)
+        return divided(samples, self._algorithm, schedule, self._ranks.copies, self.policy.shape.work)
 
     def _critic_plan(self) -> Json | None:
         """What the next manifest says of the critic."""

@@ -14,7 +14,7 @@ from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.given import Work, copied, given
-from rollbook.train.megatron.kept_digests import KeptDigests
+from rollbook.train.megatron.kept_digests import Digest, KeptDigests
 from rollbook.train.megatron.lora import ADAPTED, check_factors, factors, merged
 from rollbook.train.megatron.model import Build, MegatronParts, build
 from rollbook.train.megatron.offload import Offloaded
@@ -194,11 +194,11 @@ class TrainablePolicy:
         else:  # a copy each, since torch counts steps in place
             of.optimizer.state[of.tensor][field] = own.clone()
 
-    def weights_digest(self, look: Look | None = None) -> str:
+    def weights_digest(self, look: Look | None = None) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
         return self._digests.of("weights", self.stream_weights, look)
 
-    def optimizer_digest(self) -> str:
+    def optimizer_digest(self) -> Digest:
         """Digest of the optimizer state."""
         return self._digests.of("state", lambda: iter(self.optimizer_state().items()))
 

@@ -11,6 +11,7 @@ import torch
 from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.given import Work
+from rollbook.train.megatron.kept_digests import Digest
 from rollbook.train.megatron.shape import ModelShape
 
 T = TypeVar("T")
@@ -79,14 +80,14 @@ class Policy(Protocol):
             which names the rank that failed; where rank 0 did, its error.
         """
 
-    def weights_digest(self, look: Look | None = None) -> str:
+    def weights_digest(self, look: Look | None = None) -> Digest:
         """Digest of the weights, as in checkpoints and engines; kept until a method here changes them.
 
         Args:
             look: what is to look at each tensor first; it may raise.
         """
 
-    def optimizer_digest(self) -> str:
+    def optimizer_digest(self) -> Digest:
         """Digest of the optimizer state, kept likewise."""
 
     def seed_step(self, seed: int) -> None:

@@ -14,7 +14,7 @@ from rollbook.train.data.batch import MicroBatch
 from rollbook.train.megatron.backend import Kind
 from rollbook.train.megatron.fused_experts import put_together
 from rollbook.train.megatron.given import Work
-from rollbook.train.megatron.kept_digests import KeptDigests
+from rollbook.train.megatron.kept_digests import Digest, KeptDigests
 from rollbook.train.megatron.lora import check_factors, merged
 from rollbook.train.megatron.part import Part
 from rollbook.train.megatron.policy import LossOf, Read
@@ -120,11 +120,11 @@ class SpreadPolicy:
         said = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
         self._ask("take_state", said, own=lambda: self._part.spread_state(own))
 
-    def weights_digest(self, look: Look | None = None) -> str:
+    def weights_digest(self, look: Look | None = None) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
         return self._digests.of("weights", self.stream_weights, look)
 
-    def optimizer_digest(self) -> str:
+    def optimizer_digest(self) -> Digest:
         """Digest of the optimizer state."""
         return self._digests.of("state", self._stream_state)
 

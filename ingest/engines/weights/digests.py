@@ -54,7 +54,12 @@ def digest_tensors(tensors: Tensors) -> str:
 
 
 def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> str:
-    """The same of tensors that come one at a time; large ones are hashed by threads meanwhile.
+    """The same of tensors that come one at a time. Arguments as of `lines_of_stream`."""
+    return combine(lines_of_stream(tensors, look))
+
+
+def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> list[str]:
+    """The lines in a digest of tensors that come one at a time; large ones are hashed by threads meanwhile.
 
     Args:
         look: what is to look at each tensor first.
@@ -72,7 +77,7 @@ def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None
             if len(waiting) > HASHERS:  # no more of them are kept in memory
                 lines.append(waiting.popleft().result())
         lines += [line.result() for line in waiting]
-    return combine(lines)
+    return lines
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:

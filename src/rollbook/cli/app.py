@@ -14,10 +14,14 @@ from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
 from rollbook.cli.export import export_app
 from rollbook.cli.keys import keys_app
+from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
+from rollbook.cli.replay_bisect import replay_bisect
 from rollbook.cli.replay_bundle import export_app as replay_export_app
 from rollbook.cli.replay_bundle import open_bundle
+from rollbook.cli.replay_step import replay_step
+from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -40,7 +44,12 @@ app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(export_app, name="export")
+app.add_typer(lineage_app, name="lineage")
 app.command(cls=ServeCommand)(serve)
+replay_app.command("step")(replay_step)
+replay_app.command("run")(replay_run)
+replay_app.command("weights")(replay_weights)
+replay_app.command("bisect")(replay_bisect)
 
 
 class Format(StrEnum):
@@ -83,8 +92,8 @@ def sql(
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
-    outliers, bodies; policies, syncs, steps, metrics, evaluations, samples, drops,
-    lineage, ledger.
+    outliers, bodies; policies, syncs, activations, steps, metrics, evaluations,
+    samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
     from rollbook.cli.sql import run_query
@@ -285,24 +294,6 @@ def doctor(
     from rollbook.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(store, run, policy, as_of, json))
-
-
-@replay_app.command("step")
-def replay_step(
-    step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
-    store: StoreOption,
-    run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
-    trust_parts: Annotated[
-        bool,
-        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
-    ] = False,
-    json: AsJson = False,
-) -> None:
-    """Re-run a past optimizer step from the log and compare every stage bit for bit."""
-    from rollbook.cli.replay import replay_command
-
-    raise typer.Exit(replay_command(step, store, run, policy, trust_parts, json))
 
 
 @app.command("import")

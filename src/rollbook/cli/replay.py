@@ -1,54 +1,110 @@
-"""What `rollbook replay` prints."""
+"""What `rollbook replay step` prints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from rollbook import store
 from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import Console, print_json
-from rollbook.replay.step import StepReplay, replay_step
+from rollbook.replay.partial import Part
+from rollbook.replay.step import replay_step
+from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
+from rollbook.store import Store
+
+COLOURS = {
+    Verdict.equal: "green",
+    Verdict.within: "green",
+    Verdict.differs: "red",
+    Verdict.not_recorded: "dim",
+    Verdict.not_proven: "yellow",
+}
+LATE = 3
+"""Late rewards that are shown one by one."""
 
 
 def replay_command(
-    step: int, path: Path, run: str | None, policy: str, trust_parts: bool, as_json: bool
+    log: Store,
+    step: int,
+    run: str | None,
+    policy: str,
+    *,
+    trust_parts: bool,
+    one_rank: bool,
+    part: Part | None,
+    as_json: bool,
 ) -> int:
-    """Replay a step and print the comparison; the exit code, 0 if bit for bit and 1 if not."""
-    log = store.open(path)
+    """Replay a step and print the comparison; the exit code, 0 if no stage differs and 1 if one does."""
     with of_run(log, run):
-        result = replay_step(log, step, run, policy, trust_parts=trust_parts)
+        result = replay_step(log, step, run, policy, trust_parts=trust_parts, one_rank=one_rank, part=part)
     if as_json:
-        values = asdict(result) | {"bit_for_bit": result.bit_for_bit}
-        print_json(values)
+        print_json(described(result))
     else:
-        _print(result)
-    return 0 if result.bit_for_bit else 1
+        show(Console(), result)
+    return 0 if result.equal else 1
 
 
-def _print(result: StepReplay) -> None:
-    console = Console()
+def described(result: StepReplay) -> dict[str, object]:
+    """A replay for machines."""
+    return asdict(result) | {
+        "bit_for_bit": result.bit_for_bit,
+        "equal": result.equal,
+        "differs_in": result.differs_in,
+    }
+
+
+def show(console: Console, result: StepReplay) -> None:
+    """Print a replay for people."""
     shown = result.differs_at_step if result.differs_at_step is not None else result.step
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("stage", "recorded", "replayed", ""):
-        table.add_column(name)
-    for stage, (recorded, found) in result.stages.items():
-        same = recorded == found
-        mark = Text("equal", "green") if same else Text("differs", "red")
-        table.add_row(stage, (recorded or "")[:16], (found or "")[:16], mark)
-    console.print(
-        f"run {result.run}, step {shown}: replayed from the checkpoint of version "
-        f"{result.from_version}, {len(result.reran)} steps run again"
-    )
-    console.print(table)
+    what = "weights-only checkpoint" if result.weights_only else "checkpoint"
+    how = "by the log alone, without a model"
+    if result.from_version is not None:
+        how = f"from the {what} of version {result.from_version}, {len(result.reran)} steps run again"
+    console.print(f"run {result.run}, step {shown}: replayed {how}")
+    for line in result.passed_over:
+        console.tell(("passed over", "yellow"), f" {line}")
     for line in result.environment:
         console.tell(("environment", "yellow"), f" {line}")
-    if result.bit_for_bit:
-        console.tell(f"step {result.step}: ", ("bit for bit", "bold green"))
-    else:
+    console.print(stage_table(result.stages.values()))
+    _tell_late(console, result)
+    _tell_verdict(console, result)
+
+
+def stage_table(stages: Iterable[StageReplay]) -> Table:
+    """A row for each stage."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("stage", "recorded", "replayed", ""):
+        table.add_column(name, overflow="fold")
+    for one in stages:
+        mark = Text(str(one.verdict), COLOURS[one.verdict])
+        if one.why:
+            mark.append(f": {one.why}", "default")
+        table.add_row(one.stage, (one.recorded or "")[:16], (one.replayed or "")[:16], mark)
+    return table
+
+
+def _tell_late(console: Console, result: StepReplay) -> None:
+    for late in result.late[:LATE]:
+        of = late["trajectory_id"] if late["turn_id"] is None else f"turn {late['turn_id']}"
+        console.tell(
+            ("late", "yellow"),
+            f" reward {late['reward']:g} of {of}, by {late['source']!r}, came after the step was planned: "
+            "it changes nothing here",
+        )
+    if len(result.late) > LATE:
+        console.tell(("late", "yellow"), f" and {len(result.late) - LATE} more rewards")
+
+
+def _tell_verdict(console: Console, result: StepReplay) -> None:
+    first = result.first_difference
+    if first is not None:
         where = f", first at step {result.differs_at_step} in stage "
-        named = (result.differs_in or "", "bold")
-        console.tell(f"step {result.step}: ", ("differs", "bold red"), where, named)
+        console.tell(f"step {result.step}: ", ("differs", "bold red"), where, (first.stage, "bold"))
+        return
+    verdict = "bit for bit" if result.bit_for_bit else "equal within tolerances"
+    console.tell(f"step {result.step}: ", (verdict, "bold green"))
+    if open_ones := [one.stage for one in result.unproven]:
+        console.tell(("not proven", "yellow"), f" {', '.join(open_ones)}")

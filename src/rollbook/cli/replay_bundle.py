@@ -12,7 +12,7 @@ from rollbook.cli.options import AsJson, Run, StoreOption
 
 if TYPE_CHECKING:
     from rollbook.replay.bundle import Exported
-    from rollbook.replay.bundle_replay import BundleReplay
+    from rollbook.replay.verdict import StepReplay
     from rollbook.store.interchange.bundle_layout import Bundle
 
 _MIB = 1 << 20
@@ -23,6 +23,7 @@ class Without(StrEnum):
     """What can be left out of a bundle."""
 
     optimizer = "optimizer"
+    weights = "weights"
 
 
 export_app = typer.Typer(no_args_is_help=True, help="Write what a replay needs to one file, for others.")
@@ -37,7 +38,10 @@ def export_step(
     policy: Policy = "actor",
     without: Annotated[
         Without | None,
-        typer.Option(help="Leave it out: what comes before the optimizer's step can be proven then."),
+        typer.Option(
+            help="Leave out the optimizer: proven up to the gradients; or all weights: up to the losses "
+            "where the step recorded vectors, else up to the advantages."
+        ),
     ] = None,
     redact_text: Annotated[
         bool, typer.Option("--redact-text", help="Leave out all text; token ids and numbers stay.")
@@ -65,7 +69,7 @@ def export_step(
         done = export(
             *(log, to, step, run, policy),
             redact=redact_text,
-            optimizer=without is None,
+            without=without,
             trust_parts=trust_parts,
         )
     _tell_export(done, json)
@@ -100,7 +104,7 @@ def open_bundle(
     with opened_bundle(file, extract) as (bundle, log):
         found = replay_bundle(bundle, log, trust_parts=trust_parts) if replay else None
     _tell_opening(bundle, found, extract, json)
-    raise typer.Exit(1 if found is not None and found.differs_in is not None else 0)
+    raise typer.Exit(1 if found is not None and not found.equal else 0)
 
 
 def _tell_export(done: Exported, as_json: bool) -> None:
@@ -117,52 +121,29 @@ def _tell_export(done: Exported, as_json: bool) -> None:
 
 def _what(bundle: Bundle) -> str:
     """What a bundle is of, and what was left out of it."""
+    count = f"{len(bundle.steps)} {'step' if len(bundle.steps) == 1 else 'steps'} to run"
+    start = f"from the checkpoint of version {bundle.from_version}"
     parts = [
-        f"step {bundle.step} of run {bundle.run}, from the checkpoint of version {bundle.from_version}",
-        f"{len(bundle.steps)} {'step' if len(bundle.steps) == 1 else 'steps'} to run",
+        *(["by the log alone"] if bundle.from_version is None else [start, count]),
         f"{bundle.trajectories:,} trajectories",
         *(["without text"] if bundle.redacted else []),
         *(f"without the {what}" for what in bundle.without),
+        *([f"up to the {bundle.up_to}"] if bundle.up_to is not None else []),
     ]
-    return ", ".join(parts)
+    return f"step {bundle.step} of run {bundle.run}, " + ", ".join(parts)
 
 
-def _tell_opening(bundle: Bundle, found: BundleReplay | None, extract: Path | None, as_json: bool) -> None:
+def _tell_opening(bundle: Bundle, found: StepReplay | None, extract: Path | None, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from rollbook.cli.terminal import print_json, say
+    from rollbook.cli.replay import described, show
+    from rollbook.cli.terminal import Console, print_json, say
 
     if as_json:
-        print_json({"bundle": asdict(bundle), "replay": None if found is None else asdict(found)})
+        print_json({"bundle": asdict(bundle), "replay": None if found is None else described(found)})
         return
     say(f"whole: {_what(bundle)}")
     if extract is not None:
         say(f"extracted to {extract}, a store: rollbook store info --store {extract}")
     if found is not None:
-        _tell_replay(bundle, found)
-
-
-def _tell_replay(bundle: Bundle, found: BundleReplay) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from rollbook.cli.terminal import Console
-
-    console, table = Console(), Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("stage", "recorded", "replayed", ""):
-        table.add_column(name)
-    for stage, (recorded, replayed) in found.replay.stages.items():
-        mark = Text("equal", "green") if recorded == replayed else Text("differs", "red")
-        mark = Text("not proven", "yellow") if stage in found.not_proven else mark
-        table.add_row(stage, (recorded or "")[:16], (replayed or "")[:16], mark)
-    console.print(table)
-    for line in found.replay.environment:
-        console.tell(("environment", "yellow"), f" {line}")
-    if found.differs_in is not None:
-        where = f", first at step {found.differs_at_step} in stage "
-        console.tell(f"step {bundle.step}: ", ("differs", "bold red"), where, (found.differs_in, "bold"))
-    elif found.not_proven:
-        left = f"without the {', '.join(bundle.without)} the others cannot be proven"
-        console.tell(f"step {bundle.step}: ", ("bit for bit up to the gradients", "bold green"), f"; {left}")
-    else:
-        console.tell(f"step {bundle.step}: ", ("bit for bit", "bold green"))
+        show(Console(), found)

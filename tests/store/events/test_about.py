@@ -93,7 +93,7 @@ def test_what_the_kinds_say() -> None:
     of_policy = kinds_where(lambda said: said.of == "policy")
     assert sorted(of_policy) == [
         *("checkpoint.written", "eval.finished", "policy.published", "step.abandoned", "step.committed"),
-        *("step.failed", "step.planned", "stop.fired"),
+        *("step.failed", "step.planned", "step.vectors", "stop.fired"),
     ]
     assert kinds_where(lambda said: said.of == "run") == ["sample.dropped"]
     assert about("no.such.kind") == About()

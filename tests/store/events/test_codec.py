@@ -164,9 +164,10 @@ def test_what_json_spells_in_words(story: Any) -> None:
 def test_json_of_other_releases(story: Any) -> None:
     """An older version is read through its upcaster; a newer one, or an unknown kind, is refused."""
     dropped = next(as_json(e) for lane in story.values() for e in lane if e.kind == "sample.dropped")
-    assert dropped["schema_version"] == 2
-    older = {k: v for k, v in dropped.items() if k not in ("schema_version", "attempt")}
+    assert dropped["schema_version"] == 3
+    newer = ("schema_version", "attempt", "policy_version", "cut")
+    older = {k: v for k, v in dropped.items() if k not in newer}
     assert as_json(from_json(older)) == dropped
-    for wrong in (dropped | {"schema_version": 3}, dropped | {"kind": "moon.landed"}, {"kind": None}, {}):
+    for wrong in (dropped | {"schema_version": 4}, dropped | {"kind": "moon.landed"}, {"kind": None}, {}):
         with pytest.raises(FormatError, match="that this release reads"):
             from_json(wrong)

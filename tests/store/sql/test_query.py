@@ -36,7 +36,8 @@ def test_the_views_are_the_documented_ones() -> None:
     """Every view has its name, a sentence, and only reads views before it."""
     names = ["events", "runs", "rewards", "preferences", "turns", "trajectories", "tokens"]
     names += ["outliers", "paths", "bodies"]
-    names += ["policies", "syncs", "steps", "evaluations", "metrics", "samples", "drops", "lineage", "ledger"]
+    names += ["policies", "syncs", "activations", "steps", "evaluations", "metrics", "samples", "drops"]
+    names += ["lineage", "ledger"]
     assert [v.name for v in VIEWS] == names
     assert all(v.doc.endswith(".") for v in VIEWS)
 

@@ -97,7 +97,7 @@ def test_a_surrogate_of_ones_own(
     assert (result.bit_for_bit, result.environment) == (True, [])
     file.write_text(SURROGATE + "# another source\n")
     result = replay_step(ours, 1, trust_parts=True)
-    assert result.environment[0].startswith("parts: recorded {'own_surrogate:halved'")
+    assert result.environment[0].startswith("parts.own_surrogate:halved: recorded '")
 
 
 def test_an_algorithm_of_ones_own(

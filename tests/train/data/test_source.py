@@ -19,7 +19,7 @@ from rollbook.store.fold.trajectory import fold
 from rollbook.train.data.queue_source import QueueSource
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import all_samples
-from rollbook.train.data.source import EpochSource, epoch_slice, make_source
+from rollbook.train.data.source import EpochSource, EpochUnits, epoch_slice, make_source
 
 
 def _queue(fabric: Any, log: Store, history: History | None = None, **changes: Any) -> QueueSource:
@@ -52,7 +52,9 @@ def _epochs(count: int, size: int, seed: int, steps: range) -> list[str]:
 def _source(fabric: Any, store: Store, version: int = 0, done: int = 0, **changes: Any) -> EpochSource:
     """The samples of the store's head, in epochs."""
     config = fabric.config(fabric.SFT, **changes)
-    return EpochSource(config, store, store.head(), done, version)
+    cut = store.head()
+    which = (config.run, config.recipe, config.algorithm, config.seed, version)
+    return EpochSource(EpochUnits(store, cut, *which), cut, done)
 
 
 def _take(source: EpochSource, steps: int) -> list[str]:

@@ -226,7 +226,7 @@ def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Pat
         found = {name: tensor.clone() for name, tensor in policy.stream_weights()}
         assert list(found) == list(weight_shapes(policy.shape))
         assert all(torch.equal(found[name], given[name]) for name in found)
-        assert policy.weights_digest() == digest_tensors(given)
+        assert policy.weights_digest().digest == digest_tensors(given)
 
 
 def test_other_weights_in_its_place(
@@ -236,11 +236,11 @@ def test_other_weights_in_its_place(
     layout, ranks = spread
     for model in _models(layout):
         policy = _policy(ranks, model_folders, model)
-        own = policy.weights_digest()
+        own = policy.weights_digest().digest
         with policy.using(of_one[model].weights):
-            assert policy.weights_digest() == digest_tensors(of_one[model].weights)
+            assert policy.weights_digest().digest == digest_tensors(of_one[model].weights)
             other = policy.forward(BATCH, read_logits)
-        assert policy.weights_digest() == own
+        assert policy.weights_digest().digest == own
         assert not torch.allclose(other[0], of_one[model].logits[0], atol=1e-3)
 
 
@@ -256,9 +256,9 @@ def test_a_state_goes_on_from_another_layout(
             policy.load_adapter(one.adapter)
         else:
             policy.load_weights(one.weights)
-        assert policy.weights_digest() == digest_tensors(one.weights)
+        assert policy.weights_digest().digest == digest_tensors(one.weights)
         policy.load_optimizer_state(one.state)
-        assert policy.optimizer_digest() == digest_tensors(one.state)
+        assert policy.optimizer_digest().digest == digest_tensors(one.state)
         losses, weights = _next(policy)
         steps = {float(t) for name, t in policy.optimizer_state().items() if name.endswith(".step")}
         assert steps == {3.0}

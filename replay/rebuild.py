@@ -1,0 +1,133 @@
+"""Rebuilds a policy version that no checkpoint has: weights are a fold of the log."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollbook.replay.replayer import Replayer
+from rollbook.replay.starts import find_start
+from rollbook.replay.verdict import StepReplay
+from rollbook.store import Event, Store
+from rollbook.store.errors import ReplayError
+from rollbook.store.events import CheckpointWritten
+from rollbook.store.fold.history import CommittedStep, History
+from rollbook.store.interchange.destination import destination
+from rollbook.train.checkpoints.checkpoint import Checkpoint, write_checkpoint
+
+LANE = "replay"
+"""The lane that rebuilt checkpoints are recorded in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A version that was rebuilt.
+
+    Attributes:
+        proof: of the step that made it; of what came before only that it differs, where it does.
+        path: where it was written to; None where it was not, or differs.
+    """
+
+    run: str
+    policy: str
+    policy_version: int
+    weights_digest: str
+    proof: StepReplay
+    path: str | None = None
+
+
+def making(history: History, version: int) -> CommittedStep:
+    """The step that made a version.
+
+    Raises:
+        ReplayError: none did.
+    """
+    for step in history.steps.values():
+        if step.committed.policy_version == version:
+            return step
+    made = sorted(step.committed.policy_version for step in history.steps.values())
+    have = f"steps made versions {made[0]} to {made[-1]}" if made else "no step made any"
+    raise ReplayError(
+        f"run {history.run!r} has no step that made version {version} of policy {history.policy!r}: {have}"
+    )
+
+
+def rebuild(
+    log: Store,
+    history: History,
+    version: int,
+    out: Path | None = None,
+    *,
+    restore: bool = False,
+    trust_parts: bool = False,
+    done: Callable[[int], None] = lambda count: None,
+) -> Rebuilt:
+    """Run the steps from the nearest checkpoint to a version, and prove the digest of each on the way.
+
+    Args:
+        out: a new folder, to write it to as a checkpoint.
+        restore: write it into the store, as a checkpoint that training, exports and replays use.
+        done: told of steps as they are finished.
+
+    Raises:
+        ReplayError: no step made the version, or there is nothing to start from.
+        InterchangeError: `out` exists, or cannot be written.
+    """
+    target = making(history, version)
+    start = find_start(log, history, target)
+    if start.weights_only:
+        raise ReplayError(
+            f"version {version} cannot be rebuilt: the only checkpoint before it, of version "
+            f"{start.record.policy_version}, has no optimizer state; {'; '.join(start.passed_over)}"
+        )
+    with Replayer(log, history, start, trust_parts=trust_parts) as replayer:
+        reran: list[int] = []
+        for one in (*start.between, target):
+            found = replayer.run(one, claims=False)
+            reran.append(one.planned.step)
+            done(1)
+            if not found.equal:
+                break
+        differs = None if found.equal else found.step
+        proof = replace(found, reran=reran, differs_at_step=differs)
+        digest = target.committed.digests["weights"]
+        result = Rebuilt(history.run, history.policy, version, digest, proof)
+        if not proof.bit_for_bit:
+            return result
+        held, like = replayer.state(), start.path
+    if out is not None:
+        with destination(out, folder=True) as building:
+            record = _write(building, history, target, held, like)
+            for file in (building / record.path).iterdir():
+                file.rename(building / file.name)
+            shutil.rmtree(building / record.path.partition("/")[0])
+        result = replace(result, path=str(out))
+    if restore:
+        record = _write(log.path, history, target, held, like)
+        with log.writer(LANE) as writer:
+            writer.append([Event(record, history.run)]).result()
+        result = replace(result, path=str(log.path / record.path))
+    return result
+
+
+def _write(
+    root: Path, history: History, target: CommittedStep, held: Checkpoint, like: Path
+) -> CheckpointWritten:
+    """Write the version that a step made, below a folder."""
+    critic = None
+    if held.critic is not None and held.critic_optimizer is not None:
+        critic = held.critic, held.critic_optimizer
+    return write_checkpoint(
+        root,
+        history.run,
+        history.policy,
+        target.committed.policy_version,
+        held.weights,
+        held.optimizer,
+        like=like,
+        phase=target.planned.phase,
+        critic=critic,
+        adapter=held.adapter,
+    )

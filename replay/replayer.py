@@ -1,0 +1,377 @@
+"""Runs committed steps again, one after the other: whether each of their stages came out as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import orjson
+import torch
+
+from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.replay.claims import judged
+from rollbook.replay.compare import ORDER, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.partial import OfModel, Part, part_stages
+from rollbook.replay.schedule import schedule
+from rollbook.replay.selection import Selections, openings
+from rollbook.replay.starts import Start
+from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
+from rollbook.replay.written import STAGES_OF, written
+from rollbook.store import Store
+from rollbook.store.events import Json, StepPlanned, StepVectors
+from rollbook.store.fold.history import CommittedStep, History
+from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.lora import recorded_lora
+from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.data.batch import Batch
+from rollbook.train.data.recipe import ModelLimits
+from rollbook.train.loop.base import put_in_place
+from rollbook.train.loop.critic import recorded_critic, restored_critic
+from rollbook.train.loop.environment import fingerprint
+from rollbook.train.loop.evidence import recorded_values
+from rollbook.train.loop.experiences import Experiences, begins
+from rollbook.train.loop.promise import Promise, promise
+from rollbook.train.loop.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
+from rollbook.train.loop.scoring import References
+from rollbook.train.loop.step import STAGES
+from rollbook.train.megatron.model import Build, choose_device
+from rollbook.train.megatron.policy import Policy
+from rollbook.train.megatron.ranks import Ranks
+
+UPDATE = ("optimizer", "weights", "critic_optimizer", "critic_weights")
+"""Stages that need the optimizer's state."""
+NO_UPDATE = "the checkpoint has no optimizer state"
+
+
+@dataclass(slots=True, eq=False)
+class _Placed:
+    """A policy in place, for the steps of one training in one layout."""
+
+    made_for: Json
+    ranks: Ranks
+    policy: Policy
+    critic: Policy | None
+    experiences: Experiences
+
+
+@dataclass(slots=True, eq=False)
+class Replayer:
+    """Runs steps again from a start, in order.
+
+    Attributes:
+        trust_parts: import and run parts of somebody's own that manifests name (`module:name`).
+        one_rank: one rank in the place of all those of a layout.
+    """
+
+    log: Store
+    history: History
+    start: Start
+    trust_parts: bool = False
+    one_rank: bool = False
+    _placed: _Placed | None = None
+    _before: CommittedStep | None = None
+    _selections: Selections | None = None
+    _vectors: Mapping[tuple[int, int], Mapping[str, Singles]] | None = None
+    _references: References = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._references = References(self.log, self.history)
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._placed is not None:
+            self._placed.ranks.close()
+            self._placed = None
+
+    def run(self, step: CommittedStep, *, claims: bool = True) -> StepReplay:
+        """Run the next step, and compare all of its stages.
+
+        Args:
+            claims: also see whether its manifest follows from the log and from the training's settings, and
+                its checkpoint from the step.
+
+        Raises:
+            TrainError: it names parts of somebody's own that are not trusted, or cannot be loaded.
+            RankError: the step was taken by several ranks, and one of those that are started here ended.
+            ReplayError, CorruptionError, ModelError: the log does not hold a sample of it, or is damaged.
+        """
+        plan = step.planned
+        placed = self._place(plan)
+        (rerun,) = rerun_steps(self.log, placed.policy, placed.experiences, [step], self.history.run)
+        stages = self._stages(step, rerun, placed, claims=claims)
+        self._before = step
+        return self._replay(step, placed, stages, rerun.metrics, ORDER)
+
+    def _replay(
+        self,
+        step: CommittedStep,
+        placed: _Placed,
+        stages: Mapping[str, StageReplay],
+        found: Json,
+        wanted: Sequence[str],
+    ) -> StepReplay:
+        """What is said of a step.
+
+        Args:
+            found: its metrics.
+            wanted: the stages that are asked for.
+        """
+        plan = step.planned
+        said = self._promise(plan, placed.ranks)
+        return StepReplay(
+            run=self.history.run,
+            step=plan.step,
+            attempt=plan.attempt,
+            policy=plan.policy,
+            policy_version=plan.policy_version,
+            from_version=self.start.record.policy_version,
+            weights_only=self.start.weights_only,
+            reran=[plan.step],
+            stages={stage: stages[stage] for stage in wanted if stage in stages},
+            metrics=found,
+            environment=[str(one) for one in (*said.against, *said.beside)] + list(said.unsteady),
+            promised=said.bits,
+        )
+
+    def before(self, step: CommittedStep) -> tuple[Policy, Batch]:
+        """The policy in the state before the next step, and the step's batch, for whoever goes on himself.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        placed, _, batch = self._begun(step.planned)
+        return placed.policy, batch
+
+    def _begun(self, plan: StepPlanned) -> tuple[_Placed, Json, Batch]:
+        """What is in place for a step, the digests of what it starts from, and its batch."""
+        placed = self._place(plan)
+        torch.set_num_threads(int(plan.environment["threads"]))
+        found = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
+        return placed, found, placed.experiences.batch(plan, samples)
+
+    def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
+        """Run a part of the next step, of which no later one is to follow.
+
+        Raises:
+            TrainError, RankError, ReplayError, CorruptionError, ModelError: as `run`.
+        """
+        plan = step.planned
+        placed, found, batch = self._begun(plan)
+        inputs = input_evidence(placed.policy, placed.critic)
+        before = self._before or self._earlier(step)
+        sides = Sides(batch, hashes_of(step, before), inputs)
+        stages = {s: compared(s, plan.input_digests.get(s), digest, sides) for s, digest in found.items()}
+        if self.start.weights_only:
+            stages |= self._without_update(stages)
+        stages |= self._claims(step, batch, placed)
+        stages |= part_stages(step, part, OfModel(plan, batch, self._values(step), placed.policy))
+        return self._replay(step, placed, stages, {}, part.stages)
+
+    def state(self) -> Checkpoint:
+        """What a checkpoint of the version that the last step made would hold."""
+        assert self._placed is not None
+        assert self._before is not None
+        return _state(self._placed, self._before.planned)
+
+    # Putting in place -------------------------------------------------------------------------
+
+    def _place(self, plan: StepPlanned) -> _Placed:
+        """The policy in the state before a step, built as the step was."""
+        wanted = self._made_for(plan)
+        held = self._placed
+        if held is not None and (held.made_for == wanted or not begins(plan)):
+            return held
+        if self.trust_parts:
+            for name in named_parts(plan.algorithm):
+                load_part(name)
+        goes_on, state = self.start.goes_on, self.start.held
+        if held is not None:
+            goes_on = held.made_for["phase"] == plan.phase
+            state = _state(held, plan)
+            held.ranks.close()
+            self._placed = None
+        self._placed = self._built(plan, wanted, state, goes_on=goes_on)
+        return self._placed
+
+    def _made_for(self, plan: StepPlanned) -> Json:
+        environment = plan.environment
+        parallel = {} if self.one_rank else environment.get("parallel") or {}
+        return {
+            "phase": plan.phase,
+            "optimizer": plan.optimizer,
+            "lora": plan.lora,
+            "critic": None if plan.critic is None else plan.critic["optimizer"],
+            "parallel": parallel,
+            "dtype": environment["dtype"],
+            "device": str(environment["device"]).split(":")[0],
+        }
+
+    def _built(self, plan: StepPlanned, wanted: Json, held: Checkpoint, *, goes_on: bool) -> _Placed:
+        ranks = Ranks(*recorded_parallel(wanted["parallel"]))
+        try:
+            device = _device(wanted["device"])
+            threads = int(plan.environment["threads"])
+            how = Build(1, device, plan.seed, threads, wanted["dtype"])
+            optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
+            lora = None if plan.lora is None else recorded_lora(plan.lora)
+            shape = self.start.shape
+            own = replace(how, lora=None if lora is None else lora.config)
+            policy = ranks.policy("actor", shape, optimizer, own)
+            put_in_place(policy, held, lora, self._references, goes_on=goes_on)
+            critic = None
+            if plan.critic is not None:
+                settings = recorded_critic(plan)
+                critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on)
+        except BaseException:
+            ranks.close()
+            raise
+        return _Placed(wanted, ranks, policy, critic, Experiences(policy, self._references, critic))
+
+    def _promise(self, plan: StepPlanned, ranks: Ranks) -> Promise:
+        device = _device(str(plan.environment["device"]).split(":")[0])
+        here = fingerprint(device, plan.algorithm, ranks.described, dtype=plan.environment["dtype"])
+        return promise(plan.environment, here)
+
+    # Comparing --------------------------------------------------------------------------------
+
+    def _stages(
+        self, step: CommittedStep, rerun: RerunStep, placed: _Placed, *, claims: bool
+    ) -> dict[str, StageReplay]:
+        made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
+        checkpoint, held = None, None
+        if claims:
+            checkpoint, held = written(self.log, made, step.committed.digests)
+        before = self._before or self._earlier(step)
+        sides = Sides(
+            rerun.batch,
+            hashes_of(step, before),
+            rerun.evidence,
+            self._values(step),
+            _tensors_in(held),
+            _tensors_of(placed),
+        )
+        found = {
+            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides)
+            for stage in STAGES
+            if stage in rerun.recorded or stage in rerun.found
+        }
+        found["metrics"] = metrics(step, rerun.metrics)
+        if self.start.weights_only:
+            found |= self._without_update(found)
+        if claims:
+            found |= self._claims(step, rerun.batch, placed)
+        if checkpoint is not None:
+            found["checkpoint"] = checkpoint
+        return found
+
+    def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
+        """The stages that a start with weights alone cannot prove."""
+        names = ("input_optimizer", "critic_input_optimizer", *UPDATE)
+        return {
+            name: replace(found[name], verdict=Verdict.not_proven, replayed=None, why=NO_UPDATE, place=None)
+            for name in names
+            if name in found
+        }
+
+    def _claims(self, step: CommittedStep, batch: Batch, placed: _Placed) -> dict[str, StageReplay]:
+        run, policy = self.history.run, self.history.policy
+        if self._selections is None:
+            shape = self.start.shape
+            opened = openings(self.log, run, policy)
+            limits = ModelLimits(shape.vocab, shape.context)
+            self._selections = Selections(self.log, self.history, limits, opened)
+        shape = self.start.shape
+        mixture = shape.mixture if step.planned.routing_replay else None
+        self._selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
+        found = {"selection": judged("selection", self._selections.claim(step))}
+        found["schedule"] = self._schedule(step, batch, placed, self._selections)
+        return found
+
+    def _schedule(
+        self, step: CommittedStep, batch: Batch, placed: _Placed, selections: Selections
+    ) -> StageReplay:
+        if selections.excerpt and step.planned.schedule is not None:
+            return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")
+        due = schedule(self.history, step, selections.openings, batch, placed.policy, placed.critic)
+        return StageReplay("schedule", Verdict.not_recorded) if due is None else judged("schedule", due)
+
+    def _earlier(self, step: CommittedStep) -> CommittedStep | None:
+        """The step that made the version that a step starts from."""
+        made = step.planned.policy_version
+        return next((s for s in self.history.steps.values() if s.committed.policy_version == made), None)
+
+    def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
+        """What the step recorded of each trained token, by stage."""
+        if self._vectors is None:
+            self._vectors = recorded_vectors(self.log, self.history)
+        return self._vectors.get((step.planned.step, step.planned.attempt), {})
+
+
+def recorded_vectors(log: Store, history: History) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
+    """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
+
+    Raises:
+        ReplayError: something of it cannot be read.
+    """
+    found: dict[tuple[int, int], dict[str, Singles]] = {}
+    for event in log.events_of([StepVectors.KIND]):
+        of = event.record
+        if isinstance(of, StepVectors) and (event.run, of.policy) == (history.run, history.policy):
+            found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
+    return found
+
+
+def _device(kind: str) -> torch.device:
+    """Of the kind that was recorded, if there is one here."""
+    return choose_device("cpu" if kind == "cuda" and not torch.cuda.is_available() else kind)
+
+
+def _state(placed: _Placed, plan: StepPlanned) -> Checkpoint:
+    """What a checkpoint of the policy in place would hold, which was trained as a manifest says."""
+    policy, critic = placed.policy, placed.critic
+    adapter = None
+    if plan.lora is not None and (factors := policy.adapter()):
+        adapter = Adapter(_copied(factors), recorded_lora(plan.lora))
+    return Checkpoint(
+        _copied(policy.weights()),
+        _copied(policy.optimizer_state()),
+        None if critic is None else _copied(critic.weights()),
+        None if critic is None else _copied(critic.optimizer_state()),
+        adapter,
+    )
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _tensors_in(held: Checkpoint | None) -> TensorsOf:
+    """The tensors of the checkpoint of the version that a step made."""
+
+    def find(stage: str, name: str) -> torch.Tensor | None:
+        what = next((what for what, of in STAGES_OF.items() if of == stage), None)
+        tensors: Tensors | None = None if held is None or what is None else getattr(held, what)
+        return None if tensors is None else tensors.get(name)
+
+    return find
+
+
+def _tensors_of(placed: _Placed) -> TensorsOf:
+    """The tensors of the policy in place."""
+
+    def find(stage: str, name: str) -> torch.Tensor | None:
+        policy = placed.critic if stage.startswith("critic") else placed.policy
+        if policy is None:
+            return None
+        if stage.endswith("weights"):
+            return policy.weights().get(name)
+        return policy.optimizer_state().get(name) if stage.endswith("optimizer") else None
+
+    return find

@@ -1,0 +1,106 @@
+"""Whether a step's learning rate, seed, samples and micro-batches are those that its training's settings
+give at this step, and its algorithm what the one before came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollbook.replay.claims import Claim
+from rollbook.store.events import Json, StepPlanned
+from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.registry import recorded_algorithm
+from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.data.batch import Batch
+from rollbook.train.data.mini_batches import mini_batches
+from rollbook.train.loop.critic import recorded_critic
+from rollbook.train.loop.schedule import divided
+from rollbook.train.loop.step import step_seed
+from rollbook.train.megatron.policy import Policy
+
+
+def schedule(
+    history: History,
+    step: CommittedStep,
+    openings: Sequence[Json],
+    batch: Batch,
+    policy: Policy,
+    critic: Policy | None,
+) -> Claim | None:
+    """The claim of a step's manifest; None where the step did not record what it follows from.
+
+    Args:
+        openings: the configurations that the run's trainings of the policy were opened with.
+        batch: of the step; policy, critic: any of its training.
+    """
+    plan = step.planned
+    if plan.schedule is None:
+        return None
+    settings = plan.schedule
+    algorithm, earlier = recorded_algorithm(plan.algorithm), history.of_family(family_of(plan.phase))
+    number = [one.planned.step for one in earlier].index(plan.step)
+    parallel, ranks = recorded_parallel(plan.environment.get("parallel") or {})
+    said: Json = {
+        "number": settings["number"],
+        "seed": plan.seed,
+        "learning_rate": plan.learning_rate,
+        "algorithm": _without_reference(plan.algorithm, algorithm),
+        "partition": plan.partition,
+        "mini_batch": [ref["turn_id"] for ref in plan.samples],
+    }
+    due: Json = {
+        "number": number,
+        "seed": step_seed(settings["seed"], plan.step),
+        "learning_rate": policy.learning_rate(number, settings["steps"]),
+        "algorithm": _algorithm_due(earlier, number, openings, plan, algorithm),
+        "partition": divided(batch.samples, algorithm, settings, parallel.copies(ranks), policy.shape.work),
+        "mini_batch": _mini_batch_due(history, plan, algorithm),
+    }
+    if critic is not None and plan.critic is not None:
+        rate, alone = plan.critic["learning_rate"], plan.critic["alone"]
+        said |= {"critic_learning_rate": rate, "critic_alone": alone}
+        own = recorded_critic(plan)
+        due |= {
+            "critic_learning_rate": critic.learning_rate(number, settings["steps"]),
+            "critic_alone": number < own.alone_steps,
+        }
+    for key in ("seed", "steps"):
+        opened = [config[key] for config in openings if key in config]
+        said[f"training_{key}"] = settings[key]
+        due[f"training_{key}"] = settings[key] if settings[key] in opened or not opened else opened[-1]
+    return Claim(said, due)
+
+
+def _without_reference(said: Json, algorithm: Algorithm) -> Json:
+    """An algorithm's keys, but for the reference's version where training renews it."""
+    dropped = () if algorithm.reference_interval is None else ("reference_version",)
+    return {key: value for key, value in said.items() if key not in dropped}
+
+
+def _algorithm_due(
+    earlier: Sequence[CommittedStep],
+    number: int,
+    openings: Sequence[Json],
+    plan: StepPlanned,
+    algorithm: Algorithm,
+) -> Json:
+    """The keys of the algorithm that follow the step before, or that the training was opened with."""
+    if number:
+        before = earlier[number - 1]
+        after = recorded_algorithm(before.planned.algorithm).after(before.committed.metrics)
+        return _without_reference(after.model_dump(mode="json"), algorithm)
+    own = _without_reference(plan.algorithm, algorithm)
+    opened = [_without_reference(config["algorithm"], algorithm) for config in openings]
+    return own if own in opened or not opened else opened[-1]
+
+
+def _mini_batch_due(history: History, plan: StepPlanned, algorithm: Algorithm) -> list[str]:
+    """The leaf turns of the part of the rollout batch that the step takes."""
+    batch = plan.rollout_batch
+    if batch is None or batch["steps"] == 1:
+        return [ref["turn_id"] for ref in all_samples(plan)]
+    whole = history.batch_of(plan)
+    assert plan.schedule is not None
+    seed = step_seed(plan.schedule["seed"], batch["first_step"])
+    part = mini_batches(len(whole), algorithm.demand, seed)[batch["number"]]
+    return [whole[i]["turn_id"] for i in part]

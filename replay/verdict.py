@@ -1,0 +1,140 @@
+"""What a replay says of a step, stage by stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollbook.store.events import Json
+
+
+class Verdict(StrEnum):
+    """What a replay says of a stage."""
+
+    equal = "equal"
+    """It came out as recorded, bit for bit; or by the log it is as the manifest says."""
+    within = "equal within"
+    """Its numbers are within the tolerance for where bits cannot be promised."""
+    differs = "differs"
+    not_recorded = "not recorded"
+    """The release that took the step did not record it."""
+    not_proven = "not proven"
+    """What it follows from is not here; `StageReplay.why` says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a stage begins to differ, as far as the step's records say; None where they do not.
+
+    Attributes:
+        sample: its place in the manifest; token: its place in the sample's path.
+        tensor: its name; element: an index of each of its dimensions.
+        key: of a manifest, or a metric.
+        recorded, replayed: the values there; ulps: how many numbers of their type lie between them.
+    """
+
+    sample: int | None = None
+    trajectory_id: str | None = None
+    trajectory: str | None = None
+    turn_id: str | None = None
+    token: int | None = None
+    tensor: str | None = None
+    element: tuple[int, ...] | None = None
+    key: str | None = None
+    recorded: Json | str | float | None = None
+    replayed: Json | str | float | None = None
+    ulps: int | None = None
+
+    def said(self) -> str:
+        """In words."""
+        parts = [] if self.key is None else [self.key]
+        if self.sample is not None:
+            parts.append(f"sample {self.sample}")
+        if self.trajectory is not None:
+            parts.append(f"trajectory {self.trajectory}")
+        if self.turn_id is not None:
+            parts.append(f"turn {self.turn_id}")
+        if self.token is not None:
+            parts.append(f"token {self.token}")
+        if self.tensor is not None:
+            parts.append(self.tensor + ("" if self.element is None else str(list(self.element))))
+        where = ", ".join(parts)
+        if self.recorded is None and self.replayed is None:
+            return where
+        apart = "" if self.ulps is None else f" ({self.ulps:,} ulps apart)"
+        return f"{where}: recorded {self.recorded}, replayed {self.replayed}{apart}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageReplay:
+    """A stage of a step, as it was recorded and as it is now: digests, and what that comes to.
+
+    Attributes:
+        why: it differs or is not proven, where that is known.
+    """
+
+    stage: str
+    verdict: Verdict
+    recorded: str | None = None
+    replayed: str | None = None
+    why: str = ""
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """The replay of one step: a value, printed elsewhere.
+
+    Attributes:
+        from_version: policy version of the checkpoint it started from; None: no model was asked.
+        weights_only: that had no optimizer state, so the step's update is not proven.
+        reran: steps run again, this one last.
+        differs_at_step: this one, or the first before it that differs, whose stages these then are.
+        stages: by name, in the order in which they depend on each other.
+        metrics: as computed now.
+        environment: differences between the recorded environment and this one.
+        promised: whether bits can be promised here; if not, numbers are compared within tolerances.
+        passed_over: why nearer checkpoints were not started from.
+        late: rewards of its trajectories that came after it was planned.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    policy: str
+    policy_version: int
+    from_version: int | None
+    weights_only: bool
+    reran: list[int]
+    stages: dict[str, StageReplay]
+    metrics: Json
+    environment: list[str] = field(default_factory=list)
+    promised: bool = True
+    differs_at_step: int | None = None
+    passed_over: tuple[str, ...] = ()
+    late: list[Json] = field(default_factory=list)
+
+    @property
+    def first_difference(self) -> StageReplay | None:
+        """The first stage that differs."""
+        return next((one for one in self.stages.values() if one.verdict == Verdict.differs), None)
+
+    @property
+    def differs_in(self) -> str | None:
+        """The name of that stage."""
+        return None if (first := self.first_difference) is None else first.stage
+
+    @property
+    def bit_for_bit(self) -> bool:
+        """Whether every stage that could be proven came out as recorded."""
+        return all(one.verdict not in (Verdict.differs, Verdict.within) for one in self.stages.values())
+
+    @property
+    def equal(self) -> bool:
+        """Whether none differs beyond what is tolerated here."""
+        return self.first_difference is None
+
+    @property
+    def unproven(self) -> list[StageReplay]:
+        """Stages that could not be proven."""
+        return [one for one in self.stages.values() if one.verdict == Verdict.not_proven]

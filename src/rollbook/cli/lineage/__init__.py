@@ -1,0 +1,1 @@
+"""`rollbook lineage`: where things of the log come from, and what they led to."""

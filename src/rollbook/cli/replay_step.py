@@ -1,0 +1,106 @@
+"""`rollbook replay step`: its options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollbook.cli.options import AsJson, Run, StoreOption
+
+if TYPE_CHECKING:
+    from rollbook.replay.partial import Part
+    from rollbook.store import Store
+
+
+def replay_step(
+    step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
+    store: StoreOption,
+    run: Run = None,
+    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
+    first: Annotated[str | None, typer.Option("--from", help="First stage to show and judge.")] = None,
+    last: Annotated[
+        str | None, typer.Option("--to", help="Last stage; nothing beyond is run. E.g. advantages, losses.")
+    ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this sample: its place in the step, or (the end of) an id. Up to losses."),
+    ] = None,
+    group: Annotated[list[str] | None, typer.Option(help="Only samples of this group.")] = None,
+    micro_batch: Annotated[list[int] | None, typer.Option(help="Only samples of this micro-batch.")] = None,
+    no_model: Annotated[
+        bool,
+        typer.Option(
+            "--no-model", help="By the log alone, up to losses: logprobs as recorded ([record] vectors)."
+        ),
+    ] = False,
+    trust_parts: Annotated[
+        bool,
+        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
+    ] = False,
+    one_rank: Annotated[
+        bool,
+        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Re-run a past optimizer step from the log and compare every stage bit for bit.
+
+    Beside what is computed it is seen whether the recipe chooses these samples
+    at the step's cut and drops those (selection), whether learning rate, seed
+    and micro-batches follow from the configuration (schedule), and whether the
+    checkpoint that was written is what the step made. The first sample, token
+    or tensor that differs is named, as far as the step recorded it.
+
+    Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
+    """
+    from rollbook import store as stores
+    from rollbook.cli.replay import replay_command
+
+    log = stores.open(store)
+    asked = (first, last, sample, group, micro_batch)
+    part = None
+    if any(asked) or no_model:
+        part = _part(log, step, run, policy, asked, no_model=no_model)
+    raise typer.Exit(
+        replay_command(
+            log, step, run, policy, trust_parts=trust_parts, one_rank=one_rank, part=part, as_json=json
+        )
+    )
+
+
+_Asked = tuple[str | None, str | None, list[str] | None, list[str] | None, list[int] | None]
+
+
+def _part(log: Store, step: int, run: str | None, policy: str, asked: _Asked, *, no_model: bool) -> Part:
+    """The part of the step that is asked for.
+
+    Raises:
+        ReplayError: there is no such stage, sample, group or micro-batch.
+    """
+    from rollbook.replay.compare import ORDER
+    from rollbook.replay.partial import FORWARD, Part, chosen
+    from rollbook.replay.step import history_with
+    from rollbook.store.cut import parse_cut
+    from rollbook.store.errors import ReplayError
+
+    first, last, samples, groups, micro_batches = asked
+    for stage in (first, last):
+        if stage is not None and stage not in ORDER:
+            raise ReplayError(f"there is no stage {stage!r}; there are {', '.join(ORDER)}")
+    plan = history_with(log, step, run, policy).steps[step].planned
+    named: dict[str, str | None] = {}
+    if groups:
+        ids = {ref["trajectory_id"] for ref in plan.samples}
+        found = log.trajectories(parse_cut(plan.cut), ids)
+        named = {trajectory_id: t.opened.group for trajectory_id, t in found.items()}
+    places = chosen(
+        plan, named, samples=samples or (), groups=groups or (), micro_batches=micro_batches or ()
+    )
+    bounded = places is not None or no_model
+    last = last or (FORWARD[-1] if bounded else ORDER[-1])
+    part = Part(first or ORDER[0], last, places, model=not no_model)
+    if bounded and not part.passes_alone:
+        what = "some samples are" if places is not None else "the log alone is"
+        raise ReplayError(f"--to {last}: {what} replayed up to {FORWARD[-1]}, for what follows is of all")
+    return part

@@ -1,0 +1,175 @@
+"""`rollbook replay run`, `weights` and `bisect`: many steps of a training at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollbook.cli.options import AsJson, Run, StoreOption
+from rollbook.cli.terminal import Console, print_json
+
+if TYPE_CHECKING:
+    from rollbook.replay.stretch import Break, ProvenStep
+    from rollbook.replay.verdict import StepReplay
+
+Policy = Annotated[str, typer.Option(help="Which line of weights.")]
+First = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
+Last = Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")]
+TrustParts = Annotated[
+    bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
+]
+
+
+def replay_run(
+    store: StoreOption,
+    first: First = None,
+    last: Last = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, each from checkpoints of its own.")] = 1,
+    run: Run = None,
+    policy: Policy = "actor",
+    trust_parts: TrustParts = False,
+    json: AsJson = False,
+) -> None:
+    """Prove a stretch of a training: replay every step of it, from checkpoint to checkpoint.
+
+    First, by the log alone, each step must start with the weights and the
+    optimizer that the one before it ended with. Then each is run again, and all
+    its stages compared. A segment ends at its first difference, since what
+    follows starts from it; the next begins at its own checkpoint.
+
+    Exit codes: 0 nothing differs, 1 something does, 2 no step can be replayed.
+    """
+    from rollbook import store as stores
+    from rollbook.cli.progress import progress
+    from rollbook.replay.stretch import history_of, prove_stretch
+
+    log = stores.open(store)
+    history = history_of(log, run, policy)
+    ends = _ends(history.steps, first, last)
+    total = sum(ends[0] <= n <= ends[1] for n in history.steps)
+    with progress("replaying steps", total) as advance:
+        found = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
+    if json:
+        print_json(_described(found.steps, found.broken) | {"run": found.run, "equal": found.equal})
+    else:
+        console = Console()
+        show_breaks(console, found.broken)
+        _show_steps(console, found.steps)
+    if all(one.replay is None for one in found.steps):
+        raise typer.Exit(2)
+    raise typer.Exit(0 if found.equal else 1)
+
+
+def replay_weights(
+    version: Annotated[int, typer.Argument(help="The policy version to rebuild.")],
+    store: StoreOption,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write it to this new folder, as a checkpoint.")
+    ] = None,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Write it into the store, as the checkpoint that it had.")
+    ] = False,
+    run: Run = None,
+    policy: Policy = "actor",
+    trust_parts: TrustParts = False,
+    json: AsJson = False,
+) -> None:
+    """Rebuild a version that no checkpoint has, and prove each step's digests on the way.
+
+    Weights are a fold of the log: the nearest checkpoint before the version, and
+    the committed steps since, run again. So checkpoints between may be removed
+    ([checkpoint] of a CONFIG) and had again.
+
+    Exit codes: 0 it is the version, 1 a step on the way differs, 2 it cannot be rebuilt.
+    """
+    from rollbook import store as stores
+    from rollbook.cli.progress import progress
+    from rollbook.replay.rebuild import making, rebuild
+    from rollbook.replay.starts import find_start
+    from rollbook.replay.stretch import history_of
+
+    log = stores.open(store)
+    history = history_of(log, run, policy)
+    total = 1 + len(find_start(log, history, making(history, version)).between)
+    with progress("running steps again", total) as advance:
+        found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
+    proof, console = found.proof, Console()
+    if json:
+        from rollbook.cli.replay import described
+
+        print_json(asdict(found) | {"proof": described(proof)})
+    elif proof.bit_for_bit:
+        steps = len(proof.reran)
+        console.print(
+            f"version {version} of policy {policy}, run {found.run}: from the checkpoint of version "
+            f"{proof.from_version}, {steps} step{'s' * (steps != 1)} run again, each bit for bit"
+        )
+        console.print(f"weights {found.weights_digest}", soft_wrap=True)
+        if found.path is not None:
+            console.print(f"written to {found.path}", soft_wrap=True)
+    else:
+        _show_steps(console, _as_steps([proof]))
+    raise typer.Exit(0 if proof.bit_for_bit else 1)
+
+
+def _ends(steps: dict[int, Any], first: int | None, last: int | None) -> tuple[int, int]:
+    return min(steps) if first is None else first, max(steps) if last is None else last
+
+
+def _as_steps(replays: list[StepReplay]) -> list[ProvenStep]:
+    from rollbook.replay.stretch import ProvenStep
+
+    return [ProvenStep(one.differs_at_step or one.step, one) for one in replays]
+
+
+def _described(steps: list[ProvenStep], broken: list[Break]) -> dict[str, Any]:
+    """A stretch for machines: of each step the verdict, and of the first that differs all of it."""
+    from rollbook.cli.replay import described
+
+    def one(step: ProvenStep) -> dict[str, Any]:
+        replay = step.replay
+        if replay is None:
+            return {"step": step.step, "verdict": "not proven", "why": step.why}
+        if replay.equal:
+            unproven = [stage.stage for stage in replay.unproven]
+            return {"step": step.step, "verdict": _verdict(replay), "not_proven": unproven}
+        return {"step": step.step, "verdict": "differs", "replay": described(replay)}
+
+    return {"broken": [asdict(b) for b in broken], "steps": [one(step) for step in steps]}
+
+
+def _verdict(replay: StepReplay) -> str:
+    if not replay.equal:
+        return "differs"
+    return "bit for bit" if replay.bit_for_bit else "equal within"
+
+
+def show_breaks(console: Console, broken: list[Break]) -> None:
+    """Print where the chain of digests does not hold."""
+    for one in broken:
+        console.tell(
+            f"step {one.step} ",
+            ("starts otherwise", "bold red"),
+            f" than the step before it ended: {one.stage} {one.starts_with[:16]}, not {one.ended_with[:16]}",
+        )
+
+
+def _show_steps(console: Console, steps: list[ProvenStep]) -> None:
+    """A line for each run of steps of the same verdict, and for each that differs."""
+    lines: list[tuple[int, int, str, str]] = []
+    for one in steps:
+        verdict = "not proven" if one.replay is None else _verdict(one.replay)
+        why = one.why
+        if one.replay is not None and (first := one.replay.first_difference) is not None:
+            why = f"first in stage {first.stage}" + (f": {first.why}" if first.why else "")
+        if lines and lines[-1][2:] == (verdict, why) and lines[-1][1] + 1 == one.step:
+            lines[-1] = (lines[-1][0], one.step, verdict, why)
+        else:
+            lines.append((one.step, one.step, verdict, why))
+    colours = {"differs": "bold red", "not proven": "yellow"}
+    for start, end, verdict, why in lines:
+        named = f"step {start}" if start == end else f"steps {start} to {end}"
+        console.tell(f"{named}: ", (verdict, colours.get(verdict, "bold green")), f" {why}" if why else "")

@@ -1,0 +1,174 @@
+"""`rollbook lineage`: what it prints, and what it says of what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from lineage_story import A, B
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store.events import RunOpened
+
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def lineage(cli: Any, story: Store, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What `rollbook lineage ...` prints of the story, which it must."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*words: object) -> str:
+        code, out, err = cli("lineage", *words, "--store", story.path)
+        assert (code, err) == (0, ""), err
+        return str(out)
+
+    return run
+
+
+@pytest.fixture
+def refused(cli: Any, story: Store) -> Told:
+    """What `rollbook lineage ...` says of bad input."""
+
+    def run(*words: object) -> str:
+        code, out, err = cli("lineage", *words, "--store", story.path)
+        assert (code, out) == (2, "")
+        return " ".join(err.replace("│", " ").split())
+
+    return run
+
+
+def test_a_trajectory(lineage: Told) -> None:
+    """Both ways, a line each."""
+    said = lineage("trajectory", "one")
+    assert "run demo, split train, completed, written by serve" in said
+    assert f"engine {A}, verified " in said
+    assert f"sync {A}/1 by tensor finished, 4,096 bytes in 0.25 s" in said
+    assert f"engine {B}, never seen to hold it, sync {B}/1 by tensor failed: timed out" in said
+    assert "agent 0.25 at serve=" in said
+    assert said.count("known to step 0") == 1
+    assert "judge 1 at serve=" in said
+    assert "known to no step that trained on it" in said
+    assert "turns, 7 sampled tokens (7 trained): 3" in said
+    assert (
+        "step 0 of actor committed: sample one.1, position 0, rank 0, micro-batch 0, 4 tokens with loss"
+        in said
+    )
+    assert "descendants: v2 to v5, 4 versions, 1 of them abandoned" in said
+    assert "evaluated: reward 0.75" in said
+    assert "actor v4 weights w2, the weights of v2 under another number, c/4" in said
+
+
+def test_an_adopted_and_a_dropped_one(lineage: Told) -> None:
+    """The lanes in order, and the rule."""
+    assert "written by serve then other" in lineage("trajectory", "four")
+    assert "2 tokens by no known version kept out (no version)" in lineage("trajectory", "four")
+    assert "staleness at step 0, attempt 1 committed" in lineage("trajectory", "two")
+    assert "compared with, not trained on, by: 1" in lineage("trajectory", "six")
+
+
+def test_a_sample(lineage: Told) -> None:
+    """The turns of its path."""
+    said = lineage("sample", "one.2")
+    assert "turns, 5 sampled tokens (5 trained): 2" in said
+    assert "one.1" not in said
+
+
+def test_a_token(lineage: Told) -> None:
+    """By its turn or its trajectory; what a step made of it, and why."""
+    said = lineage("token", "one:6")
+    assert said == lineage("token", "one.2:2")
+    assert "id 7, logprob -1.0000" in said
+    assert "trained  step 0 of actor committed: sample one.2" in said
+    said = lineage("token", "three.0:2")
+    assert "no committed step trained on it" in said
+    assert "not trained: cut off  step 1 of actor, attempt 2 committed" in said
+
+
+def test_a_step_and_a_version(lineage: Told) -> None:
+    """From and to."""
+    said = lineage("step", 1)
+    assert "committed, attempt 2, planned at other=5,serve=" in said
+    assert "1 failed: out of memory" in said
+    assert "0 three three.1, 2 turns from serve=" in said
+    assert "2 turns, 3 tokens by actor v1" in said
+    assert "steps that consumed samples with them: 1" in said
+    assert "samples dropped: 1 by staleness" in lineage("step", 0)
+    said = lineage("policy", 5)
+    assert "made from: v4 to v0, 4 versions" in said
+    assert "no earlier version" in lineage("policy", 0)
+
+
+def test_long_lists_are_shortened(cli: Any, fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To their first eight, unless all are asked for."""
+    monkeypatch.setenv("COLUMNS", "300")
+    store = fabric.trained_path()
+    _, short, _ = cli("lineage", "step", 10, "--store", store)
+    _, full, _ = cli("lineage", "step", 10, "--store", store, "--full")
+    assert "and 4 more: --full" in short
+    assert (short.count("micro-batch"), full.count("micro-batch")) == (8, 12)
+    _, said, _ = cli("lineage", "policy", 12, "--store", store)
+    assert "made from: v11 to v0, 12 versions" in said
+    assert [f"v{n} " in said.split("made from")[1] for n in (10, 8)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (("trajectory", "one"), {"trajectory_id": "one", "sample": None, "lanes": ["serve"]}),
+        (("sample", "one.2"), {"trajectory_id": "one", "sample": "one.2"}),
+        (("token", "one:6"), {"token_id": 7, "index": 2, "reached": True, "logprob": -1.0}),
+        (("step", 1), {"step": 1, "attempt": 2, "drops": {}, "status": "committed"}),
+        (("policy", 5), {"sampled": {"trajectories": 0, "turns": 0, "tokens": 0}}),
+    ],
+)
+def test_json(lineage: Told, words: tuple[Any, ...], keys: dict[str, Any]) -> None:
+    """All of it, for machines."""
+    value = orjson.loads(lineage(*words, "--json"))
+    assert {key: value[key] for key in keys} == keys
+
+
+def test_at_an_earlier_cut(cli: Any, story: Store) -> None:
+    """What came later is not there: neither the later versions nor the late reward."""
+    planned = next(e for e in rb.open(story.path).events() if e.kind == "step.planned" and e.record.step == 1)
+    cut = f"{planned.record.cut},train={planned.seq}"
+    code, out, _ = cli("lineage", "trajectory", "one", "--store", story.path, "--as-of", cut, "--json")
+    value = orjson.loads(out)
+    assert code == 0
+    assert [v["version"] for v in value["made"]] == [1]
+    assert (value["descendants"], [r["reward"] for r in value["rewards"]]) == ([], [0.25])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("trajectory", "on"), "no trajectory 'on' among 6; near names: one; list them: rollbook sql"),
+        (("trajectory", "one", "--run", "nope"), "no run 'nope'; there are: demo"),
+        (("sample", "nope"), "no turn 'nope': give the id of a sample's last turn"),
+        (("sample", "one.0"), "the leaves of its samples are: one.1, one.2"),
+        (("token", "one"), "'one' is not TURN:INDEX or TRAJECTORY:INDEX, such as task-7:0"),
+        (("token", "nope:1"), "no turn 'nope', and no trajectory 'nope' among 6"),
+        (("token", "one:99"), "trajectory 'one' has no sampled token 99: its tokens are 0 to 6"),
+        (("step", 9), "this store has no step 9 of policy 'actor'; list them: rollbook sql"),
+        (("policy", 9, "--policy", "critic"), "this store has no version 9 of policy 'critic'; list them"),
+        (("step", 1, "--as-of", "serve=1"), "this store has no step 1"),
+    ],
+)
+def test_what_is_not_there(refused: Told, words: tuple[Any, ...], said: str) -> None:
+    """The thing, and the remedy; exit code 2."""
+    assert said in refused(*words)
+
+
+def test_a_step_of_several_runs(cli: Any, fabric: Any, tmp_path: Any) -> None:
+    """The runs are named; --run chooses."""
+    log = rb.open(tmp_path / "store", create=True)
+    for run in ("a", "b"):
+        made = [RunOpened("train", {}), fabric.planned(0, 0), fabric.committed(0, 1)]
+        fabric.append(log, made, f"train-{run}", run)
+    for what in (("step", 0), ("policy", 1)):
+        code, _, err = cli("lineage", *what, "--store", log.path)
+        assert (code, "runs a, b each have a" in " ".join(err.split())) == (2, True)
+        assert cli("lineage", *what, "--store", log.path, "--run", "b")[0] == 0

@@ -1,0 +1,187 @@
+"""`rollbook replay run` and `rollbook replay weights`, and the search for the first bad step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollbook.replay.first_bad import find_first_bad
+from rollbook.replay.rebuild import rebuild
+from rollbook.replay.step import replay_step
+from rollbook.replay.stretch import Break, chain, history_of, prove_stretch, segments
+from rollbook.store import Store
+from rollbook.store.errors import InterchangeError, ReplayError
+from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.train.checkpoints.checkpoint import read_checkpoint
+
+Stores = Callable[..., Store]
+
+
+def test_a_training_is_proven_from_checkpoint_to_checkpoint(fabric: Any, trained: Stores) -> None:
+    """Two trainings that follow each other, each step run once, from the checkpoint before it."""
+    log = trained()
+    history = history_of(log, None, "actor")
+    assert segments(history, 0, 99) == [[0, 1, 2, 3], [4, 5, 6, 7], [8], [9, 10], [11]]
+    assert segments(history, 5, 8) == [[5, 6, 7], [8]]
+    counted: list[int] = []
+    found = prove_stretch(log, history, 0, 11, done=counted.append)
+    assert [one.step for one in found.steps] == list(range(12)) == list(range(sum(counted)))
+    assert all(one.replay is not None and one.replay.bit_for_bit for one in found.steps)
+    assert [one.replay.reran for one in found.steps if one.replay][5] == [4, 5]
+    assert (found.broken, found.equal) == ([], True)
+
+
+def test_by_several_processes(trained: Stores, cli: Any) -> None:
+    """`--jobs 2` gives the same, in order; exit code 0."""
+    code, out, _ = cli("replay", "run", "--store", trained().path, "--from", 3, "--jobs", 2, "--json")
+    values = orjson.loads(out)
+    assert (code, values["equal"], values["broken"]) == (0, True, [])
+    assert [(one["step"], one["verdict"]) for one in values["steps"]] == [
+        (step, "bit for bit") for step in range(3, 12)
+    ]
+
+
+def test_a_step_that_differs_ends_its_segment_alone(trained: Stores, tamper: Any, cli: Any) -> None:
+    """What it leads to is not proven; the next checkpoint's steps are."""
+    log = trained()
+    tamper.event(
+        log, "step.committed", lambda r: replace(r, digests=r.digests | {"losses": "0" * 64}), step=5
+    )
+    code, out, _ = cli("replay", "run", "--store", log.path, "--json")
+    steps = orjson.loads(out)["steps"]
+    assert code == 1
+    assert [one["verdict"] for one in steps[4:9]] == [
+        *("bit for bit", "differs", "not proven", "not proven", "bit for bit")
+    ]
+    assert steps[5]["replay"]["differs_in"] == "losses"
+    code, out, _ = cli("replay", "run", "--store", log.path, "--from", 4, "--to", 8)
+    said = " ".join(out.split())
+    assert code == 1
+    assert "step 5: differs first in stage losses" in said
+    assert "steps 6 to 7: not proven its segment differs from step 5 on" in said
+
+
+def test_the_chain_of_digests(fabric: Any, trained: Stores, tamper: Any) -> None:
+    """A step that does not start with what the last one ended with is named without running anything."""
+    log = trained()
+    assert chain(history_of(log, None, "actor"), range(12)) == []
+    was = fabric.steps_of(log).steps[6].committed.digests["weights"]
+    tamper.event(
+        log,
+        "step.planned",
+        lambda p: replace(p, input_digests=p.input_digests | {"input_weights": "1" * 64}),
+        step=7,
+    )
+    assert chain(history_of(log, None, "actor"), range(12)) == [Break(7, "input_weights", was, "1" * 64)]
+
+
+def test_an_erased_trajectory_blocks_only_what_needs_it(fabric: Any, trained: Stores) -> None:
+    """Its step, and those that can be reached through it alone: the rest is replayed from the checkpoint on
+    the other side."""
+    log = trained()
+    used = fabric.steps_of(log).steps
+    ids = [{ref["trajectory_id"] for ref in step.planned.samples} for step in used.values()]
+    only = sorted(ids[9] - set.union(*ids[:9], *ids[10:]))[0]
+    erase_trajectory(log, only, "asked")
+    found = prove_stretch(log, history_of(log, None, "actor"), 8, 11)
+    assert [one.replay is not None for one in found.steps] == [True, False, False, True]
+    assert "were erased (asked)" in found.steps[1].why
+    assert "lead through step 9, of which tokens were erased" in found.steps[2].why
+
+
+def test_from_weights_alone(fabric: Any, trained: Stores) -> None:
+    """Where no whole checkpoint leads to a step, its own weights prove its passes and its gradients, and it
+    is said what they cannot."""
+    log = trained()
+    record = fabric.checkpoint(10, phase=None, optimizer=None)
+    history = history_of(log, None, "actor")
+    made = rebuild(log, history, 10, log.path / "made")
+    target = log.path / "checkpoints/demo/actor/v00000010"
+    shutil.copytree(log.path / "made", target)
+    manifest = orjson.loads((target / "rollbook.json").read_bytes())
+    manifest |= {"optimizer_digest": None, "optimizer_tensors": {}}
+    (target / "rollbook.json").write_bytes(orjson.dumps(manifest))
+    (target / "optimizer.safetensors").unlink()
+    said = replace(record, path="checkpoints/demo/actor/v00000010", weights_digest=made.weights_digest)
+    fabric.append(log, [said], "train")
+    shutil.rmtree(log.path / "checkpoints/demo/actor/v00000009")
+    for version in (0, 4, 8):
+        shutil.rmtree(log.path / f"checkpoints/demo/actor/v{version:08d}")
+    result = replay_step(log, 10)
+    assert (result.weights_only, result.from_version, result.equal) == (True, 10, True)
+    assert [one.stage for one in result.unproven] == ["input_optimizer", "optimizer", "weights"]
+    assert {result.stages[s].verdict for s in ("logprobs", "losses", "gradients", "metrics")} == {"equal"}
+    with pytest.raises(ReplayError, match="cannot be replayed from any checkpoint"):
+        replay_step(log, 9)
+
+
+# Versions without a checkpoint --------------------------------------------------------------------
+
+
+def test_a_version_is_rebuilt(fabric: Any, trained: Stores, cli: Any, tmp_path: Path) -> None:
+    """Proven step by step, and written as the checkpoint that it would have had; or into the store."""
+    log = trained()
+    digest = fabric.steps_of(log).steps[6].committed.digests["weights"]
+    code, out, _ = cli("replay", "weights", 7, "--store", log.path, "-o", tmp_path / "v7")
+    assert code == 0
+    said = " ".join(out.split())
+    assert "from the checkpoint of version 4, 3 steps run again, each bit for bit" in said
+    assert digest in said
+    held = read_checkpoint(tmp_path / "v7")
+    assert held.optimizer is not None
+    with pytest.raises(InterchangeError, match="exists"):
+        rebuild(log, history_of(log, None, "actor"), 7, tmp_path / "v7")
+    code, out, _ = cli("replay", "weights", 7, "--store", log.path, "--restore", "--json")
+    values = orjson.loads(out)
+    assert (code, values["weights_digest"], values["proof"]["bit_for_bit"]) == (0, digest, True)
+    assert values["path"].endswith("checkpoints/demo/actor/v00000007")
+    result = replay_step(log, 7)
+    assert (result.from_version, result.bit_for_bit) == (7, True)
+    assert replay_step(log, 6).stages["checkpoint"].verdict == "equal"
+
+
+def test_what_cannot_be_rebuilt(trained: Stores, tamper: Any, cli: Any, tmp_path: Path) -> None:
+    """A version that no step made is exit code 2; one that comes out otherwise is 1, and is not written."""
+    log = trained()
+    code, _, err = cli("replay", "weights", 99, "--store", log.path)
+    assert code == 2
+    assert "steps made versions 1 to 12" in " ".join(err.split())
+    tamper.event(
+        log, "step.committed", lambda r: replace(r, digests=r.digests | {"weights": "0" * 64}), step=5
+    )
+    code, out, _ = cli("replay", "weights", 7, "--store", log.path, "-o", tmp_path / "v7")
+    assert code == 1
+    assert "step 5: differs first in stage weights" in " ".join(out.split())
+    assert not (tmp_path / "v7").exists()
+
+
+# The first bad step -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [0, 3, 6, 8, 11])
+def test_the_first_bad_step_is_found(trained: Stores, tamper: Any, bad: int) -> None:
+    """Where all steps from one on differ: steps behind checkpoints are bisected, then those between."""
+    log = trained()
+
+    def otherwise(record: Any) -> Any:
+        return replace(record, digests=record.digests | {"gradients": "0" * 64})
+
+    for step in range(bad, 12):
+        tamper.event(log, "step.committed", otherwise, step=step)
+    found = find_first_bad(log, history_of(log, None, "actor"), 0, 11)
+    assert found.first is not None
+    assert (found.first.differs_at_step, found.first.differs_in) == (bad, "gradients")
+    assert len(found.ran) <= 1 + 3 + 4
+
+
+def test_none_is_bad(trained: Stores) -> None:
+    """Then none of those that were run differs."""
+    log = trained()
+    found = find_first_bad(log, history_of(log, None, "actor"), 0, 11)
+    assert (found.first, found.broken) == (None, [])
