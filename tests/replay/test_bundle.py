@@ -20,6 +20,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.replay.bundle import export_step, opened_bundle
 from rollbook.replay.bundle_replay import replay_bundle
+from rollbook.replay.step import replay_step
 from rollbook.replay.verdict import StepReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError, ReplayError, TrainError
@@ -50,6 +51,16 @@ def plain(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_step(log, folder / "step-10.rollbook", 10)
     shutil.rmtree(log.path)
     return folder / "step-10.rollbook"
+
+
+@pytest.fixture(scope="module")
+def of_critic(fabric: Any, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Four steps of PPO, two on each rollout batch, with a critic and a reference. Never write to it."""
+    log = fabric.record_store(tmp_path_factory.mktemp("critic") / "store", teachers=0)
+    algorithm = {"name": "ppo", "groups": 4, "mini_batches": 2, "kl": 0.1}
+    settings = fabric.config(fabric.GRPO, steps=4, algorithm=algorithm, critic={"lr": 0.01})
+    fabric.train(log, settings)
+    return log
 
 
 # Replayed -----------------------------------------------------------------------------------------
@@ -106,13 +117,9 @@ def test_a_fresh_process_opens_it(fabric: Any, plain: Path, tmp_path: Path) -> N
     assert rb.open(tmp_path / "made").head() == rb.parse_cut(values["bundle"]["head"])
 
 
-def test_a_critic_a_reference_and_a_rollout_batch(fabric: Any, tmp_path: Path) -> None:
+def test_a_critic_a_reference_and_a_rollout_batch(of_critic: Store, tmp_path: Path) -> None:
     """A later step on a batch, with weights of a critic and of a reference, which needs no optimizer."""
-    log = fabric.record_store(tmp_path / "store", teachers=0)
-    algorithm = {"name": "ppo", "groups": 4, "mini_batches": 2, "kl": 0.1}
-    fabric.train(log, fabric.config(fabric.GRPO, steps=4, algorithm=algorithm, critic={"lr": 0.01}))
-    done = export_step(log, tmp_path / "one.rollbook", 3)
-    shutil.rmtree(log.path)
+    done = export_step(of_critic, tmp_path / "one.rollbook", 3)
     names = [member.name.removeprefix("checkpoints/demo/actor/") for member in done.bundle.members]
     assert done.bundle.steps == (2, 3)
     assert {n for n in names if n.endswith("safetensors")} == {
@@ -181,6 +188,65 @@ def opened_samples(path: Path) -> list[str]:
     """Ids of the trajectories in a bundle, in order."""
     with opened_bundle(path) as (_, opened):
         return sorted(opened.trajectories())
+
+
+def test_without_weights(fabric: Any, trained: Stores, tmp_path: Path, cli: Any, tamper: Any) -> None:
+    """By the log alone: to the losses where vectors were recorded, else to the advantages; selection too."""
+    log = trained()
+    fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
+    record = {"vectors": ["logprobs", "losses"]}
+    fabric.train(log, fabric.config(fabric.GRPO, seed=5, steps=1, record=record))
+    done = [export_step(log, tmp_path / str(step), step, without="weights") for step in (0, 11, 12)]
+    tamper.event(log, "reward.assigned", lambda r: replace(r, reward=7.5), trajectory_id="g6.0")
+    export_step(log, tmp_path / "changed", 12, without="weights")
+    shutil.rmtree(log.path)
+    stages = {"selection", "samples", "old_logprobs", "rewards", "advantages"}
+    for one, more in zip(done, (set(), set(), {"logprobs", "losses"}), strict=True):
+        assert one.bundle.up_to == ("losses" if more else "advantages")
+        assert (one.bundle.from_version, one.bundle.without) == (None, ("weights",))
+        [model] = [m.name for m in one.bundle.members if m.name.startswith("checkpoints/")]
+        assert model.endswith("/config.json")
+        with opened_bundle(Path(one.to)) as (bundle, opened):
+            found = replay_bundle(bundle, opened)
+        assert (set(found.stages), found.equal, found.from_version) == (stages | more, True, None)
+        assert _not_proven(found) == ({"selection"} if bundle.step == 0 else set())
+    code, out, _ = cli("replay", "open", tmp_path / "12")
+    assert (code, "by the log alone, 8 trajectories, without the weights, up to the losses" in out) == (
+        0,
+        True,
+    )
+    code, out, _ = cli("replay", "open", tmp_path / "changed", "--json")
+    assert (code, orjson.loads(out)["replay"]["differs_in"]) == (1, "rewards")
+    code, _, err = cli("replay", "open", tmp_path / "12", "--no-replay", "--extract", tmp_path / "made")
+    code, _, err = cli("replay", "step", 12, "--store", tmp_path / "made")
+    assert (code, "cannot be replayed from any checkpoint" in err) == (2, True)
+
+
+def test_a_critics_step_without_the_optimizer_or_weights(of_critic: Store, tmp_path: Path) -> None:
+    """Weights of the critic stay, and what it gives is proven; without any the step is refused, with why."""
+    export_step(of_critic, tmp_path / "one", 2, without="optimizer")
+    with opened_bundle(tmp_path / "one") as (bundle, opened):
+        found = replay_bundle(bundle, opened)
+    updates = {"input_optimizer", "optimizer", "weights"}
+    assert _not_proven(found) == {"schedule"} | updates | {f"critic_{stage}" for stage in updates}
+    assert (found.equal, found.weights_only) == (True, True)
+    assert found.stages["critic_gradients"].verdict == Verdict.equal
+    with pytest.raises(ReplayError, match=r"one of several on a rollout batch.*Leave out --without"):
+        export_step(of_critic, tmp_path / "two", 2, without="weights")
+    assert not (tmp_path / "two").exists()
+
+
+def test_samples_that_were_used_before(fabric: Any, trained: Stores, tamper: Any, tmp_path: Path) -> None:
+    """An earlier step that used the same samples is in the bundle, so that it is seen there too."""
+    log = trained()
+    again = fabric.steps_of(log).steps[11].planned.samples
+    tamper.event(log, "step.planned", lambda plan: replace(plan, samples=again), step=9)
+    export_step(log, tmp_path / "one", 11)
+    with opened_bundle(tmp_path / "one") as (bundle, opened):
+        assert set(fabric.steps_of(opened).steps) == {9, 10, 11}
+        found = replay_bundle(bundle, opened)
+    assert (bundle.steps, found.differs_in) == ((11,), "selection")
+    assert found.stages["selection"] == replay_step(log, 11).stages["selection"]
 
 
 def _plant(record: Any) -> Any:
