@@ -21,8 +21,8 @@ __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
 BENCHES = (
-    *("append", "hostile", "learning", "loop", "materialize", "proxy", "recover", "scale", "seal", "sql"),
-    *("sync", "tail", "train"),
+    *("append", "bits", "hostile", "learning", "loop", "materialize", "proxy", "recover", "scale", "seal"),
+    *("sql", "sync", "tail", "train"),
 )
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 

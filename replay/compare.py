@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollbook.replay.tolerances import Arrays, Tolerance, compare_stage, tolerance_of
 from rollbook.replay.ulps import ulps
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store.digest import digest_json
@@ -56,6 +57,25 @@ class Sides:
     tensors: TensorsOf = nowhere
 
 
+@dataclass(frozen=True, slots=True)
+class Lenient:
+    """What tolerances hang on, where bits are not promised.
+
+    Attributes:
+        stages: of the step; dtype: of its weights and activations.
+        at_checkpoint: whether the step starts right at a checkpoint; else what it starts with is off already.
+    """
+
+    stages: frozenset[str]
+    dtype: str
+    learning_rate: float
+    at_checkpoint: bool
+
+    def tolerance(self, stage: str) -> Tolerance:
+        """How near a stage comes."""
+        return tolerance_of(stage, self.stages, self.dtype)
+
+
 def hashes_of(step: CommittedStep, before: CommittedStep | None) -> RecordedHashes:
     """The hashes that a step recorded, and of what it starts from those of the step before.
 
@@ -77,15 +97,60 @@ def hashes_of(step: CommittedStep, before: CommittedStep | None) -> RecordedHash
     )
 
 
-def compared(stage: str, recorded: str | None, found: str | None, sides: Sides) -> StageReplay:
-    """The verdict on a stage by its digests; where they differ, with the place."""
+def compared(
+    stage: str, recorded: str | None, found: str | None, sides: Sides, lenient: Lenient | None = None
+) -> StageReplay:
+    """The verdict on a stage by its digests; where they differ, with the place.
+
+    Args:
+        lenient: bits are not promised here, so numbers are compared within tolerances, where there are any.
+    """
     if recorded is None:
         return StageReplay(stage, Verdict.not_recorded, None, found)
     if recorded == found:
         return StageReplay(stage, Verdict.equal, recorded, found)
+    if lenient is not None and (near := _nearly(stage, recorded, found, sides, lenient)) is not None:
+        return near
     place = place_in(stage, sides)
     why = "" if place is None else place.said()
     return StageReplay(stage, Verdict.differs, recorded, found, why, place)
+
+
+def _nearly(
+    stage: str, recorded: str, found: str | None, sides: Sides, lenient: Lenient
+) -> StageReplay | None:
+    """The verdict on a stage whose bits are not promised and are others; None where they have to be the same,
+    or its numbers are too far off."""
+    if stage.removeprefix("critic_").startswith("input_") and not lenient.at_checkpoint:
+        why = "bits are not promised, and steps were run again before"
+        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+    if lenient.tolerance(stage).exact:
+        return None
+    numbers = _numbers(stage, sides)
+    if numbers is None:
+        why = "bits are not promised; only a digest was recorded"
+        return StageReplay(stage, Verdict.not_proven, recorded, found, why)
+    near = compare_stage(
+        stage, *numbers, stages=lenient.stages, dtype=lenient.dtype, rate=lenient.learning_rate
+    )
+    if near.verdict == "differs":
+        return None
+    why = "" if near.worst is None else f"at most {near.worst.share:.0%} of what it may be off"
+    return StageReplay(stage, Verdict.within, recorded, found, why)
+
+
+def _numbers(stage: str, sides: Sides) -> tuple[Arrays, Arrays] | None:
+    """(recorded, found) numbers of a stage, by name; None where they are not all there."""
+    if stage in sides.values and stage in sides.evidence.values:
+        return {stage: sides.values[stage]}, {stage: sides.evidence.values[stage]}
+    names = [name_in(line) for line in sides.evidence.tensors.get(stage, ())]
+    recorded = {name: sides.recorded_tensors(stage, name) for name in names}
+    found = {name: sides.tensors(stage, name) for name in names}
+    if not names or any(t is None for t in (*recorded.values(), *found.values())):
+        return None
+    both = ({n: _wide(t) for n, t in of.items() if t is not None} for of in (recorded, found))
+    before, now = both
+    return before, now
 
 
 def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | None:
@@ -111,7 +176,7 @@ def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | Non
     return _sample_place(sides.batch, int(odd[0])) if len(odd) else None
 
 
-def metrics(step: CommittedStep, found: Json) -> StageReplay:
+def metrics(step: CommittedStep, found: Json, lenient: Lenient | None = None) -> StageReplay:
     """The stage `metrics`: all that were recorded, but for what the step took of time and memory.
 
     One that is computed now and was not recorded came with a later release.
@@ -122,11 +187,23 @@ def metrics(step: CommittedStep, found: Json) -> StageReplay:
     odd = [name for name in said if said[name] != due[name]]
     if not odd:
         return StageReplay("metrics", Verdict.equal, *digests)
+    if lenient is not None:
+        far = [name for name in odd if not _metric_near(said[name], due[name], lenient)]
+        if not far:
+            return StageReplay("metrics", Verdict.within, *digests)
+        odd = far
     first = odd[0]
     both = said[first], due[first]
-    apart = ulps(*map(np.float64, both)) if all(isinstance(v, float) for v in both) else None
+    apart = _apart(*map(np.float64, both)) if all(isinstance(v, float) for v in both) else None
     place = Place(key=first, recorded=both[0], replayed=both[1], ulps=apart)
     return StageReplay("metrics", Verdict.differs, *digests, why=place.said(), place=place)
+
+
+def _metric_near(said: object, due: object, lenient: Lenient) -> bool:
+    if not isinstance(said, float) or not isinstance(due, float):
+        return False
+    both = ({"": np.asarray([value])} for value in (said, due))
+    return compare_stage("metrics", *both, dtype=lenient.dtype).verdict != "differs"
 
 
 # Places -------------------------------------------------------------------------------------------
@@ -160,7 +237,7 @@ def _token_place(batch: Batch, recorded: Singles, found: Singles, sample: int | 
         token=token,
         recorded=float(both[0]),
         replayed=float(both[1]),
-        ulps=ulps(*both),
+        ulps=_apart(*both),
     )
 
 
@@ -199,7 +276,7 @@ def _element_place(stage: str, names: Sequence[str], sides: Sides) -> Place | No
             at = tuple(int(i) for i in np.unravel_index(int(odd[0]), before.shape))
             both = before[at], now[at]
             values = float(both[0]), float(both[1])
-            return Place(tensor=name, element=at, recorded=values[0], replayed=values[1], ulps=ulps(*both))
+            return Place(tensor=name, element=at, recorded=values[0], replayed=values[1], ulps=_apart(*both))
     return None
 
 
@@ -213,3 +290,8 @@ def _wide(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
 
 def _bits(array: npt.NDArray[np.floating]) -> npt.NDArray[np.integer]:
     return array.reshape(-1).view({4: np.int32, 8: np.int64}[array.itemsize])
+
+
+def _apart(first: np.floating, second: np.floating) -> int:
+    """Numbers of their type from one to the other."""
+    return int(ulps(np.asarray([first]), np.asarray([second]))[0])

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import orjson
 import torch
 
 from rollbook.ingest.engines.weights.digests import Tensors
 from rollbook.replay.claims import judged
-from rollbook.replay.compare import ORDER, Sides, TensorsOf, compared, hashes_of, metrics
+from rollbook.replay.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.partial import OfModel, Part, part_stages
+from rollbook.replay.placed import Placed, made_for, put
 from rollbook.replay.schedule import schedule
 from rollbook.replay.selection import Selections, openings
+from rollbook.replay.sent import Activated, activations, sent, sent_differences
 from rollbook.replay.starts import Start
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
 from rollbook.replay.written import STAGES_OF, written
@@ -23,39 +24,19 @@ from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
-from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
-from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.config.lora import recorded_lora
-from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.data.batch import Batch
 from rollbook.train.data.recipe import ModelLimits
-from rollbook.train.loop.base import put_in_place
-from rollbook.train.loop.critic import recorded_critic, restored_critic
-from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.evidence import recorded_values
-from rollbook.train.loop.experiences import Experiences, begins
-from rollbook.train.loop.promise import Promise, promise
+from rollbook.train.loop.experiences import begins
 from rollbook.train.loop.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
-from rollbook.train.megatron.model import Build, choose_device
 from rollbook.train.megatron.policy import Policy
-from rollbook.train.megatron.ranks import Ranks
 
 UPDATE = ("optimizer", "weights", "critic_optimizer", "critic_weights")
 """Stages that need the optimizer's state."""
 NO_UPDATE = "the checkpoint has no optimizer state"
-
-
-@dataclass(slots=True, eq=False)
-class _Placed:
-    """A policy in place, for the steps of one training in one layout."""
-
-    made_for: Json
-    ranks: Ranks
-    policy: Policy
-    critic: Policy | None
-    experiences: Experiences
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +53,11 @@ class Replayer:
     start: Start
     trust_parts: bool = False
     one_rank: bool = False
-    _placed: _Placed | None = None
+    _placed: Placed | None = None
     _before: CommittedStep | None = None
     _selections: Selections | None = None
     _vectors: Mapping[tuple[int, int], Mapping[str, Singles]] | None = None
+    _activated: Mapping[int, Sequence[Activated]] | None = None
     _references: References = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +93,7 @@ class Replayer:
     def _replay(
         self,
         step: CommittedStep,
-        placed: _Placed,
+        placed: Placed,
         stages: Mapping[str, StageReplay],
         found: Json,
         wanted: Sequence[str],
@@ -123,7 +105,7 @@ class Replayer:
             wanted: the stages that are asked for.
         """
         plan = step.planned
-        said = self._promise(plan, placed.ranks)
+        said = placed.promise(plan)
         return StepReplay(
             run=self.history.run,
             step=plan.step,
@@ -148,7 +130,7 @@ class Replayer:
         placed, _, batch = self._begun(step.planned)
         return placed.policy, batch
 
-    def _begun(self, plan: StepPlanned) -> tuple[_Placed, Json, Batch]:
+    def _begun(self, plan: StepPlanned) -> tuple[Placed, Json, Batch]:
         """What is in place for a step, the digests of what it starts from, and its batch."""
         placed = self._place(plan)
         torch.set_num_threads(int(plan.environment["threads"]))
@@ -178,13 +160,13 @@ class Replayer:
         """What a checkpoint of the version that the last step made would hold."""
         assert self._placed is not None
         assert self._before is not None
-        return _state(self._placed, self._before.planned)
+        return self._placed.state(self._before.planned)
 
     # Putting in place -------------------------------------------------------------------------
 
-    def _place(self, plan: StepPlanned) -> _Placed:
+    def _place(self, plan: StepPlanned) -> Placed:
         """The policy in the state before a step, built as the step was."""
-        wanted = self._made_for(plan)
+        wanted = made_for(plan, one_rank=self.one_rank)
         held = self._placed
         if held is not None and (held.made_for == wanted or not begins(plan)):
             return held
@@ -194,55 +176,16 @@ class Replayer:
         goes_on, state = self.start.goes_on, self.start.held
         if held is not None:
             goes_on = held.made_for["phase"] == plan.phase
-            state = _state(held, plan)
+            state = held.state(plan)
             held.ranks.close()
             self._placed = None
-        self._placed = self._built(plan, wanted, state, goes_on=goes_on)
+        self._placed = put(plan, wanted, self.start.shape, state, self._references, goes_on=goes_on)
         return self._placed
-
-    def _made_for(self, plan: StepPlanned) -> Json:
-        environment = plan.environment
-        parallel = {} if self.one_rank else environment.get("parallel") or {}
-        return {
-            "phase": plan.phase,
-            "optimizer": plan.optimizer,
-            "lora": plan.lora,
-            "critic": None if plan.critic is None else plan.critic["optimizer"],
-            "parallel": parallel,
-            "dtype": environment["dtype"],
-            "device": str(environment["device"]).split(":")[0],
-        }
-
-    def _built(self, plan: StepPlanned, wanted: Json, held: Checkpoint, *, goes_on: bool) -> _Placed:
-        ranks = Ranks(*recorded_parallel(wanted["parallel"]))
-        try:
-            device = _device(wanted["device"])
-            threads = int(plan.environment["threads"])
-            how = Build(1, device, plan.seed, threads, wanted["dtype"])
-            optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
-            lora = None if plan.lora is None else recorded_lora(plan.lora)
-            shape = self.start.shape
-            own = replace(how, lora=None if lora is None else lora.config)
-            policy = ranks.policy("actor", shape, optimizer, own)
-            put_in_place(policy, held, lora, self._references, goes_on=goes_on)
-            critic = None
-            if plan.critic is not None:
-                settings = recorded_critic(plan)
-                critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on)
-        except BaseException:
-            ranks.close()
-            raise
-        return _Placed(wanted, ranks, policy, critic, Experiences(policy, self._references, critic))
-
-    def _promise(self, plan: StepPlanned, ranks: Ranks) -> Promise:
-        device = _device(str(plan.environment["device"]).split(":")[0])
-        here = fingerprint(device, plan.algorithm, ranks.described, dtype=plan.environment["dtype"])
-        return promise(plan.environment, here)
 
     # Comparing --------------------------------------------------------------------------------
 
     def _stages(
-        self, step: CommittedStep, rerun: RerunStep, placed: _Placed, *, claims: bool
+        self, step: CommittedStep, rerun: RerunStep, placed: Placed, *, claims: bool
     ) -> dict[str, StageReplay]:
         made = [c for c in self.history.checkpoints if c.policy_version == step.committed.policy_version]
         checkpoint, held = None, None
@@ -255,21 +198,35 @@ class Replayer:
             rerun.evidence,
             self._values(step),
             _tensors_in(held),
-            _tensors_of(placed),
+            placed.tensor,
         )
+        lenient = self._lenient(step, rerun.recorded, placed)
         found = {
-            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides)
+            stage: compared(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides, lenient)
             for stage in STAGES
             if stage in rerun.recorded or stage in rerun.found
         }
-        found["metrics"] = metrics(step, rerun.metrics)
+        found["metrics"] = metrics(step, rerun.metrics, lenient)
         if self.start.weights_only:
             found |= self._without_update(found)
         if claims:
             found |= self._claims(step, rerun.batch, placed)
         if checkpoint is not None:
             found["checkpoint"] = checkpoint
+        if claims and (given := self._sent(step, found["weights"], placed.policy)) is not None:
+            found["sent"] = given
         return found
+
+    def _lenient(self, step: CommittedStep, recorded: Json, placed: Placed) -> Lenient | None:
+        """What tolerances hang on, if the machine does not promise bits; code that is another has to give the
+        same ones all the same."""
+        plan, said = step.planned, placed.promise(step.planned)
+        of_machine = [d for d in said.against if d.key.partition(".")[0] not in ("sources", "parts")]
+        if not of_machine and not said.unsteady:
+            return None
+        rates = (plan.learning_rate, 0.0 if plan.critic is None else float(plan.critic["learning_rate"]))
+        dtype = str(plan.environment["dtype"])
+        return Lenient(frozenset(recorded), dtype, max(rates), at_checkpoint=self._before is None)
 
     def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
         """The stages that a start with weights alone cannot prove."""
@@ -280,7 +237,7 @@ class Replayer:
             if name in found
         }
 
-    def _claims(self, step: CommittedStep, batch: Batch, placed: _Placed) -> dict[str, StageReplay]:
+    def _claims(self, step: CommittedStep, batch: Batch, placed: Placed) -> dict[str, StageReplay]:
         run, policy = self.history.run, self.history.policy
         if self._selections is None:
             shape = self.start.shape
@@ -295,12 +252,21 @@ class Replayer:
         return found
 
     def _schedule(
-        self, step: CommittedStep, batch: Batch, placed: _Placed, selections: Selections
+        self, step: CommittedStep, batch: Batch, placed: Placed, selections: Selections
     ) -> StageReplay:
         if selections.excerpt and step.planned.schedule is not None:
             return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")
         due = schedule(self.history, step, selections.openings, batch, placed.policy, placed.critic)
         return StageReplay("schedule", Verdict.not_recorded) if due is None else judged("schedule", due)
+
+    def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:
+        """What engines were given of the version that a step made; None where none was."""
+        if self._activated is None:
+            self._activated = activations(self.log, self.history.run, self.history.policy)
+        given = self._activated.get(step.committed.policy_version, ())
+        if given and weights.verdict != Verdict.equal:
+            return StageReplay("sent", Verdict.not_proven, why="the step's weights are not proven")
+        return sent(sent_differences(given, policy.weights_digest().digest, policy.stream_weights))
 
     def _earlier(self, step: CommittedStep) -> CommittedStep | None:
         """The step that made the version that a step starts from."""
@@ -328,30 +294,6 @@ def recorded_vectors(log: Store, history: History) -> Mapping[tuple[int, int], M
     return found
 
 
-def _device(kind: str) -> torch.device:
-    """Of the kind that was recorded, if there is one here."""
-    return choose_device("cpu" if kind == "cuda" and not torch.cuda.is_available() else kind)
-
-
-def _state(placed: _Placed, plan: StepPlanned) -> Checkpoint:
-    """What a checkpoint of the policy in place would hold, which was trained as a manifest says."""
-    policy, critic = placed.policy, placed.critic
-    adapter = None
-    if plan.lora is not None and (factors := policy.adapter()):
-        adapter = Adapter(_copied(factors), recorded_lora(plan.lora))
-    return Checkpoint(
-        _copied(policy.weights()),
-        _copied(policy.optimizer_state()),
-        None if critic is None else _copied(critic.weights()),
-        None if critic is None else _copied(critic.optimizer_state()),
-        adapter,
-    )
-
-
-def _copied(tensors: Tensors) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
 def _tensors_in(held: Checkpoint | None) -> TensorsOf:
     """The tensors of the checkpoint of the version that a step made."""
 
@@ -359,19 +301,5 @@ def _tensors_in(held: Checkpoint | None) -> TensorsOf:
         what = next((what for what, of in STAGES_OF.items() if of == stage), None)
         tensors: Tensors | None = None if held is None or what is None else getattr(held, what)
         return None if tensors is None else tensors.get(name)
-
-    return find
-
-
-def _tensors_of(placed: _Placed) -> TensorsOf:
-    """The tensors of the policy in place."""
-
-    def find(stage: str, name: str) -> torch.Tensor | None:
-        policy = placed.critic if stage.startswith("critic") else placed.policy
-        if policy is None:
-            return None
-        if stage.endswith("weights"):
-            return policy.weights().get(name)
-        return policy.optimizer_state().get(name) if stage.endswith("optimizer") else None
 
     return find

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 from rollbook.replay.claims import judged
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
+from rollbook.replay.placed import promised
 from rollbook.replay.replayer import Replayer, recorded_vectors
 from rollbook.replay.selection import Selections, openings
 from rollbook.replay.starts import find_start
@@ -18,6 +20,7 @@ from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_hist
 from rollbook.store.inside import place_inside
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.data.recipe import UNLIMITED, ModelLimits
+from rollbook.train.loop.promise import Promise
 from rollbook.train.megatron.shape import ModelShape, read_shape
 
 
@@ -30,6 +33,7 @@ def replay_step(
     trust_parts: bool = False,
     one_rank: bool = False,
     part: Part | None = None,
+    say: Callable[[Promise], None] = lambda promise: None,
 ) -> StepReplay:
     """Restore the state before a step, run it again, and compare.
 
@@ -39,6 +43,7 @@ def replay_step(
         trust_parts: import and run the parts of somebody's own that the manifest names (`module:name`).
         one_rank: in one process, whatever layout the step was taken in.
         part: only this part of the step.
+        say: told, before anything is run, whether bits are promised here.
 
     Raises:
         TrainError: it names some, and they are not trusted, or cannot be loaded.
@@ -53,6 +58,7 @@ def replay_step(
     if part is not None and not part.model:
         return _by_the_log(log, history, target, part, trust_parts=trust_parts)
     start = find_start(log, history, target)
+    say(promised(target.planned, one_rank=one_rank))
     reran: list[int] = []
     with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
         for one in (*start.between, target):

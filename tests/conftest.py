@@ -259,6 +259,7 @@ def _upkeep_records() -> list[Any]:
             "actor", 1, "train", {"metric": "loss", "below": 0.2}, [{"policy_version": 1, "value": 0.125}]
         ),
         kinds.StepVectors(0, 1, "actor", "logprobs", "AAAAvwAAAL8="),
+        kinds.CheckpointRemoved("actor", 1, "checkpoints/1", "w1", "o1", "[checkpoint] keep_last 2"),
     ]
 
 

@@ -52,6 +52,7 @@ TORCH_IN_INGEST = {
     "engines/embedded/sent_tensors.py",
     "engines/weights/compare.py",
     "engines/weights/digests.py",
+    "engines/weights/expected.py",
     "engines/weights/tensor_checksums.py",
     "engines/weights/tensor_layout.py",
     "replies/response_schema.py",

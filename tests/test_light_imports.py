@@ -13,7 +13,10 @@ HELP = "import sys; sys.argv = ['rollbook', '--help']\nfrom rollbook.cli.app imp
 HELP += "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
 
 
-@pytest.mark.parametrize("code", ["import rollbook.store\n", "import rollbook.ingest.serve.proxy\n", HELP])
+PARTS = ["store", "ingest.serve.proxy", "cli.cassette", "testing.pytest_cassette"]
+
+
+@pytest.mark.parametrize("code", [*(f"import rollbook.{part}\n" for part in PARTS), HELP])
 def test_torch_is_not_imported(run_python: Any, code: str) -> None:
     """A fresh process that does this has neither torch nor transformers in sys.modules."""
     check = "import sys\nprint('HEAVY', sorted({'torch', 'transformers', 'megatron'} & set(sys.modules)))\n"

@@ -85,6 +85,7 @@ class AgentApi:
 
     Attributes:
         path: where its requests are posted, such as /v1/chat/completions.
+        conversation: the field of a request that holds its messages, or its prompt.
         read: a request in our form. It raises RequestError, 400, where it is none.
         reply: the answer as one object.
         writer: what writes the answer as a stream.
@@ -95,6 +96,7 @@ class AgentApi:
     """
 
     path: str
+    conversation: str
     read: Callable[[Json, History], ModelCall]
     reply: Callable[[ModelCall, list[CompletedTurn], ChatTokenizer], Json]
     writer: Callable[[ModelCall, list[str], ChatTokenizer], StreamWriter]

@@ -107,7 +107,9 @@ class Identity:
             if self.log.begun != begun:
                 raise BusyError(f"a sync began while the weights of {server.url} were compared")
             where = (server.url, held.weights_digest, held.path)
-            await self.bind(PolicyActivated(self.log.policy, held.version, *where, name, checksums))
+            await self.bind(
+                PolicyActivated(self.log.policy, held.version, *where, name, checksums, held.held)
+            )
         return held.version
 
     async def activated(self, engine: str, version: int, digest: str, path: Path) -> None:
@@ -162,7 +164,7 @@ class Identity:
         if found is None:
             reasons = "; ".join(f"{path}: {why}" for path, why in answer["reasons"].items())
             raise EngineError(f"{server.url} holds no version that is known here ({reasons}); {REMEDY}")
-        return Verified(found["version"], found["digest"], found["path"])
+        return Verified(found["version"], found["digest"], found["path"], found["held"])
 
 
 REMEDY = "give the proxy a --model with the weights that it serves, or let the trainer sync it"

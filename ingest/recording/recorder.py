@@ -46,9 +46,13 @@ class Recorder(RunWriter):
 
     Args:
         budget: about how many bytes of memory open trajectories may take.
+        goes_on: read back what is open in the run, and adopt what a process that is gone left open. Without,
+            it knows those alone that it opens itself.
     """
 
-    def __init__(self, store: Store, lane: str, run: str, budget: int = BUDGET_BYTES) -> None:
+    def __init__(
+        self, store: Store, lane: str, run: str, budget: int = BUDGET_BYTES, *, goes_on: bool = True
+    ) -> None:
         super().__init__(store, lane, run)
         self.trajectories = Trajectories(budget)
         self._restoring: dict[str, asyncio.Task[None]] = {}
@@ -57,18 +61,19 @@ class Recorder(RunWriter):
         self.on_finished: Callable[[str], None] = lambda trajectory_id: None
         """Called with the id of each trajectory that is durably finished."""
         try:
-            self._restore()
+            self.known_run = RunReader(store, run)
+            if goes_on:
+                self._restore(self.known_run)
         except BaseException:
             self.writer.close()
             raise
 
-    def _restore(self) -> None:
+    def _restore(self, runs: RunReader) -> None:
         """Read back the run's trajectories: of finished ones the name, of open ones all of it.
 
         Open ones of lanes whose process is gone are adopted. Their lanes' locks are held meanwhile: taking
         one recovers what the lane holds beyond its watermark, so that nothing appears in it later.
         """
-        runs = self.known_run = RunReader(self.store, self.run)
         tried = {self.lane}
         with contextlib.ExitStack() as locks:
             last = self._restore_open(runs)

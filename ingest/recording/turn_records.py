@@ -24,12 +24,13 @@ from rollbook.store.ids import new_id
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a request came in: the digest of its endpoint and body, which retry the client calls it, and the
-    name of its key."""
+    """How a request came in: the digest of its endpoint and body, which retry the client calls it, the name
+    of its key, and the recorded turn that it is a replay of."""
 
     digest: str
     retry: int = 0
     key: str | None = None
+    repeats: str | None = None
 
     @classmethod
     def of(cls, endpoint: str, body: bytes, retry: int, key: str | None = None) -> Arrival:
@@ -196,6 +197,8 @@ def _wire(arrival: Arrival, choice: int, call: ModelCall, items: list[Any] | Non
         wire["retry"] = arrival.retry
     if arrival.key is not None:
         wire["key"] = arrival.key
+    if arrival.repeats is not None:
+        wire["repeats"] = arrival.repeats
     if items is not None:
         wire |= {"shared_items": shared_items, "items": items[shared_items:]}
     return wire

@@ -82,7 +82,7 @@ def serve(options: ServeOptions, announce: Announce) -> None:
 def _serve_upstream(options: ServeOptions, announce: Announce) -> None:
     """Pass requests on and record what passed."""
     upstream = upstream_of(options)
-    listener = _listen(options.host, options.port)
+    listener = listening_on(options.host, options.port)
     with _recorder(options) as recorder:
         recorder.append(RunOpened("serve", options.as_json())).result()
         announce(_started(options, listener, recorder, upstream=upstream.url))
@@ -96,7 +96,7 @@ def _serve_tokens(options: ServeOptions, announce: Announce) -> None:
     tokenizer = load_chat_tokenizer(model)
     family = choose_family(options.reply_format, model, tokenizer.template_source)
     made = make_engine(options, tokenizer)
-    listener = _listen(options.host, options.port)
+    listener = listening_on(options.host, options.port)
     with _recorder(options) as recorder:
         identity = identity_of(recorder, options.policy, model)
         engine = made(identity)
@@ -164,7 +164,12 @@ def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
     return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listening_on(host: str, port: int) -> socket.socket:
+    """A socket bound to an address; port 0 takes a free one.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollbook.ingest.replies.detect import opens_reasoning
 from rollbook.ingest.replies.family import Family
 from rollbook.ingest.tokens.bridge import Bridges
+from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.raw_prompt import plan_prompt
 from rollbook.ingest.tokens.tree import Plan, TurnTree, context_key, plan_turn
 from rollbook.ingest.turns.model_call import ModelCall, check_ids
@@ -24,12 +25,18 @@ def plan_call(bridges: Bridges, tree: TurnTree, call: ModelCall) -> PromptPlan:
     """
     tokenizer = bridges.tokenizer
     check_ids(call, tokenizer.vocabulary)
+    key = key_of(tokenizer, call)
     if call.prompt is not None:
-        key = context_key([], RAW, tokenizer.tokenizer_digest, {})
         return plan_prompt(tree, tokenizer, call.prompt, key), key
-    digests = (tokenizer.template_digest, tokenizer.tokenizer_digest)
-    key = context_key(call.tools, *digests, call.template_kwargs)
     return plan_turn(tree, bridges, call.messages, call.tools, key, call.template_kwargs), key
+
+
+def key_of(tokenizer: ChatTokenizer, call: ModelCall) -> str:
+    """The context key of a request: equal for requests whose prompts are shaped alike."""
+    if call.prompt is not None:
+        return context_key([], RAW, tokenizer.tokenizer_digest, {})
+    digests = (tokenizer.template_digest, tokenizer.tokenizer_digest)
+    return context_key(call.tools, *digests, call.template_kwargs)
 
 
 def reader_of(bridges: Bridges, family: Family, call: ModelCall, plan: Plan) -> ReplyReader:

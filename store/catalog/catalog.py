@@ -20,7 +20,13 @@ from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.address import DEFAULT, URL_VARIABLE, look_at_files, parse_url, refuse_outside
 from rollbook.store.catalog.database import Database
-from rollbook.store.catalog.rows import find_lane, write_checkpoint, write_segment, write_units
+from rollbook.store.catalog.rows import (
+    delete_checkpoint,
+    find_lane,
+    write_checkpoint,
+    write_segment,
+    write_units,
+)
 from rollbook.store.catalog.tables import TABLES, Base, StoreMeta, as_dict
 from rollbook.store.errors import CatalogError, NotAStoreError
 from rollbook.store.events import CheckpointWritten
@@ -89,6 +95,11 @@ class Catalog:
         with self._database.write() as session:
             write_checkpoint(session, run, record)
 
+    def forget_checkpoint(self, run: str, path: str) -> None:
+        """Note that a checkpoint was removed."""
+        with self._database.write() as session:
+            delete_checkpoint(session, run, path)
+
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Every table's rows at one moment, each table in the order of its key."""
         with self._database.read() as session:
@@ -114,6 +125,11 @@ def note_checkpoint(store: Path, run: str, record: CheckpointWritten) -> None:
     """Note a checkpoint in the store's catalog, unless that is out of reach."""
     text = f"checkpoint {record.path} is written"
     _note(store, text, lambda catalog: catalog.record_checkpoint(run, record))
+
+
+def note_removed_checkpoint(store: Path, run: str, path: str) -> None:
+    """Note in the store's catalog that a checkpoint was removed, unless that is out of reach."""
+    _note(store, f"checkpoint {path} is removed", lambda catalog: catalog.forget_checkpoint(run, path))
 
 
 def _note(store: Path, what: str, write: Callable[[Catalog], None]) -> bool:

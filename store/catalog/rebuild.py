@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from rollbook.store.catalog.rows import find_lane, write_checkpoint, write_segme
 from rollbook.store.catalog.tables import TABLES, StoreMeta
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError
-from rollbook.store.events import CheckpointWritten
+from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event
+from rollbook.store.fold.checkpoints import held_and_removed
 from rollbook.store.ids import now_us
 from rollbook.store.inside import open_plain, read_small
 from rollbook.store.log.store import Store
@@ -71,7 +72,7 @@ def rebuild_catalog(store: Store, progress: Callable[[int], None] = lambda event
                     session.execute(delete(table))
             for lane in store.lanes():
                 _write_lane(session, store.path, lane)
-            for run, record in written:
+            for run, record in _held(written):
                 write_checkpoint(session, run, record)
             counts = {
                 t.__tablename__: session.scalar(select(func.count()).select_from(t)) or 0 for t in TABLES
@@ -111,19 +112,24 @@ def _is_sound(path: Path) -> bool:
         connection.close()
 
 
-def _checkpoints(
-    store: Store, end: Cut, start: Cut, progress: Callable[[int], None]
-) -> list[tuple[str, CheckpointWritten]]:
-    """The checkpoints that were written between two cuts, and of which run each is."""
-    found = []
+def _checkpoints(store: Store, end: Cut, start: Cut, progress: Callable[[int], None]) -> list[Event]:
+    """What two cuts say between them of checkpoints that were written and removed."""
+    found: list[Event] = []
     read = sum(start.values())
     for lane, count in end.items():
-        for event in store.events_of({CheckpointWritten.KIND}, {lane: count}, start):
-            assert isinstance(event.record, CheckpointWritten)
-            found.append((event.run, event.record))
+        found += store.events_of({CheckpointWritten.KIND, CheckpointRemoved.KIND}, {lane: count}, start)
         read += count - start.get(lane, 0)
         progress(read)
     return found
+
+
+def _held(events: list[Event]) -> Iterator[tuple[str, CheckpointWritten]]:
+    """The checkpoints that were not removed, and of which run each is."""
+    runs: dict[str, list[Event]] = {}
+    for event in events:
+        runs.setdefault(event.run, []).append(event)
+    for run, of_run in runs.items():
+        yield from ((run, record) for record in held_and_removed(of_run)[0])
 
 
 def _write_lane(session: Session, store: Path, lane: str) -> None:

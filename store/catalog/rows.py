@@ -99,6 +99,11 @@ def write_checkpoint(session: Session, run: str, record: CheckpointWritten) -> N
     )
 
 
+def delete_checkpoint(session: Session, run: str, path: str) -> None:
+    """Delete the row of a checkpoint that was removed."""
+    session.execute(delete(CheckpointRow).where(CheckpointRow.run == run, CheckpointRow.path == path))
+
+
 def _unit_row(lane: str, unit: Unit) -> UnitRow:
     return UnitRow(
         lane=lane,

@@ -10,6 +10,7 @@ Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
 from rollbook.store.events.event import RECORDS, Event, Record
 from rollbook.store.events.rollouts import (
     QUARANTINE,
+    REPLAY,
     SPLITS,
     Json,
     LabelAdded,
@@ -29,6 +30,7 @@ from rollbook.store.events.rollouts import (
     token_ids,
 )
 from rollbook.store.events.training import (
+    CheckpointRemoved,
     CheckpointWritten,
     EngineControlled,
     EvalFinished,
@@ -57,8 +59,10 @@ from rollbook.store.events.upkeep import (
 __all__ = [
     "QUARANTINE",
     "RECORDS",
+    "REPLAY",
     "SPLITS",
     "BodyStored",
+    "CheckpointRemoved",
     "CheckpointWritten",
     "CursorMoved",
     "EngineControlled",

@@ -21,6 +21,7 @@ from rollbook.store.events.rollouts import (
     TurnRequested,
 )
 from rollbook.store.events.training import (
+    CheckpointRemoved,
     CheckpointWritten,
     EngineControlled,
     EvalFinished,
@@ -80,6 +81,7 @@ Record = (
     | EvalFinished
     | StopFired
     | StepVectors
+    | CheckpointRemoved
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

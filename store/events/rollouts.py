@@ -34,6 +34,11 @@ QUARANTINE = "quarantine"
 on."""
 
 
+REPLAY = "replay"
+"""Split of recorded trajectories that were sampled again: never trained on. `origin` names what each repeats
+or goes on from."""
+
+
 def token_ids(values: Any) -> TokenIds:
     """An int32 array of token ids from any sequence of integers."""
     return np.asarray(values, dtype=np.int32)
@@ -71,6 +76,10 @@ class TrajectoryOpened:
     `by`, here and in other kinds, is the name of the API key that did it: `trajectory` is the trajectory's
     own, null that no keys were checked, or that it came by no API. A name is an operator's word for a key, no
     text of the trajectory, so erasure leaves it.
+
+    `origin` is null but for split `replay`, where it says what was sampled again: `trajectory_id`, `turn_id`
+    (the first turn), `how` (`repeated`: each recorded request again; `continued`: the first, and then what
+    follows from the new replies), `policy` and `policy_version` (null where the engine does not say which).
     """
 
     KIND: ClassVar[str] = "trajectory.opened"
@@ -82,6 +91,7 @@ class TrajectoryOpened:
     split: str = "train"
     labels: Json = field(default_factory=dict)
     by: str | None = None
+    origin: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +115,9 @@ class TurnRequested:
     `honoured` holds, as false, each field the engine cannot act on. `wire` says how the request came in:
     `endpoint` (/v1/chat/completions where it is absent), `choice` (place among the siblings of n > 1),
     `digest` (xxh3-128 of endpoint and body), `retry` (the client's count), `key` (the name of the API key, as
-    `by` of other kinds; erasure leaves it), and, where the endpoint's messages have another form than
-    `messages`, the messages as sent: the first `shared_items` of the base turn's, then `items`.
+    `by` of other kinds; erasure leaves it), `repeats` (of a replay, the recorded turn whose request it is),
+    and, where the endpoint's messages have another form than `messages`, the messages as sent: the first
+    `shared_items` of the base turn's, then `items`.
 
     A request for n completions is stored once: of its later turns `sibling_of` names the first one, and
     `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`fold.siblings`).

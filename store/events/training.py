@@ -31,6 +31,11 @@ class PolicyActivated:
     name it are of this version. `checksums` is `ranks_digest` of what it holds
     (`ingest.engines.weights.rank_checksums`). Both are empty for an engine in the process that wrote this,
     which knows by itself.
+    `held` says how it holds them, from which and the version's weights alone `checksums` follow
+    (`ingest.engines.weights.expected`): the kind of `checksum` of a tensor (`sha256` or `tiled`), the `dtype`
+    and the model's `head_dim`; whether vocabularies are `padded`; `tp_size` and the `tp_ranks` that
+    answered; and what several tensors of the model are `merged` into (such as `qkv_proj`). It is null where
+    that is not known.
     """
 
     KIND: ClassVar[str] = "policy.activated"
@@ -42,6 +47,7 @@ class PolicyActivated:
     path: str
     weight_name: str = ""
     checksums: str = ""
+    held: Json | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,25 @@ class CheckpointWritten:
     optimizer_digest: str | None
     phase: str | None
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRemoved:
+    """The checkpoint at `path` counts no more: its folder was removed after this was written, or is at the
+    next start.
+
+    Its version and digests stay: the weights are a fold of an earlier checkpoint and the steps since, and may
+    be written again, at the same path even, by a later `checkpoint.written`.
+    """
+
+    KIND: ClassVar[str] = "checkpoint.removed"
+    ABOUT: ClassVar[About] = About(of="policy")
+    policy: str
+    policy_version: int
+    path: str
+    weights_digest: str
+    optimizer_digest: str | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ Values = dict[str, Any]
 VERSIONS: Mapping[str, int] = {
     "cursor.moved": 2,
     "label.added": 2,
-    "policy.activated": 2,
+    "policy.activated": 3,
     "reward.assigned": 2,
     "sample.dropped": 3,
     "step.committed": 2,
     "step.planned": 7,
     "trajectory.finished": 2,
-    "trajectory.opened": 2,
+    "trajectory.opened": 3,
     "turn.completed": 3,
     "turn.failed": 2,
     "turn.requested": 3,
@@ -80,6 +80,11 @@ def _step_committed_1(values: Values) -> Values:
     return values | {"hashes": None}
 
 
+def _trajectory_opened_2(values: Values) -> Values:
+    """Version 3 says which trajectory was sampled again. Before, none was."""
+    return values | {"origin": None}
+
+
 def _turn_requested_1(values: Values) -> Values:
     """Version 2 says how the request came in. Before, it was a chat completion, and a first attempt."""
     return values | {"wire": {}}
@@ -105,6 +110,11 @@ def _policy_activated_1(values: Values) -> Values:
     return values | {"weight_name": "", "checksums": ""}
 
 
+def _policy_activated_2(values: Values) -> Values:
+    """Version 3 says how the engine holds the weights. Before, that was not written down."""
+    return values | {"held": None}
+
+
 def _turn_failed_1(values: Values) -> Values:
     """Version 2 keeps the prompt. Before, a turn that failed had none."""
     return {"prompt_ids": None} | values | {"prompt_length": 0, "prompt_sha256": ""}
@@ -114,6 +124,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("cursor.moved", 1): _nobody,
     ("label.added", 1): _nobody,
     ("policy.activated", 1): _policy_activated_1,
+    ("policy.activated", 2): _policy_activated_2,
     ("reward.assigned", 1): _nobody,
     ("sample.dropped", 1): _sample_dropped_1,
     ("sample.dropped", 2): _sample_dropped_2,
@@ -126,6 +137,7 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("step.planned", 6): _step_planned_6,
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
+    ("trajectory.opened", 2): _trajectory_opened_2,
     ("turn.completed", 1): _turn_completed_1,
     ("turn.completed", 2): _turn_completed_2,
     ("turn.failed", 1): _turn_failed_1,

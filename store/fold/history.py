@@ -2,7 +2,7 @@
 
 The trainer, replay, retention and erasure use this history to know what steps consumed. The weights of a
 version are a fold too: a checkpoint and the committed steps after it. Abandoned steps, their versions and the
-checkpoints of those versions are not part of the history.
+checkpoints of those versions are not part of the history, nor are checkpoints that were removed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from rollbook.store.errors import TrainError
 from rollbook.store.events import (
+    CheckpointRemoved,
     CheckpointWritten,
     EvalFinished,
     Event,
@@ -25,6 +26,7 @@ from rollbook.store.events import (
     StepRetired,
     StopFired,
 )
+from rollbook.store.fold.checkpoints import held_and_removed, removed_said
 
 KINDS = frozenset(
     record.KIND
@@ -36,6 +38,7 @@ KINDS = frozenset(
         StepAbandoned,
         StepRetired,
         CheckpointWritten,
+        CheckpointRemoved,
         EvalFinished,
         StopFired,
     )
@@ -61,7 +64,8 @@ class History:
 
     Attributes:
         steps: those that committed and were not abandoned.
-        checkpoints: those of versions that were not abandoned.
+        checkpoints: those of versions that were not abandoned, without the removed.
+        removed: those that were removed and not written again at their path, of all versions.
         dropped: leaf turns of the samples that these steps dropped.
         dropped_of: trajectories of those samples.
         planned: step -> its last plan, whatever became of it.
@@ -76,6 +80,7 @@ class History:
     policy: str
     steps: dict[int, CommittedStep] = field(default_factory=dict)
     checkpoints: list[CheckpointWritten] = field(default_factory=list)
+    removed: list[CheckpointRemoved] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     dropped_of: set[str] = field(default_factory=set)
     planned: dict[int, StepPlanned] = field(default_factory=dict)
@@ -186,14 +191,26 @@ class History:
         version = self._version_before(step)
         usable = [c for c in self.starts(phase) if c.policy_version <= version]
         if not usable:
-            there = ", ".join(str(v) for v in sorted({c.policy_version for c in self.checkpoints})) or "none"
+            there = ", ".join(str(v) for v in self.held_versions) or "none"
             raise TrainError(
                 f"run {self.run!r} has no checkpoint of version {version} to start from: the training that "
                 "made it was interrupted. Let it finish first, with its own CONFIG; or give its last steps "
-                f"up: --abandon-after VERSION (checkpoints: {there})"
+                f"up: --abandon-after VERSION (checkpoints: {there}){self.why_gone(version)}"
             )
         # Of several checkpoints of one version the last written, since an earlier one may be damaged.
         return sorted(usable, key=lambda c: c.policy_version)[::-1]
+
+    @property
+    def held_versions(self) -> list[int]:
+        """The versions of which there is a checkpoint, rising."""
+        return sorted({c.policy_version for c in self.checkpoints})
+
+    def why_gone(self, version: int) -> str:
+        """A sentence for the end of an error about a version whose checkpoint was removed; else nothing."""
+        removed = [r for r in self.removed if r.policy_version == version]
+        if not removed or version in gone_versions(self.abandoned.values()):
+            return ""
+        return f". {removed_said(removed[-1])}"
 
     def between(self, base: CheckpointWritten, step: int) -> list[CommittedStep]:
         """The steps that lead from a checkpoint to the state before `step`, in order."""
@@ -204,7 +221,7 @@ class History:
         if step in self.steps:
             return self.steps[step].planned.policy_version
         made = [s.committed.policy_version for s in self.steps.values()]
-        return max([*made, *(c.policy_version for c in self.checkpoints)], default=0)
+        return max([*made, *self.held_versions], default=0)
 
     def starts(self, phase: str) -> list[CheckpointWritten]:
         """The checkpoints that steps of a phase may be started from.
@@ -255,12 +272,19 @@ def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
                 one.plans[record.step, record.attempt] = record, drops
                 drops = []
             else:
-                one.take(record)
+                one.take(record, event)
     return {key: one.settled() for key, one in found.items()}
 
 
 _Other = (
-    StepCommitted | StepFailed | StepAbandoned | StepRetired | CheckpointWritten | EvalFinished | StopFired
+    StepCommitted
+    | StepFailed
+    | StepAbandoned
+    | StepRetired
+    | CheckpointWritten
+    | CheckpointRemoved
+    | EvalFinished
+    | StopFired
 )
 _OF_POLICY = StepPlanned | _Other
 
@@ -273,8 +297,10 @@ class _Seen:
     plans: dict[tuple[int, int], tuple[StepPlanned, list[SampleDropped]]] = field(default_factory=dict)
     committed: dict[int, StepCommitted] = field(default_factory=dict)
     failed: set[tuple[int, int]] = field(default_factory=set)
+    folders: list[Event] = field(default_factory=list)
+    """Of checkpoints that were written or removed."""
 
-    def take(self, record: _Other) -> None:
+    def take(self, record: _Other, event: Event) -> None:
         """Take an event that is no plan."""
         match record:
             case StepCommitted():
@@ -285,8 +311,8 @@ class _Seen:
                 self.history.abandoned[record.step] = record
             case StepRetired():
                 self.history.retired.add(record.step)
-            case CheckpointWritten():
-                self.history.checkpoints.append(record)
+            case CheckpointWritten() | CheckpointRemoved():
+                self.folders.append(event)
             case EvalFinished():
                 self.history.evaluations.append(record)
             case StopFired():
@@ -307,7 +333,8 @@ class _Seen:
             history.dropped |= {drop.turn_id for drop in plan[1]}
             history.dropped_of |= {drop.trajectory_id for drop in plan[1]}
         gone = gone_versions(history.abandoned.values())
-        history.checkpoints = [c for c in history.checkpoints if c.policy_version not in gone]
+        held, history.removed = held_and_removed(self.folders)
+        history.checkpoints = [c for c in held if c.policy_version not in gone]
         history.evaluations = _by_version(history.evaluations, gone)
         history.stops = _by_version(history.stops, gone)
         return history

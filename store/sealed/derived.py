@@ -24,7 +24,7 @@ from rollbook.store.sealed.parquet import read_file, row_group_ends
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
 
-SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.3.parquet", "rewards.parquet"
+SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.4.parquet", "rewards.parquet"
 OUTLIERS, PATHS = "outliers.parquet", "paths.parquet"
 LOCATIONS, KINDS = "locations.arrow", "kinds.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""

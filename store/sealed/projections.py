@@ -220,7 +220,7 @@ def trajectory_parts(events: str) -> str:
     return f"""
     SELECT trajectory_id, any_value(run) AS run, any_value({opened.format("lane")}) AS lane,
            any_value(texts[1]) AS trajectory, any_value(texts[2]) AS "group", any_value(texts[3]) AS task,
-           any_value(texts[4]) AS split, any_value(labels) AS labels,
+           any_value(texts[4]) AS split, any_value(labels) AS labels, any_value(origin) AS origin,
            any_value({opened.format("time")}) AS opened, any_value({finished.format("time")}) AS finished,
            any_value(status) AS status, any_value(success) AS success,
            count(*) FILTER (kind = 'turn.completed') AS turns,
@@ -233,6 +233,7 @@ def trajectory_parts(events: str) -> str:
     FROM (
       SELECT *, {opened.format(texts)} AS texts,
              {opened.format("CAST(json_extract(extra, '$.labels') AS VARCHAR)")} AS labels,
+             {opened.format("nullif(CAST(json_extract(extra, '$.origin') AS VARCHAR), 'null')")} AS origin,
              {finished.format("json_extract_string(extra, '$.status')")} AS status,
              {finished.format("CAST(json_extract_string(extra, '$.success') AS BOOLEAN)")} AS success,
              list_transform(version_spans, lambda s: s.version) AS versions, {_TRAINED["erased"]} AS erased
@@ -256,6 +257,7 @@ def trajectory_scalars(parts: str, ready: str | None) -> str:
         "task",
         "split",
         "labels",
+        "origin",
         "opened",
         "finished",
         "status",

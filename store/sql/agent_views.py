@@ -149,7 +149,8 @@ TURNS = View(
            CASE WHEN s.completed IS NULL THEN NULL WHEN s.erased THEN 'erased'
                 WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS fidelity,
            json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key,
-           s.upstream_prompt_tokens, s.upstream_completion_tokens, s.upstream_total_tokens
+           s.upstream_prompt_tokens, s.upstream_completion_tokens, s.upstream_total_tokens,
+           json_extract_string(d.asked, '$.wire.repeats') AS repeats
     FROM internal.turn_scalars s
     LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
     """,
@@ -165,7 +166,8 @@ TRAJECTORIES = View(
            o.opened, o.finished, o.lane,
            CASE WHEN o.turns = 0 THEN NULL WHEN o.erased_turns = o.turns THEN 'erased'
                 WHEN o.exact_turns = o.turns THEN 'exact'
-                WHEN o.exact_turns + o.erased_turns = 0 THEN 'text_only' ELSE 'mixed' END AS fidelity
+                WHEN o.exact_turns + o.erased_turns = 0 THEN 'text_only' ELSE 'mixed' END AS fidelity,
+           CAST(o.origin AS JSON) AS origin
     FROM internal.trajectory_scalars o
     LEFT JOIN (SELECT trajectory_id, any_value(reward) AS reward
                FROM {_in_force("turn_id IS NULL")} GROUP BY trajectory_id) r

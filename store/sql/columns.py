@@ -135,6 +135,7 @@ TURNS = (
     ViewColumn("upstream_prompt_tokens", "BIGINT", f"{_USAGE}; cached ones are counted"),
     ViewColumn("upstream_completion_tokens", "BIGINT", f"{_USAGE}, over all choices of the request"),
     ViewColumn("upstream_total_tokens", "BIGINT", f"{_USAGE}; null where it reports none"),
+    ViewColumn("repeats", "VARCHAR", "of split replay: the recorded turn that was asked again"),
 )
 
 TRAJECTORIES = (
@@ -143,7 +144,7 @@ TRAJECTORIES = (
     TRAJECTORY_ID,
     ViewColumn("group", "VARCHAR", "trajectories compared with each other; quote it: a word of SQL"),
     ViewColumn("task", "VARCHAR", "the task, as named by the client"),
-    ViewColumn("split", "VARCHAR", "train, eval (never trained) or teacher"),
+    ViewColumn("split", "VARCHAR", "train or teacher; eval, quarantine or replay, which are never trained"),
     ViewColumn("labels", "JSON", "the client's own, an object"),
     ViewColumn("status", "VARCHAR", "open, completed, truncated, aborted or failed"),
     ViewColumn("success", "BOOLEAN", "as the client reported at the finish"),
@@ -155,6 +156,9 @@ TRAJECTORIES = (
     ViewColumn("finished", "TIMESTAMP", "UTC; null while it is open"),
     LANE,
     ViewColumn("fidelity", "VARCHAR", "that of all its completed turns, or mixed; null without any"),
+    ViewColumn(
+        "origin", "JSON", "of split replay: the trajectory, turn and version it was sampled again with"
+    ),
 )
 
 TOKENS = (
@@ -178,6 +182,7 @@ POLICIES = (
     ViewColumn("path", "VARCHAR", "its checkpoint: relative to the store, or, if only served, as served"),
     ViewColumn("published", "TIMESTAMP", "when its weights were written, UTC"),
     ViewColumn("activated", "TIMESTAMP", "when an engine first served it, its weights digest compared, UTC"),
+    ViewColumn("removed", "TIMESTAMP", "when its checkpoint was removed, UTC; null where that was not"),
 )
 
 STEPS = (

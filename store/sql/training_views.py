@@ -10,14 +10,24 @@ POLICIES = View(
     "A policy version: when it was published, and when an engine first served it, verified.",
     f"""
     SELECT run, policy, policy_version,
-           any_value(CAST({text("parent_version")} AS BIGINT))
-             FILTER (kind = 'policy.published') AS parent_version,
-           any_value({text("weights_digest")}) AS weights_digest,
-           coalesce(any_value({text("path")}) FILTER (kind = 'policy.published'),
-                    any_value({text("path")})) AS path,
-           min(time) FILTER (kind = 'policy.published') AS published,
-           min(time) FILTER (kind = 'policy.activated') AS activated
-    FROM internal.mark_events WHERE kind IN ('policy.published', 'policy.activated')
+           any_value(parent_version) FILTER (published) AS parent_version,
+           any_value(weights_digest) AS weights_digest,
+           coalesce(any_value(path) FILTER (published AND removed IS NULL),
+                    any_value(path) FILTER (published), any_value(path)) AS path,
+           min(time) FILTER (published) AS published,
+           min(time) FILTER (NOT published) AS activated,
+           CASE WHEN count(*) FILTER (published AND removed IS NULL) = 0
+                THEN max(removed) FILTER (published) END AS removed
+    FROM (SELECT p.run, policy, policy_version, time, kind = 'policy.published' AS published,
+                 {text("path")} AS path, {text("weights_digest")} AS weights_digest,
+                 CAST({text("parent_version")} AS BIGINT) AS parent_version,
+                 CASE WHEN kind = 'policy.published' AND removal > event_id THEN removed END AS removed
+          FROM internal.mark_events p
+          LEFT JOIN (SELECT run, {text("path")} AS gone, max(event_id) AS removal,
+                            arg_max(time, event_id) AS removed
+                     FROM internal.mark_events WHERE kind = 'checkpoint.removed' GROUP BY ALL) r
+            ON r.run = p.run AND r.gone = {text("path", "p")}
+          WHERE kind IN ('policy.published', 'policy.activated'))
     GROUP BY run, policy, policy_version
     """,
     columns.POLICIES,

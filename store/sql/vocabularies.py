@@ -122,9 +122,10 @@ class Vocabularies:
             try:
                 file = place_inside(self._log.path, path) / TOKENIZER
                 refuse_no_plain(file)
-            except OutsideError:
+                fits = file.stat().st_size <= LARGEST
+            except (OutsideError, OSError):  # a checkpoint that was removed
                 continue
-            if file.exists() and file.stat().st_size <= LARGEST:
+            if fits:
                 yield file
         if said is not None and said.model is not None:
             real = os.path.realpath(Path(said.model) / TOKENIZER)

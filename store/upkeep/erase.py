@@ -20,7 +20,14 @@ import pyarrow.compute as pc
 
 from rollbook.store.catalog.catalog import note_units
 from rollbook.store.errors import LaneLockedError
-from rollbook.store.events import BodyStored, Event, TrajectoryErased, TurnCompleted, TurnRequested
+from rollbook.store.events import (
+    BodyStored,
+    Event,
+    TrajectoryErased,
+    TrajectoryOpened,
+    TurnCompleted,
+    TurnRequested,
+)
 from rollbook.store.events.erased import CHANGED, erase_row, named_bodies, text_kinds
 from rollbook.store.ids import now_us
 from rollbook.store.log.store import Store
@@ -45,6 +52,7 @@ class EraseReport:
         shared_bodies: large values that stay, since requests of other trajectories name them too.
         units: lane/name of the units that were rewritten; none where all of it was erased before.
         finished: whether the trajectory is; if not, what is recorded later is not erased.
+        replays: trajectories that were sampled again from it and still hold its text.
     """
 
     trajectory_id: str
@@ -56,6 +64,7 @@ class EraseReport:
     shared_bodies: int
     units: tuple[str, ...]
     finished: bool
+    replays: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ def erase_trajectory(
                 len(set().union(*(r.shared_bodies for r in rows))),
                 tuple(f"{unit.lane}/{unit.name}" for unit in made if unit is not None),
                 found.finished,
+                _replays_of(log, found.trajectory_id),
             )
             _record(log, upkeep, report, reason)
     return report
@@ -227,6 +237,23 @@ def _remove_what_was_replaced(log: Store) -> None:
             remove_wal(log.path, unit)
             remove_replaced(log.path, lane, unit)
         note_units(log.path, lane, current_units(log.path, lane))
+
+
+def _replays_of(log: Store, trajectory_id: str) -> tuple[str, ...]:
+    """The replays of a trajectory, and theirs, that were not erased: their requests repeat its text."""
+    of: dict[str, str] = {}
+    erased: set[str] = set()
+    for event in log.events_of({TrajectoryOpened.KIND, TrajectoryErased.KIND}):
+        record = event.record
+        if isinstance(record, TrajectoryErased):
+            erased.add(record.trajectory_id)
+        elif isinstance(record, TrajectoryOpened) and record.origin is not None:
+            of[record.trajectory_id] = record.origin["trajectory_id"]
+    found = {trajectory_id}
+    for replay in sorted(of):  # ids sort by when they were made, so what each repeats comes before it
+        if of[replay] in found:
+            found.add(replay)
+    return tuple(sorted(found - erased - {trajectory_id}))
 
 
 def _record(log: Store, upkeep: LaneWriter, report: EraseReport, reason: str) -> None:

@@ -84,7 +84,7 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
     """An unknown name lists the names; a folder that is not there is named."""
     with pytest.raises(
         ConfigError,
-        match="'nope': use one of append, hostile, learning, loop, materialize, proxy, recover, scale",
+        match="'nope': use one of append, bits, hostile, learning, loop, materialize, proxy, recover, scale",
     ):
         run_bench("nope", tmp_path, True)
     with pytest.raises(ConfigError, match="is not a folder"):

@@ -105,6 +105,9 @@ def _upkeep_records() -> list[Any]:
             "actor", 2, "phase", {"metric": "loss", "below": 0.3}, [{"policy_version": 2, "value": 0.25}]
         ),
         kinds.StepVectors(99, 1, "critic", "logprobs", "AAAAvwAAAL8="),
+        kinds.CheckpointRemoved(
+            *("actor", 1, "checkpoints/demo/actor/v00000001", "w1", None, "[checkpoint] keep_last 1")
+        ),
     ]
 
 

@@ -111,8 +111,9 @@ def test_every_command_parses(
     monkeypatch.chdir(tmp_path)  # a query may write files, if its command says so
     for words in commands(block.code):
         params = parse(words)
-        if "query" in params:
-            with rb.connect(one_of_everything.path, allow_files=params["allow_files"]) as connection:
+        if params.get("query"):
+            allow_files = params.get("allow_files", False)
+            with rb.connect(one_of_everything.path, allow_files=allow_files) as connection:
                 connection.execute(params["query"])
 
 

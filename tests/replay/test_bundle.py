@@ -132,6 +132,16 @@ def test_a_critic_a_reference_and_a_rollout_batch(of_critic: Store, tmp_path: Pa
     assert {"reference_logprobs", "values", "critic_weights"} <= set(found.stages)
 
 
+def test_no_start_in_the_middle_of_a_rollout_batch(of_critic: Store, fabric: Any, tmp_path: Path) -> None:
+    """A checkpoint between two steps on a batch is passed over: what the first made of it is gone."""
+    log = rb.open(shutil.copytree(of_critic.path, tmp_path / "store"))
+    before = next(c for c in fabric.steps_of(log).checkpoints if c.policy_version == 2)
+    fabric.append(log, [replace(before, policy_version=3)])
+    found = replay_step(log, 3)
+    assert (found.reran, found.bit_for_bit) == ([2, 3], True)
+    assert found.passed_over == ("version 3: it is in the middle of a rollout batch",)
+
+
 def test_a_late_reward_is_shown(fabric: Any, trained: Stores, tmp_path: Path) -> None:
     """What came after the step's cut about its trajectories is in the bundle; the step is as it was."""
     log = trained()
@@ -460,11 +470,11 @@ def test_the_pages_commands_run(
     monkeypatch.chdir(tmp_path)
     page = (root / "docs" / "bundles.md").read_text()
     commands = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)).splitlines()
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         name, *words = shlex.split(command)
         code, _, err = cli(*words)
         assert (name, code) == ("rollbook", 0), err
     assert {path.name for path in tmp_path.glob("*.rollbook")} == {
-        *("step-10.rollbook", "step-9.rollbook", "to-share.rollbook")
+        *("step-10.rollbook", "step-9.rollbook", "log-of-9.rollbook", "to-share.rollbook")
     }

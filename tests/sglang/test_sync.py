@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,10 @@ from tests.sglang.server import SglangServer
 
 from rollbook.ingest.engines.engine import Sampling
 from rollbook.ingest.engines.weights.digests import read_weights
+from rollbook.ingest.engines.weights.expected import expected_ranks_digest
 from rollbook.ingest.engines.weights.name import version_in
 from rollbook.store.errors import EngineError
-from rollbook.store.events import Record
+from rollbook.store.events import PolicyActivated, Record
 from rollbook.train.sync.control import UNVERIFIED
 
 BUCKET = 1 << 16
@@ -90,15 +91,16 @@ class Trainer:
         save_file(held, self.path / "model.safetensors", metadata={"format": "pt"})
         return version
 
-    def sync(self, version: int, tensors: Any = None) -> list[str]:
-        """Give the engines what `make` made, or something else."""
+    def sync(self, version: int, tensors: Any = None, names: Iterable[str] = ()) -> list[str]:
+        """Give the engines what `make` made, or something else; `names` are those of the model's tensors."""
         from rollbook.train.sync.session import Release
 
         if hasattr(self._transport, "path"):
             self._transport.path = self.path
         head_dim = json.loads((self.path / "config.json").read_bytes())["head_dim"]
         weights = tensors or (lambda: iter(read_weights(self.path).items()))
-        found: list[str] = self._syncer.sync(Release("actor", version, "w", "", head_dim, "run"), weights)
+        release = Release("actor", version, "w", "", head_dim, "run", tuple(names))
+        found: list[str] = self._syncer.sync(release, weights)
         return found
 
     def said(self) -> list[str]:
@@ -153,14 +155,24 @@ def _check(server: SglangServer, path: Path, version: int, reference: Any) -> No
 def test_every_transport(
     request: pytest.FixtureRequest, trainer: Any, reference: Any, kind: str, transport: str
 ) -> None:
-    """Two versions one after the other: verified by the engine's checksums, and served as they are."""
+    """Two versions one after the other: verified by the engine's checksums, and served as they are. These
+    checksums follow from what is recorded and the weights of the files alone."""
     server = request.getfixturevalue(kind)
     ours = trainer(server)
     ours.connect(transport)
+    merged = ["qkv_proj", "w13_weight", "w2_weight"] if kind == "moe" else ["gate_up_proj", "qkv_proj"]
     for _ in range(2):
         version = ours.make()
-        assert ours.sync(version) == [server.url]
+        held = read_weights(ours.path)
+        assert ours.sync(version, names=held) == [server.url]
+        [record] = [one for one in ours.records if isinstance(one, PolicyActivated)]
         assert ours.said() == ["sync.started", "policy.activated", "sync.finished"]
+        assert record.held is not None
+        assert (record.held["checksum"], record.held["tp_ranks"]) == ("sha256", [0])
+        assert (record.held["padded"], record.held["merged"]) == (True, merged)
+        assert expected_ranks_digest(held.items(), record.held) == record.checksums
+        held["model.norm.weight"] = held["model.norm.weight"] * (1 + 2**-20)
+        assert expected_ranks_digest(held.items(), record.held) != record.checksums
         _check(server, ours.path, version, reference)
 
 

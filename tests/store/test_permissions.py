@@ -91,7 +91,7 @@ def test_all_of_a_store_has_its_modes(tmp_path: Path, umask: int, share: str) ->
         catalog.record_lane("open", writer.recovered)
         found = check_modes(folder, share)
     assert found.keys() >= EXPECTED
-    endings = (".wal", "UNIT.json", "marks.parquet", "trajectories.3.parquet", "locations.arrow", ".lease")
+    endings = (".wal", "UNIT.json", "marks.parquet", "trajectories.4.parquet", "locations.arrow", ".lease")
     assert {end for end in endings if any(name.endswith(end) for name in found)} == set(endings)
 
 

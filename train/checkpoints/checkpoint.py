@@ -28,6 +28,7 @@ from rollbook.ingest.engines.weights.digests import (
 from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
 from rollbook.store.events import CheckpointWritten, Json
+from rollbook.store.folder_lock import reading
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.assembled import assembled
 from rollbook.train.checkpoints.building import building_beside
@@ -141,6 +142,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ModelError: files are missing or damaged.
     """
+    with reading(path):
+        return _read(path)
+
+
+def _read(path: Path) -> Checkpoint:
     manifest = manifest_in(path)
     try:
         digests = {what: manifest[f"{what}_digest"] for what in ("weights", "optimizer")}
@@ -195,9 +201,10 @@ def stream_checkpoint(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if not is_sharded(path):
         yield from stream_files(path)
         return
-    manifest = manifest_in(path)
-    with assembled(path, manifest.get(SHARDS), _lora_in(path, manifest)) as shards:
-        yield from shards.stream("weights")
+    with reading(path):
+        manifest = manifest_in(path)
+        with assembled(path, manifest.get(SHARDS), _lora_in(path, manifest)) as shards:
+            yield from shards.stream("weights")
 
 
 def _lora_in(path: Path, manifest: Json) -> LoraTraining | None:

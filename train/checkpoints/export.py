@@ -17,7 +17,9 @@ from rollbook.ingest.engines.weights.digests import line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
 from rollbook.store.errors import InterchangeError, ModelError
-from rollbook.store.events import CheckpointWritten, Json
+from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, Json
+from rollbook.store.fold.checkpoints import held_and_removed, removed_said
+from rollbook.store.folder_lock import reading
 from rollbook.store.inside import place_inside
 from rollbook.store.interchange.destination import destination
 from rollbook.train.checkpoints.checkpoint import (
@@ -61,10 +63,9 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         InterchangeError: there is no such checkpoint, or `out` exists or cannot be written.
         ModelError: the checkpoint is damaged.
     """
-    run, held = _of_run(_checkpoints(log, policy), run, policy)
-    record = _of_version(held, version, run)
+    run, record = checkpoint_of(log, version, run, policy)
     source = place_inside(log.path, record.path)
-    with destination(out, folder=True) as building:
+    with destination(out, folder=True) as building, reading(source):
         _lines(source, stream_checkpoint(source), record)
         _copy(source, building)
         lines = _lines(building, stream_files(building), record)
@@ -79,10 +80,12 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
 def model_directory(folder: Path) -> Iterator[Path]:
     """A directory that libraries load the model from: it, or of a checkpoint of shards a temporary one."""
     if not is_sharded(folder):
-        yield folder
+        with reading(folder):
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="rollbook-model-") as made:
-        _copy(folder, Path(made))
+        with reading(folder):
+            _copy(folder, Path(made))
         yield Path(made)
 
 
@@ -96,7 +99,7 @@ def export_adapter(log: Store, out: Path, version: int | None, run: str | None, 
         ModelError: the checkpoint is damaged.
     """
     run, held = _of_run(_checkpoints(log, policy), run, policy)
-    record = _of_version(held, version, run)
+    record = _of_version(log, held, version, run, policy)
     adapter = read_checkpoint(place_inside(log.path, record.path)).adapter
     if adapter is None:
         raise InterchangeError(
@@ -136,6 +139,24 @@ def peft_config(adapter: Adapter, base: str) -> Json:
     }
 
 
+_WRITTEN_OR_REMOVED = frozenset({CheckpointWritten.KIND, CheckpointRemoved.KIND})
+
+
+def checkpoint_of(
+    log: Store, version: int | None, run: str | None, policy: str, named_by: str = "--version"
+) -> tuple[str, CheckpointWritten]:
+    """(run, the checkpoint of a version that is in the store). Arguments as of `export_model`.
+
+    Args:
+        named_by: the option that names the version, for the message.
+
+    Raises:
+        InterchangeError: there is no such checkpoint.
+    """
+    run, held = _of_run(_checkpoints(log, policy), run, policy)
+    return run, _of_version(log, held, version, run, policy, named_by)
+
+
 _Found = dict[str, dict[int, CheckpointWritten]]
 """Run -> version -> its checkpoint."""
 
@@ -166,13 +187,29 @@ def _of_run(found: _Found, run: str | None, policy: str) -> tuple[str, dict[int,
     )
 
 
-def _of_version(held: dict[int, CheckpointWritten], version: int | None, run: str) -> CheckpointWritten:
+def _of_version(
+    log: Store,
+    held: dict[int, CheckpointWritten],
+    version: int | None,
+    run: str,
+    policy: str,
+    named_by: str = "--version",
+) -> CheckpointWritten:
     version = max(held) if version is None else version
     if version not in held:
+        there = f"there are of: {_listed(sorted(held))}"
         raise InterchangeError(
-            f"--version {version}: run {run!r} has no checkpoint of it; there are of: {_listed(sorted(held))}"
+            f"{named_by} {version}: run {run!r} has no checkpoint of it; {there}"
+            f"{_why_gone(log, version, run, policy)}"
         )
     return held[version]
+
+
+def _why_gone(log: Store, version: int, run: str, policy: str) -> str:
+    """A sentence for the end of an error, if the version's checkpoint was removed."""
+    of_run: list[Event] = [e for e in log.events_of(_WRITTEN_OR_REMOVED) if e.run == run]
+    removed = [r for r in held_and_removed(of_run)[1] if (r.policy, r.policy_version) == (policy, version)]
+    return f". {removed_said(removed[-1])}" if removed else ""
 
 
 def _listed(names: Iterable[object]) -> str:

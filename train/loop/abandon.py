@@ -79,7 +79,7 @@ def _summary(steps: list[StepCommitted], version: int, now: int) -> str:
 
 def _known_as(history: History, version: int) -> int:
     """The number under which training went on from a version, if it went back to it before."""
-    held = {checkpoint.policy_version for checkpoint in history.checkpoints}
+    held = {*history.held_versions, *(removed.policy_version for removed in history.removed)}
     names = {r.back_to: r.goes_on_as for r in history.abandoned.values() if r.goes_on_as in held}
     while version in names:
         version = names[version]
@@ -94,6 +94,7 @@ def _checkpoint(config: TrainConfig, source: str, history: History, version: int
         raise TrainError(
             f"--abandon-after {version}: run {config.run!r} has no checkpoint of version {version} of policy "
             f"{config.policy!r} that this CONFIG can go on from; it can from: {there}"
+            f"{history.why_gone(version)}"
         )
     return found[-1]
 

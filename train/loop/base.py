@@ -61,6 +61,13 @@ def nearest_whole(log: Store, history: History, phase: str, warn: Callable[[str]
     raise ModelError(f"{what}: restore one from a copy\n  {there}")
 
 
+def folder_to_copy(log: Store, history: History, base: WholeCheckpoint) -> Path:
+    """The folder whose configuration and tokenizer later checkpoints copy: version 0's, which nothing
+    removes; where it is gone all the same, that of the checkpoint that training goes on from."""
+    begun = [place_inside(log.path, c.path) for c in history.checkpoints if c.policy_version == 0]
+    return next((folder for folder in begun if (folder / "config.json").is_file()), base.path)
+
+
 def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) -> None:
     """Check that weights in place are those of the version that they came from: a narrower type may have
     rounded them.

@@ -189,7 +189,7 @@ class Checkpointer:
 
     def _noted(self, record: CheckpointWritten) -> CheckpointWritten:
         """The record of a checkpoint that is durable, once the log has it, too."""
-        earlier = [c.policy_version for c in self._history.checkpoints]
+        earlier = [c.policy_version for c in list(self._history.checkpoints)]  # of which others go meanwhile
         parent = max((v for v in earlier if v < record.policy_version), default=None)
         published = PolicyPublished(
             record.policy, record.policy_version, parent, record.path, record.weights_digest

@@ -16,6 +16,7 @@ from rollbook.store.fold.history import KINDS, History, family_of, fold_history
 from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.inside import place_inside
 from rollbook.store.log.writer import LaneWriter
+from rollbook.store.upkeep.checkpoints import finish_removals
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.checkpoints.building import remove_left_over
 from rollbook.train.checkpoints.directory import checkpoint_name
@@ -200,6 +201,7 @@ def _past(
     versions, opened = VersionDigests(), list[RunOpened]()
     events = log.events_of(KINDS | BINDING | {RunOpened.KIND})
     history = fold_history(_noted(events, versions, opened, config), config.run, config.policy)
+    finish_removals(log, history)
     check_head(config, log, history)
     check_model(config, versions)
     if abandon_after is not None:

@@ -31,6 +31,7 @@ from rollbook.store.redaction import Scrubber, cleaned
 from rollbook.store.secret import SECRETS, store_secret
 from rollbook.train.config.config import DTYPES, TrainConfig
 from rollbook.train.loop.checkpointer import Checkpointer
+from rollbook.train.loop.keeping import Keeping
 from rollbook.train.megatron.policy import Policy
 from rollbook.train.megatron.score_head import SCORE, with_head
 from rollbook.train.megatron.shape import read_shape, shape_to_train
@@ -117,6 +118,9 @@ class Publisher:
         self._transport: Transport | None = None
         self.checkpoints = Checkpointer(config, log, history, self.write)
         """Writes the checkpoints."""
+        self._keeping = Keeping(config, log, history, self.write)
+        self._given: int | None = None
+        """The version that engines were given last, or are being given."""
         self._sender = ThreadPoolExecutor(1, "rollbook-sync")
         self._travels: Future[None] | None = None
         """The sync that is under way while training goes on."""
@@ -130,6 +134,8 @@ class Publisher:
         clean = (cleaned(record, self._scrub.text, self._scrub.value) for record in records)
         events = [Event(record, self._config.run) for record in clean]
         self._writer.append(events).result()
+        for event in events:
+            self._keeping.saw(event.record)
         self.on_written(*(event.record for event in events))
 
     def adopt_model(self) -> None:
@@ -163,7 +169,8 @@ class Publisher:
         before_cache: Callable[[], None] = lambda: None,
         last: bool = False,
     ) -> None:
-        """Write a version's checkpoint if requested, and sync the engines to it.
+        """Write a version's checkpoint if requested, and sync the engines to it; then remove checkpoints that
+        are not to be kept.
 
         Either may be under way when this returns, if the configuration says so; both of the version before
         are waited for.
@@ -197,6 +204,7 @@ class Publisher:
             assert config.sync is not None
             overlap = config.sync.overlap and not last
             self._sync(policy, version, record, before_cache=before_cache, overlap=overlap)
+        self._keeping.remove(self._given, like)
 
     @property
     def under_way(self) -> bool:
@@ -271,6 +279,7 @@ class Publisher:
         names = tuple(weight_shapes(policy.shape))
         own = (policy.shape.head_dim, self._config.run, names, policy.shape, self._config.dtype)
         release = Release(self._config.policy, version, digest, path, *own)
+        self._given = version
         self._connected()
         if isinstance(self._transport, FromDisk):
             self._transport.path = place_inside(self._log.path, path)

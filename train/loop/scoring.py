@@ -74,10 +74,11 @@ class References:
     def _record(self, version: int, what: str) -> CheckpointWritten:
         found = [c for c in self.history.checkpoints if c.policy_version == version]
         if not found:
-            there = ", ".join(str(v) for v in sorted({c.policy_version for c in self.history.checkpoints}))
+            there = ", ".join(map(str, self.history.held_versions))
             raise TrainError(
                 f"{what} {version}: run {self.history.run!r} has no checkpoint of that "
                 f"version of policy {self.history.policy!r} (it has: {there or 'none'})"
+                f"{self.history.why_gone(version)}"
             )
         return found[-1]
 

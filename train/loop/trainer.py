@@ -29,6 +29,7 @@ from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop
 from rollbook.train.data.samples import Sample
 from rollbook.train.data.selection import Selection
+from rollbook.train.loop.base import folder_to_copy
 from rollbook.train.loop.batch_in_hand import BatchInHand, unfinished, without
 from rollbook.train.loop.device_turns import DeviceTurns
 from rollbook.train.loop.experiences import oldest_of
@@ -81,7 +82,7 @@ class Trainer:
         self._turns.take(history.version)
         made = restored(config, log, history, self._phase, ranks, warn)
         self.policy, self.critic, self._experiences = made.policy, made.critic, made.experiences
-        self._like, self._lora = made.base.path, made.lora
+        self._like, self._lora = folder_to_copy(log, history, made.base), made.lora
         self.references = made.references
         """Weights of its earlier versions."""
         self._publisher.checkpoints.lora = made.lora

@@ -55,6 +55,8 @@ _PLACING = frozenset(
         *("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"),
     }
 )
+_OWN = frozenset({"NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"})
+"""Megatron sets them itself, once it builds a model, by a configuration that is always the same."""
 _WATCHING = "TORCH_NCCL_"
 """Begins the names of those by which torch watches over a communicator; what it sums is NCCL's."""
 
@@ -78,6 +80,8 @@ def only_places(name: str) -> bool:
 
 
 def _left_out(name: str) -> bool:
+    if name in _OWN:
+        return True
     return name.endswith((*_COUNTS, *_PLACES)) or not set(_TELLING).isdisjoint(name.split("_"))
 
 

@@ -1,4 +1,4 @@
-"""Checks, before any tensor is sent, whether an engine can load a policy's tensors.
+"""Checks, before any tensor is sent, whether an engine can load a policy's tensors, and how it holds them.
 
 SGLang's scheduler dies of a tensor of another shape, in the middle of a version.
 """
@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.ingest.engines.sglang.protocol import release_of
+from rollbook.ingest.engines.weights.expected import Holding
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
+from rollbook.ingest.engines.weights.tensor_checksums import checksum_kind
 from rollbook.ingest.engines.weights.tensor_layout import check_layout
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.train.megatron.shape import ModelShape, read_shape
@@ -68,6 +70,21 @@ def _shape_of(info: EngineInfo) -> ModelShape | None:
         return read_shape(path)
     except ModelError:
         return None  # the names have been compared
+
+
+def holding(info: EngineInfo, head_dim: int, dtype: str) -> Holding:
+    """How an engine will hold what it is sent.
+
+    Args:
+        head_dim: of the model's attention.
+        dtype: of what it is sent.
+    """
+    # The embedded engine hashes as on a CPU, whatever its device, and pads nothing.
+    own = info.kind == EMBEDDED
+    # It widens what it is sent, and SGLang what is narrower than its own type.
+    wide = own or info.dtype == EXACT
+    kind = checksum_kind("cpu" if own else info.device)
+    return Holding(kind, EXACT if wide else dtype, head_dim, padded=not own)
 
 
 def check_transport(url: str, info: EngineInfo, transport: str) -> None:

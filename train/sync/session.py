@@ -22,14 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from rollbook.ingest.engines.weights.expected import Expected, Holding, described
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
-from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
-from rollbook.ingest.engines.weights.tensor_layout import Expected
 from rollbook.store.errors import EngineError, EngineLostError
-from rollbook.store.events import PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
+from rollbook.store.events import Json, PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id
 from rollbook.train.megatron.shape import ModelShape
 from rollbook.train.sync.control import (
@@ -40,7 +37,7 @@ from rollbook.train.sync.control import (
     EngineControl,
     EngineInfo,
 )
-from rollbook.train.sync.fits import check_fits, check_transport
+from rollbook.train.sync.fits import check_fits, check_transport, holding
 from rollbook.train.sync.given_memory import GivenMemory
 from rollbook.train.sync.presence import looking_at
 from rollbook.train.sync.transports import Receiver, Transport, Weights
@@ -100,9 +97,11 @@ class SyncAttempt:
 
     Attributes:
         name: what the engine is to call the weights.
+        holding: how the engine holds them.
         own: whether the engine is embedded in a proxy, which tracks its weights itself.
         flush_first: whether to flush before any weight is sent, because the engine may refuse.
         checksums: digest of what it holds, once that is verified.
+        held: how it holds that, as far as it is known.
         recorded: whether the end of the sync is recorded.
     """
 
@@ -110,9 +109,11 @@ class SyncAttempt:
     sync_id: str
     begun: float
     name: str
+    holding: Holding
     own: bool
     flush_first: bool
     checksums: str = ""
+    held: Json | None = None
     recorded: bool = False
 
 
@@ -186,7 +187,7 @@ class Syncer:
             attempts = self._opened(pool, release, engines)
             self._each(pool, attempts, self._halt)
             sent = self._send(release, weights, attempts)
-            self._each(pool, attempts, self._verify)
+            self._each(pool, attempts, lambda attempt: self._verify(attempt, release.names))
             before_cache()
             self._each(pool, attempts, lambda attempt: self._memory.take_cache(attempt.receiver.control))
             self._each(pool, attempts, lambda attempt: attempt.receiver.control.activate(attempt.name))
@@ -231,21 +232,17 @@ class Syncer:
         for engine, asked in [(engine, pool.submit(self._ask, engine, release)) for engine in engines]:
             error = asked.exception()
             info, ranks = (None, []) if error is not None else asked.result()
-            # The embedded engine hashes as on a CPU, whatever its device.
             own = info is not None and info.kind == EMBEDDED
-            make = checksum_of("cpu" if info is None or own else info.device)
-            # It widens what it is sent, and SGLang what is narrower than its own type.
-            dtype = torch.float32 if own or (info is not None and info.dtype == "float32") else None
+            how = holding(info or EngineInfo("", "", "cpu"), release.head_dim, release.dtype)
             held = ((rank.tp_rank, rank.tp_size, frozenset(rank.tensors)) for rank in ranks)
-            new = Expected(ranks, make, release.head_dim, padded=not own, dtype=dtype)
-            expected = shared.setdefault((make, own, dtype, *held), new)
+            expected = shared.setdefault((how, *held), Expected(ranks, how))
             # With in_place, the cache is kept on purpose, and a flush would be refused.
             receiver = Receiver(engine, len(ranks), expected, flush=self._options.pause != "in_place")
             if isinstance(error, Exception):
                 receiver.failed(error)
             begun, flush_first = time.perf_counter(), receiver.flush and not own
             flush_first = flush_first and engine.url not in self._memory.woken
-            attempts.append(SyncAttempt(receiver, new_id(), begun, release.name(), own, flush_first))
+            attempts.append(SyncAttempt(receiver, new_id(), begun, release.name(), how, own, flush_first))
         self._note_starts(release, attempts)
         self._note_ends(release, [c for c in attempts if c.receiver.error], 0)
         return attempts
@@ -327,12 +324,12 @@ class Syncer:
             self._note_ends(release, attempts, 0)
             raise
 
-    def _verify(self, attempt: SyncAttempt) -> None:
+    def _verify(self, attempt: SyncAttempt, names: Sequence[str]) -> None:
         control = attempt.receiver.control
         held = control.checksums()
         attempt.receiver.expected.check(control.url, held)
         self._held[control.url] = held
-        attempt.checksums = ranks_digest(held)
+        attempt.checksums, attempt.held = ranks_digest(held), described(held, names, attempt.holding)
 
     def _resume(self, attempt: SyncAttempt) -> None:
         attempt.receiver.control.resume()
@@ -360,7 +357,8 @@ class Syncer:
         """Say in the log which engines hold the verified weights, before they make a token of them."""
         version, files = (release.policy, release.version), (release.weights_digest, release.path)
         records = [
-            PolicyActivated(*version, c.receiver.control.url, *files, c.name, c.checksums) for c in attempts
+            PolicyActivated(*version, c.receiver.control.url, *files, c.name, c.checksums, c.held)
+            for c in attempts
         ]
         if records:
             self._write(*records)

@@ -9,4 +9,12 @@ from rollbook.ingest.endpoints.chat.stream import ChatWriter
 from rollbook.ingest.endpoints.chat.upstream import UPSTREAM
 from rollbook.ingest.endpoints.openai_form import openai_error
 
-API = AgentApi(path=PATH, read=read, reply=reply, writer=ChatWriter, error=openai_error, upstream=UPSTREAM)
+API = AgentApi(
+    path=PATH,
+    conversation="messages",
+    read=read,
+    reply=reply,
+    writer=ChatWriter,
+    error=openai_error,
+    upstream=UPSTREAM,
+)

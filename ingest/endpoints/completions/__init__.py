@@ -10,5 +10,11 @@ from rollbook.ingest.endpoints.completions.upstream import UPSTREAM
 from rollbook.ingest.endpoints.openai_form import openai_error
 
 API = AgentApi(
-    path=PATH, read=read, reply=reply, writer=CompletionsWriter, error=openai_error, upstream=UPSTREAM
+    path=PATH,
+    conversation="prompt",
+    read=read,
+    reply=reply,
+    writer=CompletionsWriter,
+    error=openai_error,
+    upstream=UPSTREAM,
 )

@@ -10,6 +10,7 @@ from rollbook.ingest.endpoints.messages.upstream import UPSTREAM
 
 API = AgentApi(
     path=PATH,
+    conversation="messages",
     read=read,
     reply=reply,
     writer=MessagesWriter,

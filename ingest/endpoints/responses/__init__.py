@@ -12,6 +12,7 @@ from rollbook.ingest.endpoints.responses.upstream import UPSTREAM, ids_of, named
 
 API = AgentApi(
     path=PATH,
+    conversation="input",
     read=read,
     reply=reply,
     writer=ResponsesWriter,

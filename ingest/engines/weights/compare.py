@@ -19,15 +19,14 @@ from safetensors import safe_open
 
 from rollbook.ingest.engines.model_files import read_json, weight_files
 from rollbook.ingest.engines.weights.digests import line_of, published_version
+from rollbook.ingest.engines.weights.expected import DTYPES, Holding, described
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
-from rollbook.ingest.engines.weights.tensor_checksums import checksum_of
+from rollbook.ingest.engines.weights.tensor_checksums import CHECKSUMS, checksum_kind
 from rollbook.ingest.engines.weights.tensor_layout import TensorPart, check_layout, part_of, shard
 from rollbook.store.digest import combine
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import Json
 
-EXACT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types that an engine may hold weights in: those of the files, as long as nothing is rounded."""
 HEAD = "lm_head.weight"
 
 
@@ -78,8 +77,9 @@ class ModelFiles:
             raise ModelError(f"{self.model}/config.json does not say how large a head is: {text}") from None
 
 
-def compare(model: Path, held: Held) -> tuple[int, str]:
-    """(the policy version that the directory is, its weights' digest), where the engine holds just these.
+def compare(model: Path, held: Held) -> tuple[int, str, Json | None]:
+    """(the policy version that the directory is, its weights' digest, how they are held), where the engine
+    holds just these.
 
     Raises:
         ModelError: the directory has no weights, or they cannot be read.
@@ -103,7 +103,8 @@ def compare(model: Path, held: Held) -> tuple[int, str]:
         for parts in sorted(places.values(), key=lambda parts: sum(files.sizes[name] for _, name in parts)):
             parts.sort(key=lambda part: part[0].part)
             dtype = _compared(files, parts, held, dtype, lines)
-        return version, combine(lines)
+        holding = Holding(checksum_kind(held.device), dtype, files.head_dim)
+        return version, combine(lines), described(held.ranks, files.handles, holding)
 
 
 def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
@@ -130,14 +131,14 @@ def _compared(
         lines: gets a line of the weights' digest for each part.
     """
     place = parts[0][0].tensor
-    for guess in (dtype,) if dtype in EXACT else EXACT:
-        if _checksums(files, parts, held, EXACT[guess]) == [rank.tensors[place] for rank in held.ranks]:
+    for guess in (dtype,) if dtype in DTYPES else DTYPES:
+        if _checksums(files, parts, held, DTYPES[guess]) == [rank.tensors[place] for rank in held.ranks]:
             break
     else:
         raise EngineError(f"engine {held.url} holds another {place} than the weights compared with it")
     for _, name in parts:
         wide = files.tensor(name).float()
-        if not torch.equal(wide.to(EXACT[guess]).float(), wide):
+        if not torch.equal(wide.to(DTYPES[guess]).float(), wide):
             text = f"engine {held.url} holds {guess}, to which {name} was rounded: start it with "
             raise EngineError(text + "--dtype float32, which is what is trained")
         lines.append(line_of(name, wide))
@@ -148,7 +149,7 @@ def _checksums(
     files: ModelFiles, parts: list[tuple[TensorPart, str]], held: Held, dtype: torch.dtype
 ) -> list[str]:
     """What each rank's checksum of the tensor must be."""
-    growing = [checksum_of(held.device)() for _ in held.ranks]
+    growing = [CHECKSUMS[checksum_kind(held.device)]() for _ in held.ranks]
     for _, name in parts:
         tensor = files.tensor(name).to(dtype)
         for rank, checksum in zip(held.ranks, growing, strict=True):
@@ -163,18 +164,19 @@ def answer(asked: Json) -> Json:
         asked: `models` (paths), `url`, `device`, `dtype`, and `ranks`: `tp_rank`, `tp_size`, `tensors` each.
 
     Returns:
-        `found`: `path`, `version` and `digest`, or null; `reasons`: path -> why it is not that one.
+        `found`: `path`, `version`, `digest` and `held`, or null; `reasons`: path -> why it is not that one.
     """
     ranks = [RankChecksums(**rank) for rank in asked["ranks"]]
     held = Held(asked["url"], ranks, asked["device"], asked["dtype"])
     reasons: dict[str, str] = {}
     for path in asked["models"]:
         try:
-            version, digest = compare(Path(path), held)
+            version, digest, how = compare(Path(path), held)
         except (EngineError, ModelError) as error:
             reasons[path] = str(error)
             continue
-        return {"found": {"path": path, "version": version, "digest": digest}, "reasons": reasons}
+        found = {"path": path, "version": version, "digest": digest, "held": how}
+        return {"found": found, "reasons": reasons}
     return {"found": None, "reasons": reasons}
 
 

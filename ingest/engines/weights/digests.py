@@ -20,6 +20,7 @@ from rollbook.ingest.engines.model_files import model_file, read_json, weight_fi
 from rollbook.store.digest import combine, tensor_line
 from rollbook.store.errors import ModelError
 from rollbook.store.events import Json
+from rollbook.store.folder_lock import reading
 
 Tensors = dict[str, torch.Tensor]
 Look = Callable[[str, torch.Tensor], None]
@@ -100,16 +101,17 @@ def stream_files(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ModelError: as `read_weights`.
     """
-    files = weight_files(model)
-    if not files:
-        raise ModelError(f"{model}: holds no safetensors weights")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118
-                    yield name, handle.get_tensor(name)
-        except Exception as error:
-            raise ModelError(f"{file}: cannot be read: {error}") from error
+    with reading(model):
+        files = weight_files(model)
+        if not files:
+            raise ModelError(f"{model}: holds no safetensors weights")
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    for name in handle.keys():  # noqa: SIM118
+                        yield name, handle.get_tensor(name)
+            except Exception as error:
+                raise ModelError(f"{file}: cannot be read: {error}") from error
 
 
 def read_manifest(model: Path) -> Json | None:

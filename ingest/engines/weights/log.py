@@ -16,6 +16,7 @@ from rollbook.store.errors import OutsideError
 from rollbook.store.events import (
     CheckpointWritten,
     Event,
+    Json,
     PolicyActivated,
     PolicyPublished,
     SyncFailed,
@@ -34,11 +35,12 @@ OWN = "/engine"
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Weights that an engine was seen to hold."""
+    """Weights that an engine was seen to hold; `held`: how, as of `policy.activated`."""
 
     version: int
     weights_digest: str
     path: str
+    held: Json | None = None
 
 
 class WeightLog:
@@ -97,8 +99,8 @@ class WeightLog:
             self._names[record.weight_name] = record.policy_version
             self._given[record.engine] = record.policy_version
         if record.checksums and record.checksums not in self._held:
-            held = Verified(record.policy_version, record.weights_digest, record.path)
-            self._held[record.checksums] = held
+            what = (record.policy_version, record.weights_digest, record.path)
+            self._held[record.checksums] = Verified(*what, record.held)
             self.changes += 1
 
     # What it knows ----------------------------------------------------------------------------

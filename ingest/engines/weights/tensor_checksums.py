@@ -7,7 +7,7 @@ its threads can compute side by side (0.5.23, `sglang.kernels.ops.memory.gpu_ten
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -159,6 +159,10 @@ def _finalized(value: int) -> int:
     return value ^ value >> 31
 
 
-def checksum_of(device: str) -> Callable[[], Checksum]:
-    """What makes the checksums of an engine whose weights are on such a device."""
-    return Sha256Checksum if device == "cpu" else TiledChecksum
+CHECKSUMS: Mapping[str, Callable[[], Checksum]] = {"sha256": Sha256Checksum, "tiled": TiledChecksum}
+"""Kinds of checksums, and what makes one."""
+
+
+def checksum_kind(device: str) -> str:
+    """The kind of checksums of an engine whose weights are on such a device."""
+    return "sha256" if device == "cpu" else "tiled"

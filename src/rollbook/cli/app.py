@@ -20,6 +20,8 @@ from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
 from rollbook.cli.replay_bundle import export_app as replay_export_app
 from rollbook.cli.replay_bundle import open_bundle
+from rollbook.cli.replay_rollout import rollout
+from rollbook.cli.replay_serve import replay_serve
 from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.score import score
@@ -39,6 +41,7 @@ replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says ha
 app.add_typer(replay_app, name="replay")
 replay_app.add_typer(replay_export_app, name="export")
 replay_app.command("open")(open_bundle)
+replay_app.command("serve")(replay_serve)
 recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
@@ -47,6 +50,7 @@ app.add_typer(export_app, name="export")
 app.add_typer(lineage_app, name="lineage")
 app.command(cls=ServeCommand)(serve)
 replay_app.command("step")(replay_step)
+replay_app.command("rollout")(rollout)
 replay_app.command("run")(replay_run)
 replay_app.command("weights")(replay_weights)
 replay_app.command("bisect")(replay_bisect)

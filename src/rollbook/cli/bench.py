@@ -14,8 +14,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="append, hostile, learning, loop, materialize, proxy, recover, scale, seal, sql, sync, "
-            "tail or train."
+            help="append, bits, hostile, learning, loop, materialize, proxy, recover, scale, seal, sql, "
+            "sync, tail or train."
         ),
     ],
     json: AsJson = False,

@@ -14,6 +14,7 @@ from rollbook.replay.partial import Part
 from rollbook.replay.step import replay_step
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
 from rollbook.store import Store
+from rollbook.train.loop.promise import Promise
 
 COLOURS = {
     Verdict.equal: "green",
@@ -39,12 +40,25 @@ def replay_command(
 ) -> int:
     """Replay a step and print the comparison; the exit code, 0 if no stage differs and 1 if one does."""
     with of_run(log, run):
-        result = replay_step(log, step, run, policy, trust_parts=trust_parts, one_rank=one_rank, part=part)
+        how = {"trust_parts": trust_parts, "one_rank": one_rank}
+        say = (lambda promise: None) if as_json else _say_promise
+        result = replay_step(log, step, run, policy, **how, part=part, say=say)
     if as_json:
         print_json(described(result))
     else:
         show(Console(), result)
     return 0 if result.equal else 1
+
+
+def _say_promise(promise: Promise) -> None:
+    """Say on standard error, before a replay starts, whether bits are promised."""
+    console = Console(stderr=True)
+    if promise.bits:
+        console.tell("bits are promised here: nothing that is known to change them differs")
+        return
+    console.tell(("bits are not promised here", "yellow"))
+    for reason in promise.reasons:
+        console.tell(f"  {reason}")
 
 
 def described(result: StepReplay) -> dict[str, object]:
@@ -66,8 +80,6 @@ def show(console: Console, result: StepReplay) -> None:
     console.print(f"run {result.run}, step {shown}: replayed {how}")
     for line in result.passed_over:
         console.tell(("passed over", "yellow"), f" {line}")
-    for line in result.environment:
-        console.tell(("environment", "yellow"), f" {line}")
     console.print(stage_table(result.stages.values()))
     _tell_late(console, result)
     _tell_verdict(console, result)

@@ -129,6 +129,8 @@ def _lines(report: EraseReport) -> list[str]:
         lines.append(
             f"{report.shared_bodies} large values stay, since requests of other trajectories hold them too"
         )
+    if report.replays:
+        lines.append(f"replays of it hold its text too: erase {', '.join(report.replays)} as well")
     if not report.finished:
         lines.append("the trajectory is not finished: erase it again when it is")
     return lines

@@ -101,6 +101,33 @@ def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
     run_rebuild(store, json)
 
 
+@store_app.command("checkpoints")
+def store_checkpoints(
+    store: StoreOption,
+    run: Annotated[str | None, typer.Option("--run", help="Only of this run.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Only of this line of weights.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, help="Keep so many of the newest that training resumes from.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="Of so many versions in a row keep the first, too.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove what the two options do not keep.")] = False,
+    json: AsJson = False,
+) -> None:
+    """List checkpoints: what needs each, and which were removed. With --keep-last or --keep-every it says
+    which would go; with --yes they do.
+
+    What something needs stays: training's next start, references, the beginning of a configuration, engines.
+    A training does the same by itself: [checkpoint] keep_last and keep_every in its CONFIG.
+
+    rollbook store checkpoints --store runs --keep-last 2 --keep-every 100
+    """
+    from rollbook.cli.checkpoints import run_checkpoints
+
+    run_checkpoints(store, run, policy, keep_last, keep_every, yes, json)
+
+
 @store_app.command("retain")
 def store_retain(
     store: StoreOption,

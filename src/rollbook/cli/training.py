@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rollbook.cli.terminal import Console
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import (
+    CheckpointRemoved,
     CheckpointWritten,
     EvalFinished,
     Json,
@@ -178,6 +179,8 @@ def line_of(record: Record) -> str | None:
             whole = "" if record.optimizer_digest else ", weights alone"
             megabytes = record.bytes / 2**20
             return f"version {record.policy_version}: checkpoint {record.path} ({megabytes:.1f} MiB{whole})"
+        case CheckpointRemoved():
+            return f"version {record.policy_version}: removed checkpoint {record.path} ({record.reason})"
         case SyncFinished():
             held = f"{record.engine} holds it, {record.bytes / 2**20:.1f} MiB in {record.seconds:.2f} s"
             return f"version {record.policy_version}: {held}"

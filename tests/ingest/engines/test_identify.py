@@ -27,6 +27,7 @@ from rollbook.ingest.engines.sglang.client import SglangEngine
 from rollbook.ingest.engines.sglang.http import Keys
 from rollbook.ingest.engines.weights.compare import Held, answer, compare
 from rollbook.ingest.engines.weights.digests import digest_tensors, read_weights
+from rollbook.ingest.engines.weights.expected import expected_ranks_digest
 from rollbook.ingest.engines.weights.log import WeightLog
 from rollbook.ingest.engines.weights.name import weight_name
 from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest, read_ranks
@@ -58,6 +59,10 @@ SHAPES = {
     "model.norm.weight": (8,),
 }
 CONFIG = {"hidden_size": 8, "num_attention_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+HELD = {
+    **{"checksum": "sha256", "dtype": "float32", "head_dim": 8, "padded": True},
+    **{"tp_size": 1, "tp_ranks": [0], "merged": ["gate_up_proj", "qkv_proj"]},
+}
 SAMPLING = Sampling(4, 1.0, 0)
 
 
@@ -153,7 +158,8 @@ def held_by(world: World, dtype: str = "float32", told: str | None = None, path:
 
 def test_the_runs_own_weights_are_version_0(world: World) -> None:
     """Version 0, by the digest that a trainer or the embedded engine would give it."""
-    assert compare(world.model, held_by(world)) == (0, digest_tensors(read_weights(world.model)))
+    digest = digest_tensors(read_weights(world.model))
+    assert compare(world.model, held_by(world)) == (0, digest, HELD)
 
 
 @pytest.mark.parametrize("name", [*SHAPES])
@@ -173,7 +179,8 @@ def test_weights_in_the_type_of_the_files(world: World, told: str) -> None:
     """Nothing is rounded, so an engine in half precision holds just those; the digest is of float32."""
     model = make_model(world.folder / "half", 3, torch.bfloat16)
     wide = {name: tensor.float() for name, tensor in read_weights(model).items()}
-    assert compare(model, held_by(world, "bfloat16", told, model)) == (0, digest_tensors(wide))
+    found = (0, digest_tensors(wide), HELD | {"dtype": "bfloat16"})
+    assert compare(model, held_by(world, "bfloat16", told, model)) == found
 
 
 def test_weights_that_were_rounded(world: World) -> None:
@@ -251,7 +258,7 @@ def test_comparing_elsewhere(world: World) -> None:
     told = {"url": held.url, "device": "cpu", "dtype": "float32", "ranks": [asdict(held.ranks[0])]}
     found = run(lambda: identify.compare_elsewhere(told | {"models": [str(other), str(world.model)]}))
     digest = digest_tensors(read_weights(world.model))
-    assert found["found"] == {"path": str(world.model), "version": 0, "digest": digest}
+    assert found["found"] == {"path": str(world.model), "version": 0, "digest": digest, "held": HELD}
     assert list(found["reasons"]) == [str(other)]
     with pytest.raises(
         EngineError, match="could not be compared: KeyError: 'ranks': let the trainer sync it"
@@ -282,6 +289,8 @@ def test_a_server_of_the_runs_model(world: World) -> None:
     assert bound.weight_name == app.weight_version
     assert (bound.policy_version, bound.engine, bound.path) == (0, url, str(world.model))
     assert bound.weights_digest == digest_tensors(read_weights(world.model))
+    assert bound.held == HELD
+    assert bound.checksums == expected_ranks_digest(read_weights(world.model).items(), HELD)
     assert checked == [{"action": "checksum", "selector": "target"}]
 
 
@@ -329,7 +338,7 @@ def test_nothing_to_compare_with(world: World) -> None:
         assert "holds no safetensors weights" in str(engine.unverified())
         app.weight_version = name = weight_name("run", "actor", 4)
         checksums = ranks_digest(await engine.servers.first.checksums())
-        told = PolicyActivated("actor", 4, url, "digest of 4", "", name, checksums)
+        told = PolicyActivated("actor", 4, url, "digest of 4", "", name, checksums, HELD)
         await asyncio.to_thread(world.tells, told)
         assert await asked(engine, "r0") == [4], "a trainer has bound the name, and the log is read for it"
         assert (engine.policy_version(), engine.unverified()) == (4, None)
@@ -341,7 +350,7 @@ def test_nothing_to_compare_with(world: World) -> None:
         await engine.close()
 
     run(scenario)
-    assert [r.policy_version for r in world.told(PolicyActivated)] == [4, 4]
+    assert [(r.policy_version, r.held) for r in world.told(PolicyActivated)] == [(4, HELD), (4, HELD)]
 
 
 def test_a_server_started_from_a_checkpoint(world: World) -> None:

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.ingest.engines.weights.digests import tensor_bytes
-from rollbook.ingest.engines.weights.tensor_checksums import Sha256Checksum, TiledChecksum, checksum_of
+from rollbook.ingest.engines.weights.tensor_checksums import (
+    CHECKSUMS,
+    Sha256Checksum,
+    TiledChecksum,
+    checksum_kind,
+)
 
 TILE = 32768
 TILED = {
@@ -117,5 +122,5 @@ def test_a_digest_may_be_read_before_the_end() -> None:
 
 def test_the_kind_is_the_devices() -> None:
     """SHA-256 on a CPU, the tiled one elsewhere."""
-    assert checksum_of("cpu") is Sha256Checksum
-    assert checksum_of("cuda") is TiledChecksum
+    assert CHECKSUMS[checksum_kind("cpu")] is Sha256Checksum
+    assert CHECKSUMS[checksum_kind("cuda")] is TiledChecksum

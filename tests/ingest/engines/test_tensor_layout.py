@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.ingest.engines.weights.rank_checksums import RankChecksums
+from rollbook.ingest.engines.weights.expected import Expected, Holding, described, expected_ranks_digest
+from rollbook.ingest.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.ingest.engines.weights.tensor_checksums import Sha256Checksum
-from rollbook.ingest.engines.weights.tensor_layout import Expected, TensorPart, part_of, shard
-from rollbook.store.errors import EngineError
+from rollbook.ingest.engines.weights.tensor_layout import TensorPart, part_of, shard
+from rollbook.store.errors import EngineError, FormatError
+from rollbook.store.events import Json
 
 LOADED: dict[str, list[int]] = orjson.loads((Path(__file__).parent / "sglang_loaders.json").read_bytes())
 """What SGLang 0.5.23's loaders gave each rank of rows numbered from 0 (q, gate), 100 (k, up) and 200 (v).
@@ -135,7 +138,7 @@ def _engine(tensors: dict[str, torch.Tensor], size: int = 1) -> list[RankChecksu
 
 
 def _expected(size: int = 1) -> Expected:
-    return Expected(_engine(_tensors(), size), Sha256Checksum, 4)
+    return Expected(_engine(_tensors(), size), Holding("sha256", "float32", 4))
 
 
 @given(st.permutations(sorted(DENSE)), st.sampled_from([1, 2, 4]))
@@ -207,3 +210,123 @@ def test_an_engine_that_holds_more_or_other_ranks() -> None:
     fewer: dict[str, Any] = {k: v for k, v in held[0].tensors.items() if k != "model.norm.weight"}
     with pytest.raises(EngineError, match=r"1 of 9 tensors .* such as model\.norm\.weight"):
         expected.check("http://e", [RankChecksums(0, 1, fewer)])
+
+
+# From the weights alone ---------------------------------------------------------------------------
+
+
+HOLDING = Holding("sha256", "float32", 4)
+FIRST = {
+    "checksum": "sha256",
+    "dtype": "float32",
+    "head_dim": 4,
+    "padded": True,
+    "tp_size": 2,
+    "tp_ranks": [0, 1],
+    "merged": ["gate_up_proj", "qkv_proj"],
+}
+
+
+def test_what_is_said_of_how_it_holds_them() -> None:
+    """Little, and the same for copies of the ranks."""
+    ranks = _engine(_tensors(), 2)
+    assert described(ranks, DENSE, HOLDING) == FIRST
+    assert described([*ranks, *ranks], DENSE, HOLDING) == FIRST
+    assert len(orjson.dumps(FIRST)) < 300
+    experts = {f"m.experts.{i}.{part}_proj.weight" for i in range(9) for part in ("gate", "up", "down")}
+    held = RankChecksums(3, 4, {"m.experts.w13_weight": "0", "m.experts.w2_weight": "1"})
+    told = described([held], experts, Holding("tiled", "bfloat16", 8, padded=False))
+    assert told == {
+        **{"checksum": "tiled", "dtype": "bfloat16", "head_dim": 8, "padded": False},
+        **{"tp_size": 4, "tp_ranks": [3], "merged": ["w13_weight", "w2_weight"]},
+    }
+    unmerged = [RankChecksums(0, 1, dict.fromkeys(DENSE, "0"))]
+    assert (described(unmerged, DENSE, HOLDING) or {})["merged"] == []
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (DENSE, []),
+        ((), [RankChecksums(0, 1, {"a.weight": "0"})]),
+        (DENSE, [RankChecksums(0, 1, dict.fromkeys([*HELD, "rope.inv_freq"], "0"))]),
+        (DENSE, [RankChecksums(0, 1, dict.fromkeys(list(HELD)[1:], "0"))]),
+        (
+            ("0.q_proj.weight", "1.q_proj.weight"),
+            [RankChecksums(0, 1, {"0.qkv_proj.weight": "0", "1.q_proj.weight": "0"})],
+        ),
+        (DENSE, [RankChecksums(0, 2, dict.fromkeys(HELD, "0")), RankChecksums(1, 2, {"a.weight": "0"})]),
+        (
+            DENSE,
+            [RankChecksums(0, 1, dict.fromkeys(HELD, "0")), RankChecksums(1, 2, dict.fromkeys(HELD, "0"))],
+        ),
+    ],
+    ids=["no ranks", "no names", "one more", "one less", "some merged", "by layers", "of two sizes"],
+)
+def test_other_names_than_follow_from_the_models(names: Any, ranks: list[RankChecksums]) -> None:
+    """Then it is not known how it holds them."""
+    assert described(ranks, names, HOLDING) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@given(st.permutations(sorted(DENSE)), st.sampled_from([1, 2, 4]))
+def test_checksums_follow_from_the_weights(dtype: str, names: list[str], size: int) -> None:
+    """In any order, in memory that is used again after each, in the type that the engine has."""
+    new = _tensors(1)
+    given_to = {name: tensor.to(getattr(torch, dtype)) for name, tensor in new.items()}
+    ranks = _engine(given_to, size)
+    held = described(ranks, names, Holding("sha256", dtype, 4))
+    assert held is not None
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            lent = new[name].clone()
+            yield name, lent
+            lent.fill_(7)
+
+    assert expected_ranks_digest(stream(), held) == ranks_digest(ranks)
+
+
+@pytest.mark.parametrize("name", sorted(DENSE))
+def test_one_ulp_and_one_tensor_less(name: str) -> None:
+    """Of any tensor, whichever rank has it: another digest."""
+    new, changed = _tensors(1), _tensors(1)
+    wanted = ranks_digest(_engine(new, 2))
+    assert expected_ranks_digest(new.items(), FIRST) == wanted
+    changed[name].view(-1).view(torch.int32)[-1] ^= 1
+    assert expected_ranks_digest(changed.items(), FIRST) != wanted
+    del changed[name]
+    assert expected_ranks_digest(changed.items(), FIRST) != wanted
+
+
+def test_every_word_counts() -> None:
+    """Of how they are held: another kind, type, size of heads, cut, padding or merger is another digest."""
+    new = _tensors(1)
+    others = [
+        *({"checksum": "tiled"}, {"dtype": "bfloat16"}, {"head_dim": 8}, {"padded": False}),
+        *({"tp_ranks": [0]}, {"tp_size": 1, "tp_ranks": [0]}, {"merged": ["qkv_proj"]}, {}),
+    ]
+    assert len({expected_ranks_digest(new.items(), FIRST | other) for other in others}) == len(others)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"checksum": "crc32"}, {"dtype": "float8"}, {"merged": ["experts"]}, {"tp_ranks": [2]}),
+        *({"head_dim": 0}, {"head_dim": "4"}, {"tp_ranks": None}, {"merged": [[]]}, {"tp_size": "2"}),
+    ],
+)
+def test_what_is_not_known(odd: Json) -> None:
+    """It is shown, and never computed with."""
+    with pytest.raises(FormatError, match=r"held as \{.*which this release does not know"):
+        expected_ranks_digest([], FIRST | odd)
+    lacking = {key: value for key, value in FIRST.items() if key not in odd}
+    with pytest.raises(FormatError, match="does not know"):
+        expected_ranks_digest([], lacking)
+
+
+def test_weights_of_another_model() -> None:
+    """They cannot be cut so: the tensor is named."""
+    held = FIRST | {"tp_size": 8, "tp_ranks": list(range(8))}
+    with pytest.raises(FormatError, match=r"o_proj\.weight of shape \[2, 2\] is not held by 8 ranks"):
+        expected_ranks_digest([(f"{ATTENTION}.o_proj.weight", torch.zeros(2, 2))], held)

@@ -92,8 +92,8 @@ def test_what_the_kinds_say() -> None:
     assert sorted(lasting) == ["segment.dropped", "step.retired", "trajectory.erased"]
     of_policy = kinds_where(lambda said: said.of == "policy")
     assert sorted(of_policy) == [
-        *("checkpoint.written", "eval.finished", "policy.published", "step.abandoned", "step.committed"),
-        *("step.failed", "step.planned", "step.vectors", "stop.fired"),
+        *("checkpoint.removed", "checkpoint.written", "eval.finished", "policy.published"),
+        *("step.abandoned", "step.committed", "step.failed", "step.planned", "step.vectors", "stop.fired"),
     ]
     assert kinds_where(lambda said: said.of == "run") == ["sample.dropped"]
     assert about("no.such.kind") == About()

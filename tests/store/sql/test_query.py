@@ -200,7 +200,7 @@ def test_the_reward_in_force_is_the_last_of_the_log(store: Store) -> None:
 def test_policies_joins_publication_and_activation(told: Store) -> None:
     """`policies` joins publication and first activation of a version."""
     assert _rows(told, "select * from policies") == [
-        ("demo", "actor", 1, 0, "w1", "checkpoints/1", _at(0), _at(17)),
+        ("demo", "actor", 1, 0, "w1", "checkpoints/1", _at(0), _at(17), None),
     ]
 
 

@@ -101,10 +101,10 @@ class World:
     line: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def engine(self, script: Script | None = None) -> Engine:
+    def engine(self, script: Script | None = None, dtype: str = "float32") -> Engine:
         """One that holds version 0."""
         asked: list[tuple[str, dict[str, Any]]] = []
-        options = Options(model_path=str(self.folder / "v0"), weights="float32", weight_version="0")
+        options = Options(model_path=str(self.folder / "v0"), weights=dtype, weight_version="0")
         app = _Recorded(script or hashed(), options, asked, self.line)
         return Engine(app, self.stack.enter_context(serving(app)), asked)
 

@@ -17,6 +17,7 @@ from rollbook.cli.show.messages import REASONING, Message, part_words
 from rollbook.cli.show.reading import CHAT_COMPLETIONS
 from rollbook.cli.show.terminal_text import clock, duration, one_line, short_id, shortened, visible
 from rollbook.cli.show.token_text import TokenText
+from rollbook.store.events import Json
 
 IN_DETAIL = 16
 """Of a trajectory with more turns only the first and the last are drawn whole; the others get a line each."""
@@ -89,6 +90,8 @@ def _header_rows(of: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
     yield "trajectory", [(visible(of.name), "bold"), (f"  {visible(of.trajectory_id)}", "dim")]
     where = [("run", of.run), ("lane", of.lane), ("split", of.split), ("group", of.group)]
     yield "recorded", _listed([(f"{name} {visible(value)}", "") for name, value in where if value])
+    if of.origin is not None:
+        yield "origin", _origin(of.origin)
     if of.task:
         yield "task", [(shortened(of.task), "")]
     marks = [f"{name}={one_line(value, 80)}" for name, value in of.labels.items()]
@@ -109,6 +112,14 @@ def _header_rows(of: TrajectoryFacts) -> Iterator[tuple[str, Words]]:
     yield "turns", [(f"{len(of.turns):,}{counted}", "")]
     yield "tokens", [(f"{of.tokens:,}, {of.sampled:,} of them sampled", ""), (_versions(of), "")]
     yield "fidelity", [(of.fidelity or "nothing completed", "green" if of.fidelity == "exact" else "yellow")]
+
+
+def _origin(origin: Json) -> Words:
+    how = f"{origin['trajectory_id']}, {origin['how']} from turn {short_id(origin['turn_id'])}"
+    return [
+        (visible(how), ""),
+        (visible(f"  by version {origin['policy_version']} of {origin['policy']}"), "dim"),
+    ]
 
 
 def _versions(of: TrajectoryFacts) -> str:

@@ -101,6 +101,7 @@ class TrajectoryFacts:
         tokens: each stored once, however many turns share it; `sampled` of them were sampled.
         fidelity: of all completed turns; null where there is none.
         erased: why its text was erased.
+        origin: of split `replay`, what was sampled again, as of `trajectory.opened`.
     """
 
     name: str
@@ -122,6 +123,7 @@ class TrajectoryFacts:
     tokens: int
     sampled: int
     fidelity: str | None
+    origin: Json | None = None
 
     def as_json(self, *, tokens: bool = False) -> Json:
         """All of it as plain JSON values; with token ids and logprobs only if asked."""

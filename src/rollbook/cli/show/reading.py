@@ -93,6 +93,7 @@ class _Facts:
             tokens=sampled + sum(len(answer.context_ids) for answer in answers),
             sampled=sampled,
             fidelity=(kinds.pop() if len(kinds) == 1 else facts.MIXED) if kinds else None,
+            origin=opened.origin,
         )
 
     def _turn(self, turn: Turn) -> TurnFacts:

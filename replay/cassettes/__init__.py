@@ -1,0 +1,1 @@
+"""Cassettes: an agent is answered from recorded trajectories instead of by an engine."""

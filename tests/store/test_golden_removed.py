@@ -1,0 +1,59 @@
+"""Checkpoints that were removed, as the release that brought that wrote it, are read for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook import store as rb
+from rollbook.store import Store
+from rollbook.store.events import CheckpointRemoved
+from rollbook.store.events.event_json import from_json
+from rollbook.store.fold.history import fold_history
+
+PINNED = "5f6430c9560bd32c"
+"""The beginning of the sha256 of the golden store's files: they are never changed."""
+
+
+@pytest.fixture
+def golden(root: Path, tmp_path: Path) -> Store:
+    """A copy of the golden store."""
+    return rb.open(shutil.copytree(root / "tests" / "data" / "format-1-removed", tmp_path / "golden"))
+
+
+def test_golden_files_are_unchanged(root: Path) -> None:
+    """The files in the repository are the ones that were pinned."""
+    data = root / "tests" / "data"
+    files = sorted(p for p in (data / "format-1-removed").rglob("*") if p.is_file())
+    listed = "".join(f"{p.relative_to(data)} {hashlib.sha256(p.read_bytes()).hexdigest()}\n" for p in files)
+    told = (data / "format-1-removed.jsonl").read_bytes()
+    assert hashlib.sha256(listed.encode() + told).hexdigest()[:16] == PINNED
+
+
+def test_every_event_is_what_was_written(golden: Store, root: Path, plain: Any) -> None:
+    """Out of a sealed unit and a segment: each field in its place."""
+    lines = (root / "tests" / "data" / "format-1-removed.jsonl").read_text().splitlines()
+    events = list(golden.events())
+    assert [plain(e) for e in events] == [plain(from_json(json.loads(line))) for line in lines]
+    first, second = (f"checkpoints/golden/actor/v0000000{v}" for v in (1, 2))
+    assert [e.record for e in events if e.kind == "checkpoint.removed"] == [
+        CheckpointRemoved("actor", 1, first, "w1", "o1", "[checkpoint] keep_last 1"),
+        CheckpointRemoved("actor", 2, second, "w2", "o2", "[checkpoint] keep_last 1"),
+    ]
+
+
+def test_what_is_made_of_them(golden: Store) -> None:
+    """What was written again is there; SQL says when the other one went."""
+    history = fold_history(golden.events(), "golden", "actor")
+    assert history.held_versions == [1, 3]
+    assert [removed.policy_version for removed in history.removed] == [2]
+    with rb.connect(golden.path) as connection:
+        rows = connection.execute(
+            "select policy_version, removed is null from policies order by 1"
+        ).fetchall()
+    assert rows == [(1, True), (2, False), (3, True)]
