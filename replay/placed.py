@@ -8,9 +8,10 @@ import orjson
 import torch
 
 from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.store import Store
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
-from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.config import Dtype, OptimizerConfig
 from rollbook.train.config.lora import recorded_lora
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.loop.base import put_in_place
@@ -18,6 +19,7 @@ from rollbook.train.loop.critic import recorded_critic, restored_critic
 from rollbook.train.loop.environment import fingerprint
 from rollbook.train.loop.experiences import Experiences
 from rollbook.train.loop.promise import Promise, promise
+from rollbook.train.loop.recorded_files import with_files
 from rollbook.train.loop.scoring import References
 from rollbook.train.megatron.model import Build, choose_device, set_deterministic
 from rollbook.train.megatron.policy import Policy
@@ -64,23 +66,25 @@ class Placed:
 
     def promise(self, plan: StepPlanned) -> Promise:
         """Whether a step is promised to give the recorded bits here."""
-        return _promise(plan, self.ranks.described)
+        return promise(plan.environment, _fingerprint(plan, self.ranks.described))
 
 
-def promised(plan: StepPlanned, *, one_rank: bool) -> Promise:
-    """Whether a step is promised to give the recorded bits in this process, before anything is built.
+def promised(log: Store, run: str, plan: StepPlanned, *, one_rank: bool) -> Promise:
+    """Whether a step of a run is promised to give the recorded bits in this process, before anything is
+    built; files of sources that differ are named.
 
     Args:
         one_rank: one rank in the place of all those of the layout.
     """
     set_deterministic(int(plan.environment["threads"]))
     parallel, ranks = recorded_parallel({} if one_rank else plan.environment.get("parallel") or {})
-    return _promise(plan, parallel.described(ranks))
+    here = _fingerprint(plan, parallel.described(ranks))
+    return promise(*with_files(log, run, plan.environment, here))
 
 
-def _promise(plan: StepPlanned, layout: Json) -> Promise:
-    here = fingerprint(device_like(plan), plan.algorithm, layout, dtype=plan.environment["dtype"])
-    return promise(plan.environment, here)
+def _fingerprint(plan: StepPlanned, layout: Json) -> Json:
+    """That which a step would get here."""
+    return fingerprint(device_like(plan), plan.algorithm, layout, dtype=plan.environment["dtype"])
 
 
 def made_for(plan: StepPlanned, *, one_rank: bool) -> Json:
@@ -123,21 +127,44 @@ def put(
     """
     ranks = Ranks(*recorded_parallel(wanted["parallel"]))
     try:
-        threads = int(plan.environment["threads"])
-        how = Build(1, device_like(plan), plan.seed, threads, wanted["dtype"])
-        optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
-        lora = None if plan.lora is None else recorded_lora(plan.lora)
-        own = replace(how, lora=None if lora is None else lora.config)
-        policy = ranks.policy("actor", shape, optimizer, own)
-        put_in_place(policy, held, lora, references, goes_on=goes_on)
-        critic = None
-        if plan.critic is not None:
-            settings = recorded_critic(plan)
-            critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on)
+        policy, experiences = policies(
+            ranks, plan, wanted["dtype"], shape, held, references, ("actor", "critic"), goes_on=goes_on
+        )
     except BaseException:
         ranks.close()
         raise
-    return Placed(wanted, ranks, policy, critic, Experiences(policy, references, critic))
+    return Placed(wanted, ranks, policy, experiences.critic, experiences)
+
+
+def policies(
+    ranks: Ranks,
+    plan: StepPlanned,
+    dtype: Dtype,
+    shape: ModelShape,
+    held: Checkpoint,
+    references: References,
+    names: tuple[str, str],
+    *,
+    goes_on: bool,
+) -> tuple[Policy, Experiences]:
+    """The policy of a manifest, and what makes its batches, which has the critic if there is one. Arguments
+    and errors as of `put`.
+
+    Args:
+        names: that the ranks know the two by.
+    """
+    threads = int(plan.environment["threads"])
+    how = Build(1, device_like(plan), plan.seed, threads, dtype)
+    optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
+    lora = None if plan.lora is None else recorded_lora(plan.lora)
+    own = replace(how, lora=None if lora is None else lora.config)
+    policy = ranks.policy(names[0], shape, optimizer, own)
+    put_in_place(policy, held, lora, references, goes_on=goes_on)
+    critic = None
+    if plan.critic is not None:
+        settings = recorded_critic(plan)
+        critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on, name=names[1])
+    return policy, Experiences(policy, references, critic)
 
 
 def device_like(plan: StepPlanned) -> torch.device:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.replay.replayer import Replayer
-from rollbook.replay.starts import find_start
+from rollbook.replay.starts import Start, find_start
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Event, Store
 from rollbook.store.errors import ReplayError
@@ -82,6 +82,22 @@ def rebuild(
             f"version {version} cannot be rebuilt: the only checkpoint before it, of version "
             f"{start.record.policy_version}, has no optimizer state; {'; '.join(start.passed_over)}"
         )
+    proof, held = _run_to(log, history, start, target, done, trust_parts=trust_parts)
+    digest = target.committed.digests["weights"]
+    path = None if held is None else _written(log, history, start, target, held, out, restore=restore)
+    return Rebuilt(history.run, history.policy, version, digest, proof, path)
+
+
+def _run_to(
+    log: Store,
+    history: History,
+    start: Start,
+    target: CommittedStep,
+    done: Callable[[int], None],
+    *,
+    trust_parts: bool,
+) -> tuple[StepReplay, Checkpoint | None]:
+    """The proof of the step that made a version, and the version; None where something differs."""
     with Replayer(log, history, start, trust_parts=trust_parts) as replayer:
         reran: list[int] = []
         for one in (*start.between, target):
@@ -92,24 +108,34 @@ def rebuild(
                 break
         differs = None if found.equal else found.step
         proof = replace(found, reran=reran, differs_at_step=differs)
-        digest = target.committed.digests["weights"]
-        result = Rebuilt(history.run, history.policy, version, digest, proof)
-        if not proof.bit_for_bit:
-            return result
-        held, like = replayer.state(), start.path
+        return proof, replayer.state() if proof.bit_for_bit else None
+
+
+def _written(
+    log: Store,
+    history: History,
+    start: Start,
+    target: CommittedStep,
+    held: Checkpoint,
+    out: Path | None,
+    *,
+    restore: bool,
+) -> str | None:
+    """Write a version where it is wanted; the last of these places."""
+    path = None
     if out is not None:
         with destination(out, folder=True) as building:
-            record = _write(building, history, target, held, like)
+            record = _write(building, history, target, held, start.path)
             for file in (building / record.path).iterdir():
                 file.rename(building / file.name)
             shutil.rmtree(building / record.path.partition("/")[0])
-        result = replace(result, path=str(out))
+        path = str(out)
     if restore:
-        record = _write(log.path, history, target, held, like)
+        record = _write(log.path, history, target, held, start.path)
         with log.writer(LANE) as writer:
             writer.append([Event(record, history.run)]).result()
-        result = replace(result, path=str(log.path / record.path))
-    return result
+        path = str(log.path / record.path)
+    return path
 
 
 def _write(

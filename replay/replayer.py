@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rollbook.ingest.engines.weights.digests import Tensors
+from rollbook.ingest.engines.weights.digests import Look, Tensors
 from rollbook.replay.claims import judged
 from rollbook.replay.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.partial import OfModel, Part, part_stages
-from rollbook.replay.placed import Placed, made_for, put
+from rollbook.replay.placed import Placed, made_for, policies, put
 from rollbook.replay.schedule import schedule
 from rollbook.replay.selection import Selections, openings
 from rollbook.replay.sent import Activated, activations, sent, sent_differences
@@ -28,7 +28,7 @@ from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.data.batch import Batch
 from rollbook.train.data.recipe import ModelLimits
 from rollbook.train.loop.evidence import recorded_values
-from rollbook.train.loop.experiences import begins
+from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
 from rollbook.train.loop.scoring import References
 from rollbook.train.loop.step import STAGES
@@ -46,6 +46,8 @@ class Replayer:
     Attributes:
         trust_parts: import and run parts of somebody's own that manifests name (`module:name`).
         one_rank: one rank in the place of all those of a layout.
+        look: what is to look at each gradient of the policy, of the steps that are run from now on.
+        last: the step that was run last.
     """
 
     log: Store
@@ -53,6 +55,8 @@ class Replayer:
     start: Start
     trust_parts: bool = False
     one_rank: bool = False
+    look: Look | None = None
+    last: RerunStep | None = None
     _placed: Placed | None = None
     _before: CommittedStep | None = None
     _selections: Selections | None = None
@@ -85,7 +89,9 @@ class Replayer:
         """
         plan = step.planned
         placed = self._place(plan)
-        (rerun,) = rerun_steps(self.log, placed.policy, placed.experiences, [step], self.history.run)
+        policy, experiences = placed.policy, placed.experiences
+        (rerun,) = rerun_steps(self.log, policy, experiences, [step], self.history.run, self.look)
+        self.last = rerun
         stages = self._stages(step, rerun, placed, claims=claims)
         self._before = step
         return self._replay(step, placed, stages, rerun.metrics, ORDER)
@@ -161,6 +167,25 @@ class Replayer:
         assert self._placed is not None
         assert self._before is not None
         return self._placed.state(self._before.planned)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in place, once a step was run."""
+        assert self._placed is not None
+        return self._placed.policy
+
+    def beside(self, step: CommittedStep, other: StepPlanned) -> tuple[Policy, Experiences]:
+        """A second policy in the state before a step, built for a manifest that differs from the step's; the
+        first one is in place, too.
+
+        Raises:
+            TrainError, RankError, ModelError: as `run`.
+        """
+        placed = self._place(step.planned)
+        names = ("other", "other_critic")
+        held, shape = placed.state(other), self.start.shape
+        how = placed.made_for["dtype"]
+        return policies(placed.ranks, other, how, shape, held, self._references, names, goes_on=True)
 
     # Putting in place -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ algorithms that go over their samples in epochs, which of all the log's samples 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -19,8 +19,10 @@ from rollbook.store import Store, parse_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, RunOpened, SampleDropped, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
+from rollbook.store.fold.trajectory import Trajectory
 from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.sql.query import connect_at
+from rollbook.store.sql.view import text
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.config.recipe import RecipeConfig
@@ -29,15 +31,31 @@ from rollbook.train.data.conditions import conditions_of
 from rollbook.train.data.others import dropped_members
 from rollbook.train.data.recipe import Drop, ModelLimits, mixture_in
 from rollbook.train.data.routing import FitCheck
-from rollbook.train.data.samples import Sample, of_another_run
+from rollbook.train.data.samples import Sample
 from rollbook.train.data.sorting import select
 from rollbook.train.data.source import EpochUnits
 
-_DROPS = """
-    SELECT trajectory_id, turn_id, rule, recipe, policy_version, cut FROM drops
-    WHERE run = $run AND policy = $policy AND step = $step AND attempt = $attempt"""
+_DROPS = f"""
+    WITH plan AS (
+        SELECT lane, seq FROM internal.mark_events
+        WHERE kind = 'step.planned' AND run = $run AND policy = $policy AND step = $step
+          AND CAST(coalesce({text("attempt")}, '1') AS BIGINT) = $attempt
+        ORDER BY seq DESC LIMIT 1),
+    begun AS (
+        SELECT coalesce(max(e.seq), -1) AS seq FROM internal.mark_events e JOIN plan USING (lane)
+        WHERE e.run = $run AND e.kind IN ('run.opened', 'step.planned') AND e.seq < plan.seq)
+    SELECT d.trajectory_id, d.turn_id, {text("rule", "d")}, {text("recipe", "d")}, d.policy_version,
+           {text("cut", "d")}
+    FROM internal.mark_events d JOIN plan USING (lane), begun
+    WHERE d.kind = 'sample.dropped' AND d.run = $run AND d.step = $step
+      AND CAST(coalesce({text("attempt", "d")}, '1') AS BIGINT) = $attempt
+      AND d.seq > begun.seq AND d.seq < plan.seq
+    ORDER BY d.seq"""
+"""Those since its training began: one that ended before could fill no step, and its drops count for none."""
 GIVEN = ("not_finite", "all_rejected")
 """Rules by which a step that was skipped drops its samples: no recipe decides on them."""
+COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
+"""Rules that compare the samples of a group, in the order in which they are applied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +66,14 @@ class Selections:
         limits: of the model.
         openings: the configurations that the run's trainings of this policy were opened with.
         excerpt: whether the log leaves events out, on which a choice may hang.
+        rewarded: what gives a trajectory other rewards than the log has of it.
     """
 
     log: Store
     history: History
     limits: ModelLimits
-    openings: Sequence[Json]
+    openings: Sequence[Json] = ()
+    rewarded: Callable[[Trajectory], Trajectory] | None = None
     excerpt: bool = field(init=False)
     _units: tuple[str, EpochUnits] | None = field(default=None)
     """The last cut's, under what it is made of."""
@@ -84,18 +104,63 @@ class Selections:
             due["recipe"] = opened[-1]
         drops = drops_of(self.log, self.history.run, plan)
         kept, dropped = self._due(step, recipe, drops)
-        gone = {drop.turn_id for drop in drops if drop.rule in GIVEN}
+        gone = {d.turn_id for d in drops if d.rule in GIVEN} - {ref["turn_id"] for ref in all_samples(plan)}
         said |= {
             "samples": [_named(ref) for ref in all_samples(plan)],
             "drops": sorted([d.turn_id, d.rule] for d in drops if d.rule not in GIVEN),
-            "others": plan.others,
+            "others": _by_name(plan.others),
         }
         due |= {
             "samples": [_named(sample.reference) for sample in kept if sample.leaf_turn_id not in gone],
             "drops": sorted([d.sample.leaf_turn_id, d.rule] for d in dropped),
-            "others": (dropped_members(kept, dropped) or None) if _compares(recipe) else plan.others,
+            "others": _by_name(dropped_members(kept, dropped) if _compares(recipe) else plan.others),
         }
         return Claim(said, due)
+
+    def anew(
+        self, step: CommittedStep, recipe: RecipeConfig, algorithm: Algorithm
+    ) -> tuple[list[Sample], list[Drop]]:
+        """What another recipe keeps and drops, for an algorithm, of the samples that a step took or let go.
+
+        Of an algorithm that goes over its samples in epochs they are those that the step took, one by one:
+        rules that compare the samples of a group have no say in a slice of them.
+
+        Raises:
+            CorruptionError: the log is damaged.
+        """
+        plan = step.planned
+        recorded = recorded_algorithm(plan.algorithm)
+        if recorded.cycles:
+            found = self._one_by_one(plan, recipe, algorithm, pairs="pairs" in recorded.needs)
+        else:
+            drops = drops_of(self.log, self.history.run, plan)
+            found = self._chosen(plan, recipe, drops, algorithm)
+        return self._cut(found, recipe)
+
+    def _one_by_one(
+        self, plan: StepPlanned, recipe: RecipeConfig, algorithm: Algorithm, *, pairs: bool
+    ) -> tuple[list[Sample], list[Drop]]:
+        """Of the samples that a step took, some perhaps twice; a pair goes whole."""
+        refs = all_samples(plan)
+        named = [(ref["trajectory_id"], ref["turn_id"]) for ref in refs]
+        each = self._candidates(recipe, plan.cut, list(dict.fromkeys(named)), ())
+        wanted = {turn for _, turn in named}
+        there = [s for samples in each.values() for s in samples if s.leaf_turn_id in wanted]
+        left, dropped = select(there, recipe, algorithm, plan.policy_version, self.limits, whole_groups=False)
+        by_leaf = {sample.leaf_turn_id: sample for sample in left}
+        kept: list[Sample] = []
+        broken: dict[str, Sample] = {}
+        size = 2 if pairs else 1
+        for start in range(0, len(refs), size):
+            unit = [ref for ref in refs[start : start + size] if ref["turn_id"] in by_leaf]
+            found = [replace(by_leaf[ref["turn_id"]], margin=ref.get("margin")) for ref in unit]
+            if len(found) == size:
+                kept += found
+            else:
+                broken |= {sample.leaf_turn_id: sample for sample in found}
+        still = {sample.leaf_turn_id for sample in kept}
+        alone = [Drop(sample, "pair_broken", {}) for leaf, sample in broken.items() if leaf not in still]
+        return kept, dropped + alone
 
     def _due(
         self, step: CommittedStep, recipe: RecipeConfig, drops: Sequence[SampleDropped]
@@ -103,46 +168,80 @@ class Selections:
         """What the recipe keeps, in the manifest's order of groups and trajectories, and what it drops."""
         plan = step.planned
         number = None if plan.schedule is None else plan.schedule["slice"]
-        found = self._chosen(plan, recipe, drops) if number is None else self._of_epochs(plan, recipe, number)
+        if number is None:
+            found = self._chosen(plan, recipe, drops, recorded_algorithm(plan.algorithm))
+        else:
+            found = self._of_epochs(plan, recipe, number)
+        return self._cut(found, recipe)
+
+    def _cut(
+        self, found: tuple[list[Sample], list[Drop]], recipe: RecipeConfig
+    ) -> tuple[list[Sample], list[Drop]]:
+        """The samples as far as the model's context goes, where the recipe says so."""
         if recipe.too_long == "cut":
             return [sample.within(self.limits.context) for sample in found[0]], found[1]
         return found
 
     def _chosen(
-        self, plan: StepPlanned, recipe: RecipeConfig, drops: Sequence[SampleDropped]
+        self,
+        plan: StepPlanned,
+        recipe: RecipeConfig,
+        drops: Sequence[SampleDropped],
+        algorithm: Algorithm,
     ) -> tuple[list[Sample], list[Drop]]:
         """Of the groups and samples that the step took, or let go."""
-        algorithm = recorded_algorithm(plan.algorithm)
         refs = [(ref["trajectory_id"], ref["turn_id"]) for ref in all_samples(plan)]
         decided: dict[tuple[int, str], list[tuple[str, str]]] = {(plan.policy_version, plan.cut): refs}
-        for drop in (drop for drop in drops if drop.rule not in GIVEN):
+        for taken, ref in self._skipped(plan, drops):
+            decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
+        for drop in _as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
             decided.setdefault(at, []).append((drop.trajectory_id, drop.turn_id))
-        used = self._used_before(plan.step)
+        before = [ref for n, s in self.history.steps.items() if n < plan.step for ref in s.planned.samples]
         kept: list[Sample] = []
         dropped: list[Drop] = []
         for (version, cut), named in decided.items():
-            each = self._candidates(recipe, cut, named, used)
+            each = self._candidates(recipe, cut, named, before)
             for unit in _units(each, named, algorithm):
-                left, gone = select(unit, recipe, algorithm, version, self.limits)
+                # Versions of another run say nothing of a sample's age, but that they are known.
+                own = unit[0].run == self.history.run
+                rules = recipe if own else recipe.model_copy(update={"max_staleness": None})
+                left, gone = select(unit, rules, algorithm, version, self.limits)
                 kept += left
                 dropped += gone
         return kept, dropped
 
-    def _used_before(self, step: int) -> set[str]:
-        """Leaf turns that earlier steps consumed."""
-        earlier = (s for n, s in self.history.steps.items() if n < step)
-        return {ref["turn_id"] for s in earlier for ref in s.planned.samples}
+    def _skipped(
+        self, plan: StepPlanned, drops: Sequence[SampleDropped]
+    ) -> Iterator[tuple[StepPlanned, tuple[str, str]]]:
+        """Samples that the recipe had kept for an attempt that was skipped, each with that attempt's plan."""
+        given = {drop.turn_id: drop for drop in drops if drop.rule in GIVEN}
+        if not given:
+            return
+        which = (self.history.run, plan.policy, plan.step)
+        for event in self.log.events_of([StepPlanned.KIND]):
+            of = event.record
+            if isinstance(of, StepPlanned) and (event.run, of.policy, of.step) == which:
+                for ref in all_samples(of) if of.attempt < plan.attempt else ():
+                    if ref["turn_id"] in given:
+                        yield of, (ref["trajectory_id"], ref["turn_id"])
 
     def _candidates(
         self,
         recipe: RecipeConfig,
         cut: str,
         named: Sequence[tuple[str, str]],
-        used: Collection[str],
+        before: Sequence[Json],
     ) -> dict[str, list[Sample]]:
-        """The candidates of each trajectory that is finished at a cut, trajectories in the order given."""
+        """The candidates of each trajectory that is finished at a cut, trajectories in the order given.
+
+        Args:
+            before: references to what earlier steps consumed.
+        """
+        used = {ref["turn_id"] for ref in before}
+        # One path of a trajectory is trained, ever: another would train the turns that they share again.
+        over = {ref["trajectory_id"] for ref in before} if recipe.paths != "all" else set[str]()
         ids = list(dict.fromkeys(trajectory_id for trajectory_id, _ in named))
         held, run = self.log.trajectories(parse_cut(cut), ids), self.history.run
         chosen = _chosen_by_sql(self.log, cut, recipe, ids)
@@ -153,9 +252,10 @@ class Selections:
             if trajectory.finished is None or trajectory.run not in recipe.runs(run):
                 continue
             trajectory_id = trajectory.opened.trajectory_id
+            trajectory = trajectory if self.rewarded is None else self.rewarded(trajectory)
             samples = candidates_in(trajectory, recipe, check)
-            if trajectory.run != run:
-                samples = [of_another_run(sample) for sample in samples]
+            if trajectory_id in over:
+                samples = [replace(sample, preferred=False) for sample in samples]
             if chosen is not None:
                 samples = [replace(sample, chosen=trajectory_id in chosen) for sample in samples]
             found[trajectory_id] = [sample for sample in samples if sample.leaf_turn_id not in used]
@@ -231,8 +331,24 @@ def _units(
     if "groups" not in algorithm.needs:
         by_leaf = {sample.leaf_turn_id: sample for samples in each.values() for sample in samples}
         return [[by_leaf[turn]] for _, turn in dict.fromkeys(named) if turn in by_leaf]
-    groups: dict[str, list[Sample]] = {}
+    groups: dict[tuple[str, str], list[Sample]] = {}
     for trajectory_id, samples in each.items():
         for sample in samples:
-            groups.setdefault(sample.group or trajectory_id, []).append(sample)
+            groups.setdefault((sample.run, sample.group or trajectory_id), []).append(sample)
     return groups.values()
+
+
+def _as_they_came(drops: Sequence[SampleDropped]) -> list[SampleDropped]:
+    """Drops in an order that samples may have come in, behind those that were kept: of equal rewards the
+    first counts, so what a rule that compares them dropped came behind what it left."""
+    return sorted(drops, key=lambda drop: -_place(drop.rule))
+
+
+def _place(rule: str) -> int:
+    """Of a rule that compares samples among these; before them of any other."""
+    return COMPARING.index(rule) if rule in COMPARING else -1
+
+
+def _by_name(others: Sequence[Json] | None) -> list[Json]:
+    """Members of groups that a step only compares with, in an order of their own."""
+    return sorted(others or (), key=lambda one: (one["run"], one["trajectory_id"]))

@@ -11,7 +11,7 @@ from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
 from rollbook.replay.placed import promised
 from rollbook.replay.replayer import Replayer, recorded_vectors
 from rollbook.replay.selection import Selections, openings
-from rollbook.replay.starts import find_start
+from rollbook.replay.starts import Start, find_start
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError
@@ -58,29 +58,28 @@ def replay_step(
     if part is not None and not part.model:
         return _by_the_log(log, history, target, part, trust_parts=trust_parts)
     start = find_start(log, history, target)
-    say(promised(target.planned, one_rank=one_rank))
-    reran: list[int] = []
+    say(promised(log, history.run, target.planned, one_rank=one_rank))
     with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
-        for one in (*start.between, target):
-            if one is target and part is not None and part.passes_alone:
-                found = replayer.run_part(one, part)
-            else:
-                found = replayer.run(one, claims=one is target)
-            reran.append(one.planned.step)
-            if not found.equal:
-                break
+        found = _run_to(replayer, start, target, part)
+    return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
+
+
+def _run_to(replayer: Replayer, start: Start, target: CommittedStep, part: Part | None) -> StepReplay:
+    """Run the steps from a start to the one that is wanted, or to the first that differs."""
+    step, reran = target.planned.step, list[int]()
+    for one in (*start.between, target):
+        if one is target and part is not None and part.passes_alone:
+            found = replayer.run_part(one, part)
+        else:
+            found = replayer.run(one, claims=one is target)
+        reran.append(one.planned.step)
+        if not found.equal:
+            break
     if part is not None and found.step == step:
         wanted = {stage: found.stages[stage] for stage in part.stages if stage in found.stages}
         found = replace(found, stages=wanted)
     differs = None if found.equal else found.step
-    return replace(
-        found,
-        step=step,
-        reran=reran,
-        differs_at_step=differs,
-        passed_over=start.passed_over,
-        late=late_rewards(log, history, target),
-    )
+    return replace(found, step=step, reran=reran, differs_at_step=differs)
 
 
 def _by_the_log(

@@ -6,7 +6,7 @@ Stated for a step that begins with the recorded weights and optimizer: where the
 `MKL_CBWR=COMPATIBLE`, `ONEDNN_MAX_CPU_ISA=SSE41`), two threads, and other micro-batches, of a Qwen3 of 2
 million parameters. The most that it found, in float32 and in bfloat16, of the largest number of each stage:
 logprobs 2e-7 and 5e-4; losses 9.3e-7 and 3.3e-3; gradients 5e-7 and 4.9e-3; moments 5.1e-7 and 5e-3; of the
-metrics' own 5.3e-7 and 5.5e-4; of the learning rate for weights 0.034 and 2.1, as root mean square 5.3e-5 and
+metrics' own 5.3e-7 and 5.5e-4; of the learning rate for weights 0.034 and 2.2, as root mean square 5.3e-5 and
 0.067. Tolerances allow some ten times that, since models are larger, and weights what a step of Adam may do.
 """
 

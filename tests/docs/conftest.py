@@ -111,6 +111,33 @@ def _upkeep_records() -> list[Any]:
     ]
 
 
+def _replay_records() -> list[Any]:
+    """A replay of a trajectory that has only begun."""
+    origin = {"trajectory_id": "id-task-1-0", "turn_id": "task-1-0-1", "how": "repeated"}
+    wire = {"endpoint": "/v1/chat/completions", "repeats": origin["turn_id"]}
+    asked = (
+        None,
+        "first_turn",
+        None,
+        0,
+        [{"role": "user", "content": "what is 2+2"}],
+        {},
+        "m",
+        {},
+        {},
+        "key",
+    )
+    return [
+        kinds.TrajectoryOpened(
+            "id-replay",
+            "replay/id-replay",
+            split=kinds.REPLAY,
+            origin=origin | {"policy": "actor", "policy_version": 1},
+        ),
+        kinds.TurnRequested("id-replay", "r1", "r-r1", *asked, wire),
+    ]
+
+
 def _write_tokenizer(folder: Path) -> None:
     """A tokenizer of seven words, where a checkpoint of the run has its own."""
     folder.mkdir(parents=True)
@@ -138,7 +165,8 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
         ),
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
     ]
-    for lane, told in (("serve", records), ("train", _train_records()), ("upkeep", _upkeep_records())):
+    lanes = {"serve": records, "train": _train_records(), "upkeep": _upkeep_records()}
+    for lane, told in (lanes | {"replay": _replay_records()}).items():
         with log.writer(lane) as writer:
             writer.append([Event(record, "demo") for record in told]).result(30)
     _write_tokenizer(log.path / "checkpoints" / "demo" / "actor" / "v00000000")

@@ -122,7 +122,7 @@ def write_checkpoint(
         copy_along(like, building)
         if scores:
             name_head(building / "config.json", scores)
-        saved = _save_weights(weights, building, like)
+        saved = save_weights(weights, building, like)
         own = (optimizer, *(critic or (None, None)), adapter and adapter.tensors)
         beside = zip(_FILES.items(), own, strict=True)
         lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
@@ -242,9 +242,11 @@ def _damage(tensors: Tensors, recorded: Any) -> str:
     return f"{', '.join(odd[:3])}{more} (not what {MANIFEST} names)"
 
 
-def _save_weights(
+def save_weights(
     weights: Tensors | Iterator[tuple[str, torch.Tensor]], building: Path, like: Path
 ) -> dict[str, str]:
+    """Write weights beside a config.json, which then names their type; returns the line of each in their
+    digest. Arguments and errors as of `write_checkpoint`."""
     config = building / "config.json"
     if isinstance(weights, dict):
         name_dtype(config, next(iter(weights.values())).dtype)

@@ -27,9 +27,10 @@ from rollbook.train.checkpoints.checkpoint import (
     Adapter,
     read_checkpoint,
     save_stream,
+    save_weights,
     stream_checkpoint,
 )
-from rollbook.train.checkpoints.directory import MANIFEST, holds_weights, manifest_of, size_of
+from rollbook.train.checkpoints.directory import MANIFEST, copy_along, holds_weights, manifest_of, size_of
 from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -74,6 +75,21 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         size = size_of(building)
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
+
+
+def write_model(out: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> None:
+    """Write weights as a new Hugging Face model directory, with the other files of one that they are like.
+
+    Args:
+        weights: of the model that `like` describes, in the order of `weight_names.plan`.
+
+    Raises:
+        InterchangeError: `out` exists or cannot be written.
+        ModelError: they are another model's.
+    """
+    with destination(out, folder=True) as building:
+        copy_along(like, building)
+        save_weights(weights, building, like)
 
 
 @contextlib.contextmanager

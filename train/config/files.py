@@ -28,7 +28,7 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
     """
     values = _with_recipe(_read(path), path)
     for text in overrides:
-        _override(values, text)
+        override(values, text)
     return parse_config(values, str(path))
 
 
@@ -89,7 +89,12 @@ def _with_recipe(values: Json, path: Path) -> Json:
     return values | {"recipe": _read(path.parent / named)} if isinstance(named, str) else values
 
 
-def _override(values: Json, text: str) -> None:
+def override(values: Json, text: str) -> None:
+    """Set a value by `key=value`: a dotted key, and TOML or plain text.
+
+    Raises:
+        ConfigError: it is no such text, or leads through what is no table.
+    """
     key, sep, value = text.partition("=")
     if not sep:
         raise ConfigError(f"--set {text!r}: write key=value")

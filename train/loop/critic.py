@@ -35,14 +35,16 @@ def restored_critic(
     how: Build,
     *,
     goes_on: bool,
+    name: str = "critic",
 ) -> Policy:
     """The critic as it was when a checkpoint was written, or as it starts from the checkpoint's policy.
 
     Args:
         how: it computes, as its policy.
         goes_on: whether the checkpoint is one of the training that the critic is of.
+        name: that the ranks know it by.
     """
-    critic = ranks.policy("critic", critic_shape(shape), config, how)
+    critic = ranks.policy(name, critic_shape(shape), config, how)
     if goes_on and held.critic is not None:
         critic.load_weights(held.critic)
         critic.load_optimizer_state(held.critic_optimizer or {})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rollbook.ingest.engines.weights.digests import Look
 from rollbook.store import Store, parse_cut
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned, TrajectoryErased
@@ -93,6 +94,7 @@ def rerun_steps(
     experiences: Experiences,
     steps: Iterable[CommittedStep],
     run: str,
+    look: Look | None = None,
 ) -> Iterator[RerunStep]:
     """Rerun committed steps on a policy that is in the state before the first of them.
 
@@ -101,6 +103,7 @@ def rerun_steps(
     Args:
         run: that the steps are of.
         experiences: of the policy; afterwards of the rollout batch of the last step.
+        look: what is to look at each gradient of the policy.
 
     Raises:
         ReplayError: the log does not hold a sample that a manifest names.
@@ -112,7 +115,7 @@ def rerun_steps(
         inputs = input_evidence(policy, experiences.critic)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
         batch = experiences.batch(plan, samples)
-        result = run_step(policy, plan, batch, finite=False, critic=experiences.critic)
+        result = run_step(policy, plan, batch, finite=False, critic=experiences.critic, look=look)
         recorded = plan.input_digests | step.committed.digests
         yield RerunStep(
             plan.step, recorded, found | result.digests, result.metrics, inputs | result.evidence, batch

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollbook.ingest.engines.weights.digests import digest_tensors, lines_of_stream
+from rollbook.ingest.engines.weights.digests import Look, digest_tensors, lines_of_stream
 from rollbook.store.events import Json, StepPlanned
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
@@ -114,6 +114,7 @@ def run_step(
     *,
     finite: bool = True,
     critic: Policy | None = None,
+    look: Look | None = None,
 ) -> StepResult:
     """Forward, backward, optimizer, and then the critic's. The generators were seeded by `input_digests`.
 
@@ -121,12 +122,13 @@ def run_step(
         critic: of an algorithm that has one.
         finite: end before the optimizer's step where a number is not finite. Steps that were committed with
             such numbers, by an earlier Rollbook, are run again without it.
+        look: what is to look at each of the policy's gradients, before clipping.
 
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
     algorithm = recorded_algorithm(plan.algorithm)
-    result = _run_policy(policy, plan, algorithm, batch, finite=finite)
+    result = _run_policy(policy, plan, algorithm, batch, finite=finite, look=look)
     if critic is None:
         return result
     learnt = run_critic(critic, plan, algorithm, batch, finite=finite)
@@ -135,7 +137,13 @@ def run_step(
 
 
 def _run_policy(
-    policy: Policy, plan: StepPlanned, algorithm: Algorithm, batch: Batch, *, finite: bool
+    policy: Policy,
+    plan: StepPlanned,
+    algorithm: Algorithm,
+    batch: Batch,
+    *,
+    finite: bool,
+    look: Look | None,
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
     totals = Totals(batch.trained_tokens, batch.trained_samples)
@@ -149,8 +157,8 @@ def _run_policy(
     if finite:
         check(given, values, batch, plan.partition)
         check("losses", losses, batch, plan.partition)
-    look = finite_values("gradients") if finite else None
-    gradients = digest_of(lines_of_stream(policy.stream_gradients(), look))
+    looks = [one for one in (finite_values("gradients") if finite else None, look) if one is not None]
+    gradients = digest_of(lines_of_stream(policy.stream_gradients(), _each(looks)))
     if plan.critic is not None and plan.critic["alone"]:
         norm = policy.gradient_norm()
     else:
@@ -169,6 +177,16 @@ def _run_policy(
     seen = metrics.all_of([one.seen for one in told])
     found |= metrics.of_batch(batch) | metrics.of_tokens(seen) | routed
     return StepResult(digests, found, parts)
+
+
+def _each(looks: Sequence[Look]) -> Look | None:
+    """What has each of these look; None where there are none."""
+
+    def look(name: str, tensor: torch.Tensor) -> None:
+        for one in looks:
+            one(name, tensor)
+
+    return look if looks else None
 
 
 def _of_passes(

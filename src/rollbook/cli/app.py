@@ -24,6 +24,7 @@ from rollbook.cli.replay_rollout import rollout
 from rollbook.cli.replay_serve import replay_serve
 from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
+from rollbook.cli.replay_what_if import what_if
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -54,6 +55,7 @@ replay_app.command("rollout")(rollout)
 replay_app.command("run")(replay_run)
 replay_app.command("weights")(replay_weights)
 replay_app.command("bisect")(replay_bisect)
+replay_app.command("what-if")(what_if)
 
 
 class Format(StrEnum):

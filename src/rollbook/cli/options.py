@@ -15,6 +15,10 @@ Run = Annotated[str | None, typer.Option("--run", help="Run, where the store hol
 RunOfStep = Annotated[
     str | None, typer.Option("--run", help="Run of --as-of step:N, where several have that step.")
 ]
+Policy = Annotated[str, typer.Option(help="Which line of weights.")]
+TrustParts = Annotated[
+    bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
 
 

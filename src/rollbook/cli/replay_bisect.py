@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, Run, StoreOption
+from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
 from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ def replay_bisect(
     first: Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")] = None,
     last: Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")] = None,
     run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
-    trust_parts: Annotated[
-        bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
-    ] = False,
+    policy: Policy = "actor",
+    trust_parts: TrustParts = False,
     json: AsJson = False,
 ) -> None:
     """Find the first bad step of a training.

@@ -6,42 +6,52 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollbook.cli.options import AsJson, Run, StoreOption
+from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.replay_what_if import OneRank, Recipe, Rescore, Set, what_if
 
 if TYPE_CHECKING:
     from rollbook.replay.partial import Part
     from rollbook.store import Store
 
 
+First = Annotated[str | None, typer.Option("--from", help="First stage to show and judge.")]
+Last = Annotated[
+    str | None, typer.Option("--to", help="Last stage; nothing beyond is run. E.g. advantages, losses.")
+]
+Samples = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sample", help="Only this sample: its place in the step, or (the end of) an id. Up to losses."
+    ),
+]
+Groups = Annotated[list[str] | None, typer.Option("--group", help="Only samples of this group.")]
+MicroBatches = Annotated[
+    list[int] | None, typer.Option("--micro-batch", help="Only samples of this micro-batch.")
+]
+NoModel = Annotated[
+    bool,
+    typer.Option(
+        "--no-model", help="By the log alone, up to losses: logprobs as recorded ([record] vectors)."
+    ),
+]
+
+
 def replay_step(
     step: Annotated[int, typer.Argument(help="Number of the optimizer step.")],
     store: StoreOption,
     run: Run = None,
-    policy: Annotated[str, typer.Option(help="Which line of weights.")] = "actor",
-    first: Annotated[str | None, typer.Option("--from", help="First stage to show and judge.")] = None,
-    last: Annotated[
-        str | None, typer.Option("--to", help="Last stage; nothing beyond is run. E.g. advantages, losses.")
-    ] = None,
-    sample: Annotated[
-        list[str] | None,
-        typer.Option(help="Only this sample: its place in the step, or (the end of) an id. Up to losses."),
-    ] = None,
-    group: Annotated[list[str] | None, typer.Option(help="Only samples of this group.")] = None,
-    micro_batch: Annotated[list[int] | None, typer.Option(help="Only samples of this micro-batch.")] = None,
-    no_model: Annotated[
-        bool,
-        typer.Option(
-            "--no-model", help="By the log alone, up to losses: logprobs as recorded ([record] vectors)."
-        ),
-    ] = False,
-    trust_parts: Annotated[
-        bool,
-        typer.Option("--trust-parts", help="Import and run parts of one's own that the manifest names."),
-    ] = False,
-    one_rank: Annotated[
-        bool,
-        typer.Option("--one-rank", help="In one process, whatever layout the step was taken in."),
-    ] = False,
+    policy: Policy = "actor",
+    first: First = None,
+    last: Last = None,
+    sample: Samples = None,
+    group: Groups = None,
+    micro_batch: MicroBatches = None,
+    no_model: NoModel = False,
+    trust_parts: TrustParts = False,
+    one_rank: OneRank = False,
+    recipe: Recipe = None,
+    set_: Set = None,
+    rescore: Rescore = None,
     json: AsJson = False,
 ) -> None:
     """Re-run a past optimizer step from the log and compare every stage bit for bit.
@@ -52,13 +62,21 @@ def replay_step(
     checkpoint that was written is what the step made. The first sample, token
     or tensor that differs is named, as far as the step recorded it.
 
+    With --recipe, --set or --rescore the step is also taken by that rule, and
+    the two are shown side by side: `rollbook replay what-if` says more.
+
     Exit codes: 0 nothing differs, 1 something does, 2 it cannot be replayed.
     """
     from rollbook import store as stores
     from rollbook.cli.replay import replay_command
 
-    log = stores.open(store)
     asked = (first, last, sample, group, micro_batch)
+    if recipe is not None or set_ or rescore is not None:
+        if any(asked) or no_model:
+            raise typer.BadParameter("is about all of a step", param_hint="--recipe, --set, --rescore")
+        own = (step, store, None, recipe, set_, rescore)
+        what_if(*own, run=run, policy=policy, trust_parts=trust_parts, one_rank=one_rank, json=json)
+    log = stores.open(store)
     part = None
     if any(asked) or no_model:
         part = _part(log, step, run, policy, asked, no_model=no_model)

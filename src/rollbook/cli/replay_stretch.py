@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, Run, StoreOption
+from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
 from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
     from rollbook.replay.stretch import Break, ProvenStep
     from rollbook.replay.verdict import StepReplay
 
-Policy = Annotated[str, typer.Option(help="Which line of weights.")]
 First = Annotated[int | None, typer.Option("--from", help="First step; default: the run's first.")]
 Last = Annotated[int | None, typer.Option("--to", help="Last step; default: the run's last.")]
-TrustParts = Annotated[
-    bool, typer.Option("--trust-parts", help="Import and run parts of one's own that manifests name.")
-]
 
 
 def replay_run(
