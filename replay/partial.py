@@ -145,6 +145,22 @@ def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapp
     return build_batch(experience, plan.partition, packed=plan.packed)
 
 
+def why_no_losses(plan: StepPlanned, values: Mapping[str, Singles]) -> str | None:
+    """Why the log alone does not give a step's losses; None where it does.
+
+    Args:
+        values: stage -> what was recorded of each trained token.
+    """
+    if "logprobs" not in values:
+        return (
+            f"step {plan.step} recorded no logprobs ([record] vectors of a CONFIG): its losses need the "
+            "model, or --to advantages"
+        )
+    if "entropy" in recorded_algorithm(plan.algorithm).needs:
+        return f"step {plan.step}: its loss needs the entropy, which only the model gives"
+    return None
+
+
 def part_stages(step: CommittedStep, part: Part, asked: Asked) -> dict[str, StageReplay]:
     """Run a part of a step, and compare its stages as far as they were asked for.
 
@@ -218,13 +234,8 @@ class OfLog:
             ReplayError: the step recorded no logprobs, or its loss also needs what only a model gives.
         """
         plan, algorithm = self.plan, recorded_algorithm(self.plan.algorithm)
-        if "logprobs" not in self.values:
-            raise ReplayError(
-                f"step {plan.step} recorded no logprobs ([record] vectors of a CONFIG): its losses need the "
-                "model, or --to advantages"
-            )
-        if "entropy" in algorithm.needs:
-            raise ReplayError(f"step {plan.step}: its loss needs the entropy, which only the model gives")
+        if (why := why_no_losses(plan, self.values)) is not None:
+            raise ReplayError(why)
         totals = Totals(batch.trained_tokens, batch.trained_samples)
         values, losses = list[torch.Tensor](), list[torch.Tensor]()
         for micro, places in zip(batch.micro_batches, micro_batches_of(plan.partition), strict=True):

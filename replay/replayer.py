@@ -273,13 +273,16 @@ class Replayer:
         mixture = shape.mixture if step.planned.routing_replay else None
         self._selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
         found = {"selection": judged("selection", self._selections.claim(step))}
-        known = self._selections.openings
-        due = schedule(self.history, step, known, batch, placed.policy, placed.critic)
-        if due is None:
-            found["schedule"] = StageReplay("schedule", Verdict.not_recorded)
-        else:
-            found["schedule"] = judged("schedule", due)
+        found["schedule"] = self._schedule(step, batch, placed, self._selections)
         return found
+
+    def _schedule(
+        self, step: CommittedStep, batch: Batch, placed: Placed, selections: Selections
+    ) -> StageReplay:
+        if selections.excerpt and step.planned.schedule is not None:
+            return judged("schedule", "the excerpt lacks earlier steps, after which this one is numbered")
+        due = schedule(self.history, step, selections.openings, batch, placed.policy, placed.critic)
+        return StageReplay("schedule", Verdict.not_recorded) if due is None else judged("schedule", due)
 
     def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:
         """What engines were given of the version that a step made; None where none was."""

@@ -20,6 +20,7 @@ from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, RunOpened, SampleDropped, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History, all_samples, family_of
 from rollbook.store.fold.trajectory import Trajectory
+from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.view import text
 from rollbook.train.algorithms.algorithm import Algorithm
@@ -64,6 +65,7 @@ class Selections:
     Attributes:
         limits: of the model.
         openings: the configurations that the run's trainings of this policy were opened with.
+        excerpt: whether the log leaves events out, on which a choice may hang.
         rewarded: what gives a trajectory other rewards than the log has of it.
     """
 
@@ -72,8 +74,12 @@ class Selections:
     limits: ModelLimits
     openings: Sequence[Json] = ()
     rewarded: Callable[[Trajectory], Trajectory] | None = None
+    excerpt: bool = field(init=False)
     _units: tuple[str, EpochUnits] | None = field(default=None)
     """The last cut's, under what it is made of."""
+
+    def __post_init__(self) -> None:
+        self.excerpt = is_excerpt(self.log)
 
     def claim(self, step: CommittedStep) -> Claim | str:
         """The claim of a step's manifest; or why it cannot be proven.
@@ -88,6 +94,8 @@ class Selections:
             recipe = RecipeConfig.model_validate_json(orjson.dumps(plan.recipe))
         except ValueError as error:
             return Claim({"recipe": plan.recipe}, {"recipe": f"none that can be: {error}"})
+        if self.excerpt and (why := _beyond_excerpts(plan, recipe)) is not None:
+            return why
         digest = digest_json(plan.recipe)
         said: Json = {"recipe_digest": plan.recipe_digest, "recipe": digest}
         due: Json = {"recipe_digest": digest, "recipe": digest}
@@ -285,6 +293,15 @@ def drops_of(log: Store, run: str, plan: StepPlanned) -> list[SampleDropped]:
         SampleDropped(trajectory, turn, rule, recipe, plan.step, {}, plan.attempt, version, cut)
         for trajectory, turn, rule, recipe, version, cut in rows
     ]
+
+
+def _beyond_excerpts(plan: StepPlanned, recipe: RecipeConfig) -> str | None:
+    """Why an excerpt cannot prove what a recipe chooses; None where it can."""
+    if plan.schedule is not None and plan.schedule["slice"] is not None:
+        return "the excerpt lacks samples of the cut, and its epochs go over all of them"
+    if recipe.asks_sql:
+        return "labels, models or SQL choose its samples, and the excerpt may lack what they ask"
+    return None
 
 
 def _compares(recipe: RecipeConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rollbook.store.events import CheckpointWritten, TrajectoryErased
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from rollbook.train.loop.experiences import begins
 from rollbook.train.megatron.shape import ModelShape, read_shape
 
 
@@ -51,36 +52,59 @@ def find_start(log: Store, history: History, step: CommittedStep) -> Start:
             f"({erased[gone[0]]}); no step that needs them can be replayed"
         )
     reasons: list[str] = []
-    for record in _whole_ones(history, step):
-        between = history.between(record, plan.step)
-        blocked = [s for s in between if _trajectories(history, s) & erased.keys()]
-        if blocked:
-            why = f"steps from it lead through step {blocked[-1].planned.step}, of which tokens were erased"
-            reasons.append(f"version {record.policy_version}: {why}")
-            continue
-        found = _read(log, record, reasons)
-        if found is not None:
-            goes_on = record.phase == plan.phase
-            return Start(
-                record,
-                *found,
-                tuple(between),
-                goes_on=goes_on,
-                weights_only=False,
-                passed_over=tuple(reasons),
-            )
-    for record in _weights_of(history, plan.policy_version):
-        if plan.critic is not None or plan.lora is not None:
-            what = "critic" if plan.critic is not None else "low-rank factors"
-            reasons.append(
-                f"version {record.policy_version}: has weights alone, and the step needs the {what}"
-            )
-        elif (found := _read(log, record, reasons)) is not None:
-            return Start(record, *found, (), goes_on=False, weights_only=True, passed_over=tuple(reasons))
-    there = "; ".join(reasons) or "the log names none"
-    raise ReplayError(
-        f"step {plan.step} of run {history.run!r} cannot be replayed from any checkpoint: {there}"
+    found = _whole_start(log, history, step, erased, reasons) or _start_of_weights(
+        log, history, step, reasons
     )
+    if found is None:
+        there = "; ".join(reasons) or "the log names none"
+        raise ReplayError(
+            f"step {plan.step} of run {history.run!r} cannot be replayed from any checkpoint: {there}"
+        )
+    return found
+
+
+def _whole_start(
+    log: Store, history: History, step: CommittedStep, erased: Mapping[str, str], reasons: list[str]
+) -> Start | None:
+    """The nearest start with all of the state; why nearer ones are none is added to the reasons."""
+    plan = step.planned
+    for record in _whole_ones(history, step):
+        between, name = history.between(record, plan.step), f"version {record.policy_version}"
+        if blocked := [s for s in between if _trajectories(history, s) & erased.keys()]:
+            why = f"steps from it lead through step {blocked[-1].planned.step}, of which tokens were erased"
+            reasons.append(f"{name}: {why}")
+            continue
+        if not begins((*between, step)[0].planned):
+            reasons.append(f"{name}: it is in the middle of a rollout batch")
+            continue
+        if (found := _read(log, record, reasons)) is None:
+            continue
+        goes_on = record.phase == plan.phase
+        if goes_on and found[2].optimizer is None:
+            # Of the step's own version it is a start with weights alone, unless there is an older whole one.
+            reasons += [f"{name}: its optimizer's state is not there"] if between else []
+            continue
+        return Start(
+            record, *found, tuple(between), goes_on=goes_on, weights_only=False, passed_over=tuple(reasons)
+        )
+    return None
+
+
+def _start_of_weights(log: Store, history: History, step: CommittedStep, reasons: list[str]) -> Start | None:
+    """A start at the step itself that has all but the optimizer's state; why others are none is added."""
+    plan = step.planned
+    for record in _weights_of(history, plan.policy_version) if begins(plan) else []:
+        if (found := _read(log, record, reasons)) is None:
+            continue
+        held, goes_on = found[2], record.phase == plan.phase
+        lacks = ["critic"] if plan.critic is not None and held.critic is None else []
+        lacks += ["low-rank factors"] if plan.lora is not None and held.adapter is None else []
+        if not lacks:
+            return Start(record, *found, (), goes_on=goes_on, weights_only=True, passed_over=tuple(reasons))
+        reasons.append(
+            f"version {record.policy_version}: has weights alone, and the step needs the {lacks[0]}"
+        )
+    return None
 
 
 def has_state(history: History, step: CommittedStep) -> bool:

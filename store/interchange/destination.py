@@ -16,15 +16,18 @@ from rollbook.store.ids import new_id
 
 
 @contextmanager
-def destination(out: Path, *, folder: bool) -> Iterator[Path]:
+def destination(out: Path, *, folder: bool, option: str = "--to") -> Iterator[Path]:
     """A temporary path beside `out` to write a file or folder at; it becomes `out` when the block ends.
 
     When the block raises, nothing is left behind.
 
+    Args:
+        option: of the command that names `out`, for messages.
+
     Raises:
         InterchangeError: something is at `out`, or it cannot be written there.
     """
-    _refuse_existing(out, folder)
+    _refuse_existing(out, folder, option)
     temporary = out.with_name(f".{out.name}.{new_id()}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -33,12 +36,12 @@ def destination(out: Path, *, folder: bool) -> Iterator[Path]:
         yield temporary
         for path in sorted(temporary.rglob("*")) if folder else [temporary]:
             _flush(path)
-        _refuse_existing(out, folder)
+        _refuse_existing(out, folder, option)
         temporary.rename(out)
     except OSError as error:
         if isinstance(error, RollbookError):
             raise  # of the store that is read
-        raise InterchangeError(f"cannot write {out}: {error}; name another place with --to") from error
+        raise InterchangeError(f"cannot write {out}: {error}; name another place with {option}") from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -46,11 +49,13 @@ def destination(out: Path, *, folder: bool) -> Iterator[Path]:
             temporary.unlink()
 
 
-def _refuse_existing(out: Path, folder: bool) -> None:
+def _refuse_existing(out: Path, folder: bool, option: str) -> None:
     if folder and out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
         return
     if os.path.lexists(out):
-        raise InterchangeError(f"{out} exists: an export never overwrites; remove it or name another --to")
+        raise InterchangeError(
+            f"{out} exists: an export never overwrites; remove it or name another {option}"
+        )
 
 
 def _flush(path: Path) -> None:

@@ -138,20 +138,30 @@ class LaneReader:
                     raise
                 return  # another unit replaced it, and its files were removed: `poll` locates the event anew
             for batch in batches:
-                seq = batch.column("seq")
-                # Retention and erasure leave no gaps within a unit, so a row's sequence number gives its
-                # index.
-                if (seq[0].as_py(), seq[-1].as_py()) != (place, place + batch.num_rows - 1):
-                    raise self._incomplete(unit, place)
-                place += batch.num_rows
+                after = self._after(unit, batch, place)
                 self._shelve(batch)
-                taken = min(batch.num_rows, end - self.next_seq)
-                self.next_seq += taken
-                yield batch.slice(0, taken)
+                taken = int(pc.sum(pc.less(batch.column("seq"), end)).as_py() or 0)
+                place, self.next_seq = after, min(after, end)
+                if taken:
+                    yield batch.slice(0, taken)
                 if self.next_seq >= end:
                     return
-            if place != segment.first_seq + segment.events:
+            whole = segment.first_seq + segment.events
+            if place != whole and not unit.left_out:
                 raise self._incomplete(unit, place)
+            self.next_seq = min(whole, end)
+            if self.next_seq >= end:
+                return
+
+    def _after(self, unit: Unit, batch: pa.RecordBatch, place: int) -> int:
+        """The sequence number behind a batch that is to begin at `place`; or after it, in an excerpt."""
+        seq = batch.column("seq")
+        first, last = int(seq[0].as_py()), int(seq[-1].as_py())
+        # Retention and erasure leave no gaps within a unit, so a row's sequence number gives its index.
+        whole = (first, last) == (place, place + batch.num_rows - 1)
+        if not whole and not (unit.left_out and first >= place and last - first >= batch.num_rows - 1):
+            raise self._incomplete(unit, place)
+        return last + 1
 
     def _open_sealed(self, unit: Unit, segment: SealedSegment, start: int) -> Iterator[pa.RecordBatch]:
         """A sealed segment's batches from an event on; the bodies stored before it are known then."""

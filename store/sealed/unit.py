@@ -72,11 +72,12 @@ class Erasure:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A manifest. The unit holds the lane's events `first_seq <= seq < next_seq`.
+    """A manifest. The unit holds the lane's events `first_seq <= seq < next_seq`, but for those left out.
 
     Attributes:
         chain_before: chain value before the first segment's first frame (hex); each segment has its own.
         several: completed turns that not one policy version sampled: what a filter on it must look into.
+        left_out: events of these that an excerpt of a store was made without (`interchange.excerpt`).
         remote: where the files are, if not beside the manifest.
         dropped_us: when retention removed the files, or None while they are there.
     """
@@ -91,6 +92,7 @@ class Unit:
     remote: str | None = None
     dropped_us: int | None = None
     several: int = 0
+    left_out: int = 0
     format: int = FORMAT_VERSION
 
     @property
@@ -225,8 +227,8 @@ def _impossible(unit: Unit) -> str | None:
             return f"a segment {segment.number} with first event, events and bytes of {numbers}"
     if not all(_CHAIN.fullmatch(chain) for chain in (unit.chain_before, *(s.chain for s in unit.segments))):
         return "a chain value of this form"
-    if not 0 < unit.generation <= MOST:
-        return f"the generation {unit.generation}"
+    if not (0 < unit.generation <= MOST and 0 <= unit.left_out <= unit.next_seq - unit.first_seq):
+        return f"the generation {unit.generation} and {unit.left_out} events left out"
     if unit.remote is not None and not unit.remote.endswith(f"/sealed/{unit.lane}/{unit.name}"):
         return f"the address {unit.remote!r}"
     return None

@@ -136,15 +136,24 @@ def _write_store(folder: Path, marker: bytes, units: list[Unit], endpoint: str |
     ends: dict[str, int] = {}
     for lane in sorted({unit.lane for unit in units}):
         try:
-            end = unsealed_start(folder, lane)
+            ends[lane] = end_with_units(folder, lane)
         except CorruptionError as error:
             raise CorruptionError(
                 f"lane {lane!r} is not whole in object storage: a unit is missing before "
                 f"{current_units(folder, lane)[-1].remote}: run `rollbook store upload` where the store is, "
                 "if it still is"
             ) from error
-        make_folder(lane_folder(folder, lane))
-        write_watermark(lane_folder(folder, lane), Watermark(end.number - 1, end.before, end.next_seq))
-        ends[lane] = end.next_seq
     fsync_folder(folder)
     return ends
+
+
+def end_with_units(store: Path, lane: str) -> int:
+    """Make the lane's folder in a new store, where it ends with its last unit; its number of events.
+
+    Raises:
+        CorruptionError: the lane's units do not follow each other from the first segment on.
+    """
+    end = unsealed_start(store, lane)
+    make_folder(lane_folder(store, lane))
+    write_watermark(lane_folder(store, lane), Watermark(end.number - 1, end.before, end.next_seq))
+    return end.next_seq

@@ -106,8 +106,9 @@ def _only_remote_copy(unit: Unit, current: Sequence[Unit]) -> bool:
 
 
 def _size(unit: Unit, uploads: bool) -> int | None:
-    # A store that only reads from object storage does not fetch it all to merge it.
-    if unit.dropped_us is not None or (unit.remote is not None and not uploads):
+    # A store that only reads from object storage does not fetch it all to merge it. An excerpt has no need of
+    # it: all of a lane is one unit.
+    if unit.left_out or unit.dropped_us is not None or (unit.remote is not None and not uploads):
         return None
     return sum(segment.bytes for segment in unit.segments)
 

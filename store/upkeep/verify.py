@@ -62,6 +62,7 @@ class LaneVerified:
     Attributes:
         events: events that are there; of units that retention dropped, none are.
         bytes: bytes read.
+        left_out: events that an excerpt was made without: they count among none of these.
     """
 
     lane: str
@@ -70,6 +71,7 @@ class LaneVerified:
     wal_files: int
     bytes: int
     fault: Fault | None
+    left_out: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -192,7 +194,8 @@ def _step(
     kept = unit.dropped_us is None
     return _Place(unit.last + 1, unit.next_seq, unit.chain), replace(
         found,
-        events=found.events + (unit.next_seq - unit.first_seq if kept else 0),
+        events=found.events + (unit.next_seq - unit.first_seq - unit.left_out if kept else 0),
+        left_out=found.left_out + unit.left_out,
         units=found.units + 1,
         wal_files=found.wal_files + wal,
         bytes=found.bytes + unit.bytes,
@@ -247,12 +250,21 @@ def _verify_unit(store: Path, unit: Unit, at: _Place, on_bytes: Callable[[int], 
     seqs = [_verify_file(store, unit, file) for file in unit.files]
     on_bytes(unit.bytes)
     held = np.sort(np.concatenate([np.empty(0, np.int64), *seqs]))
+    if not _holds(unit, held):
+        but = f", but for {unit.left_out} left out" if unit.left_out else ""
+        said = f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each{but}"
+        raise _FaultError(Fault(manifest, said))
+
+
+def _holds(unit: Unit, held: npt.NDArray[np.int64]) -> bool:
+    """Whether these sequence numbers, which rise, are those that a unit has once each."""
     # Compared first, because a damaged manifest may give an impossible array size.
-    count = unit.next_seq - unit.first_seq
-    if len(held) != count or not np.array_equal(held, np.arange(unit.first_seq, unit.next_seq)):
-        raise _FaultError(
-            Fault(manifest, f"its files do not hold events {unit.first_seq} to {unit.next_seq - 1} once each")
-        )
+    if len(held) != unit.next_seq - unit.first_seq - unit.left_out:
+        return False
+    if not unit.left_out:
+        return np.array_equal(held, np.arange(unit.first_seq, unit.next_seq))
+    inside = not len(held) or bool(unit.first_seq <= held[0] and held[-1] < unit.next_seq)
+    return inside and bool((np.diff(held) > 0).all())
 
 
 def _verify_file(store: Path, unit: Unit, file: SealedFile) -> npt.NDArray[np.int64]:

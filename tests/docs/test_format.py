@@ -24,6 +24,8 @@ from rollbook.store.events import RECORDS, TurnCompleted, VersionSpan
 from rollbook.store.events.row import row_of
 from rollbook.store.events.schema import COLUMNS, HOT, LOG_SCHEMA
 from rollbook.store.events.upcast import UPCASTERS, version_of
+from rollbook.store.interchange import bundle_layout
+from rollbook.store.interchange.bundle_layout import Bundle, Member
 from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.sealed.derived import DERIVED, KIND_SCHEMA, KINDS, LOCATION_SCHEMA, LOCATIONS
 from rollbook.store.sealed.names import NAMES
@@ -195,6 +197,19 @@ def test_every_key_of_the_manifest_is_described(page: str, one_of_everything: St
         order = [file.schema_arrow.names[c.column_index] for c in group.sorting_columns]
         assert order == ["trajectory_id", "seq"]
     assert pq.ParquetFile(unit_folder(store.path, unit) / "turns.parquet").metadata.row_group(0).num_rows == 2
+
+
+def test_every_key_of_a_bundles_manifest_is_described(page: str) -> None:
+    """Every key of BUNDLE.json is told, in order, and so are the limits and the kinds of files."""
+    rows = _cells(_table(page, "| key of `BUNDLE.json` | content |"))
+    assert re.findall(r"`(\w+)`", " ".join(key for key, _ in rows)) == [f.name for f in fields(Bundle)]
+    assert re.findall(r"`(\w+)`", rows[-1][1]) == [f.name for f in fields(Member)]
+    assert f"at most {bundle_layout.MANIFEST_BYTES >> 20} MiB" in page
+    assert f"no more than {bundle_layout.MOST_MEMBERS} files" in page
+    told = re.search(r"has ((?:`\.\w+`[, and]*)+) files, and `(\S+)`;", page)
+    assert told is not None
+    assert all(bundle_layout.of_model(f"a{end}") for end in re.findall(r"`(\.\w+)`", told[1]))
+    assert bundle_layout.of_model(told[2])
 
 
 def test_every_derived_file_is_documented(page: str) -> None:

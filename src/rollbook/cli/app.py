@@ -18,6 +18,8 @@ from rollbook.cli.lineage.commands import lineage_app
 from rollbook.cli.options import STORE_VARIABLE, AsJson, AsOf, Run, RunOfStep, Source, StoreOption
 from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
+from rollbook.cli.replay_bundle import export_app as replay_export_app
+from rollbook.cli.replay_bundle import open_bundle
 from rollbook.cli.replay_rollout import rollout
 from rollbook.cli.replay_serve import replay_serve
 from rollbook.cli.replay_step import replay_step
@@ -38,6 +40,8 @@ app = typer.Typer(
 )
 replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
 app.add_typer(replay_app, name="replay")
+replay_app.add_typer(replay_export_app, name="export")
+replay_app.command("open")(open_bundle)
 replay_app.command("serve")(replay_serve)
 recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
 app.add_typer(recipe_app, name="recipe")

@@ -117,6 +117,8 @@ def _print(path: Path, found: list[LaneVerified]) -> None:
         whole = Text("yes") if lane.fault is None else Text("no", "red")
         table.add_row(lane.lane, *(f"{count:,}" for count in counts), f"{lane.bytes / _MIB:,.1f}", whole)
     console.print(table)
+    if left_out := sum(lane.left_out for lane in found):
+        console.tell(f"an excerpt: {left_out:,} events of these lanes were left out of it")
     for lane in found:
         if lane.fault is not None:
             console.print(

@@ -1,0 +1,200 @@
+"""Excerpts: some events of a store in a store of its own, each where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollbook import store as rb
+from rollbook.store import Event, Store, connect
+from rollbook.store import events as kinds
+from rollbook.store.cut import Cut
+from rollbook.store.errors import CorruptionError
+from rollbook.store.events.event import about
+from rollbook.store.interchange.excerpt import rows_about, rows_at, write_excerpt
+from rollbook.store.interchange.redacted import Redaction
+from rollbook.store.sealed.seal import seal_closed
+from rollbook.store.sealed.unit import current_units, unit_folder, write_manifest
+from rollbook.store.settings import AppendSettings, SealSettings
+from rollbook.store.upkeep.compact import compact
+from rollbook.store.upkeep.verify import verify_store
+
+LONG = "a text that is stored once, as a body: " + "x" * 400
+IDS = [f"t{i}" for i in range(6)]
+LANES = ("serve", "two")
+
+
+def _trajectory(name: str, turns: int) -> list[kinds.Record]:
+    """A trajectory whose turns ask with a body that others have too, and with one of its own."""
+    made: list[kinds.Record] = [
+        kinds.TrajectoryOpened(
+            name, f"name of {name}", f"group of {name[-1]}", f"task {name}", labels={"l": name}
+        )
+    ]
+    for i in range(turns):
+        asked = [{"role": "user", "content": LONG}, {"role": "user", "content": f"{LONG} of {name}"}]
+        ids = kinds.token_ids([1, 2, i])
+        made += [
+            kinds.TurnRequested(
+                name, f"{name}.{i}", "r", None, "first", None, 0, asked, {}, "m", {}, {}, "c"
+            ),
+            kinds.TurnCompleted(
+                *(name, f"{name}.{i}", "actor", i, ids, ids, None, (kinds.VersionSpan("actor", i, 0, 3),)),
+                *(3, "", "stop", {"content": f"reply {i} of {name}"}, {}, [], {}),
+            ),
+        ]
+    return [*made, kinds.RewardAssigned(name, None, 1.0), kinds.TrajectoryFinished(name)]
+
+
+def _record(folder: Path, sealed: int) -> Store:
+    """A store of trajectories that are interleaved and cross lanes, of which so many segments are sealed."""
+    log = rb.open(folder, create=True)
+    small = AppendSettings(body_bytes=256, segment_bytes=4096)
+    for at, lane in enumerate(LANES):
+        stories = [_trajectory(name, 1 + i % 3) for i, name in enumerate(IDS) if i % 2 == at]
+        stories += [[kinds.LabelAdded(name, None, "late", f"label of {name}") for name in IDS]]
+        stories += [
+            [kinds.SampleDropped(IDS[0], "t0.0", "stale", "r", 3, {}), kinds.StepFailed(3, 1, "actor", "x")]
+        ]
+        with log.writer(lane, small) as writer:
+            for turn in range(max(map(len, stories))):
+                events = [Event(story[turn], "run") for story in stories if turn < len(story)]
+                writer.append(events).result(30)
+        for _ in range(sealed):
+            for unit in seal_closed(log.path, lane, SealSettings(keep_wal_bytes=0)):
+                for segment in unit.segments:
+                    (log.path / "lanes" / lane / f"{segment.number:08d}.wal").unlink()
+    return log
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["unsealed", "sealed"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store of which nothing, or all but each lane's last segment, is sealed. Read it; never write."""
+    log = _record(tmp_path_factory.mktemp("source") / "store", request.param)
+    assert all(bool(current_units(log.path, lane)) == bool(request.param) for lane in LANES)
+    return log
+
+
+def _excerpt(
+    log: Store, folder: Path, ids: set[str], cut: Cut | None = None, *, redact: bool = False
+) -> Store:
+    cut = log.head() if cut is None else cut
+    failed = list(log.events_of([kinds.StepFailed.KIND], cut))
+    rows = [rows_about(log, ids, cut), rows_at(log, failed, cut)]
+    found = write_excerpt(folder, cut, rows, redaction=Redaction() if redact else None)
+    made = rb.open(folder)
+    assert found.head == made.head()
+    assert found.events == sum(1 for _ in made.events())
+    assert found.trajectories == len(ids)
+    return made
+
+
+def _belongs(event: Event, ids: set[str]) -> bool:
+    if event.kind == kinds.BodyStored.KIND:
+        return False
+    of_training = about(event.kind).of in ("policy", "run")
+    return event.kind == kinds.StepFailed.KIND or (
+        not of_training and getattr(event.record, "trajectory_id", None) in ids
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=4)
+@given(ids=st.sets(st.sampled_from(IDS)), share=st.floats(0, 1))
+def test_every_event_is_where_it_was(
+    source: Store, plain: Any, tmp_path_factory: pytest.TempPathFactory, ids: set[str], share: float
+) -> None:
+    """What an excerpt holds is what the source holds of these trajectories, bit for bit, and nothing else."""
+    made = _excerpt(source, tmp_path_factory.mktemp("made") / "excerpt", ids)
+    whole = [event for event in source.events() if _belongs(event, ids)]
+    bodies = [event for event in made.events() if event.kind == kinds.BodyStored.KIND]
+    assert [plain(e) for e in made.events() if e.kind != kinds.BodyStored.KIND] == [plain(e) for e in whole]
+    assert bool(bodies) == bool(ids)
+    cut = {lane: int(count * share) for lane, count in source.head().items()}
+    for at in (cut, made.head()):
+        assert [plain(e) for e in made.events(at) if e.kind != kinds.BodyStored.KIND] == [
+            plain(e) for e in source.events(at) if _belongs(e, ids)
+        ]
+        inside = source.trajectories(at, ids)
+        assert set(made.trajectories(at)) == set(inside)
+        assert [plain(e) for e in made.events_about(ids, at)] == [
+            plain(e) for e in source.events_about(ids, at) if _belongs(e, ids)
+        ]
+    behind = [plain(e) for e in made.events(start=cut) if e.kind != kinds.BodyStored.KIND]
+    assert behind == [plain(e) for e in source.events(start=cut) if _belongs(e, ids)]
+    assert [e.seq for e in made.tail(cut).poll()] == [e.seq for e in made.events(start=cut)]
+    verified = verify_store(made)
+    assert [lane.fault for lane in verified] == [None, None]
+    assert sum(lane.events + lane.left_out for lane in verified) == sum(source.head().values())
+
+
+def test_views_read_it(source: Store, tmp_path: Path) -> None:
+    """SQL gives of its trajectories what it gives in the source, and nothing of others."""
+    made = _excerpt(source, tmp_path / "excerpt", {"t1", "t4"})
+    queries = (
+        "select * from trajectories where trajectory_id in ('t1', 't4') order by all",
+        "select * exclude (lane) from turns where trajectory_id in ('t1', 't4') order by turn_id",
+        "select * from tokens where trajectory_id in ('t1', 't4') order by turn_id, position",
+    )
+    for query in queries:
+        with connect(source.path) as theirs, connect(made.path) as ours:
+            found = ours.execute(query).fetchall()
+            assert found == theirs.execute(query).fetchall()
+            assert found
+    with connect(made.path) as ours:
+        assert ours.execute("select count(distinct trajectory_id) from trajectories").fetchall() == [(2,)]
+
+
+def test_one_goes_on_writing(source: Store, tmp_path: Path, notes: Callable[..., list[Event]]) -> None:
+    """A writer's events come behind those that were left out; what is sealed is not merged away."""
+    made, end = _excerpt(source, tmp_path / "excerpt", {"t2"}), source.head()["serve"]
+    for _ in range(2):
+        with made.writer("serve") as writer:
+            first = writer.append(notes(3)).result(30)
+    assert first == end + 3
+    assert len(list(seal_closed(made.path, "serve", SealSettings()))) == 1
+    assert list(compact(made.path, "serve", SealSettings())) == []
+    assert [e.seq for e in made.events_of([kinds.TurnFailed.KIND])] == [*range(end, end + 6)]
+    assert [lane.fault for lane in verify_store(made)] == [None, None]
+
+
+def test_a_manifest_that_lies_is_found(source: Store, tmp_path: Path) -> None:
+    """An event more, or fewer, than was left out is a fault; a whole unit has no gaps."""
+    made = _excerpt(source, tmp_path / "excerpt", {"t3"})
+    [unit] = current_units(made.path, "two")
+    for count in (unit.left_out - 1, unit.left_out + 1, 0):
+        write_manifest(unit_folder(made.path, unit), replace(unit, left_out=count))
+        assert [lane.fault is None for lane in verify_store(made)] == [True, False]
+    with pytest.raises(CorruptionError, match="does not hold event"):
+        list(made.events())
+    for count in (-1, unit.next_seq + 1):
+        write_manifest(unit_folder(made.path, unit), replace(unit, left_out=count))
+        with pytest.raises(CorruptionError, match="events left out"):
+            list(made.events())
+
+
+def test_text_is_taken_out(source: Store, tmp_path: Path) -> None:
+    """No text of the trajectories is in any file; token ids, numbers and groups are as they were."""
+    ids = {"t0", "t2", "t3"}
+    made = _excerpt(source, tmp_path / "excerpt", ids, redact=True)
+    rows = b"".join(orjson.dumps(e.record, default=str) for e in made.events() if e.kind != "step.failed")
+    for text in (b"name of", b"task t", b"group of", b"reply 0 of", b"stored once", b"label of"):
+        assert text in b"".join(orjson.dumps(e.record, default=str) for e in source.events())
+        assert text not in rows
+    before, after = source.trajectories(None, ids), made.trajectories()
+    for one in ids:
+        [theirs, ours] = [list(of[one].turns.values()) for of in (before, after)]
+        assert [t.completed.completion_ids.tolist() for t in ours if t.completed] == [
+            t.completed.completion_ids.tolist() for t in theirs if t.completed
+        ]
+        assert after[one].reward() == before[one].reward() == 1.0
+    groups = {one: after[one].opened.group for one in ids}
+    assert len(set(groups.values())) == len({before[one].opened.group for one in ids})
+    erased = {e.trajectory_id for lane in LANES for u in current_units(made.path, lane) for e in u.erased}
+    assert erased == ids
