@@ -193,12 +193,16 @@ class Selections:
         refs = [(ref["trajectory_id"], ref["turn_id"]) for ref in all_samples(plan)]
         decided: dict[tuple[int, str], list[tuple[str, str]]] = {(plan.policy_version, plan.cut): refs}
         for taken, ref in self._skipped(plan, drops):
-            decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
+            if ref not in refs:
+                decided.setdefault((taken.policy_version, taken.cut), []).append(ref)
         for drop in _as_they_came([drop for drop in drops if drop.rule not in GIVEN]):
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
             decided.setdefault(at, []).append((drop.trajectory_id, drop.turn_id))
-        before = [ref for n, s in self.history.steps.items() if n < plan.step for ref in s.planned.samples]
+        earlier = [s.planned for n, s in self.history.steps.items() if n < plan.step]
+        if plan.schedule is None and algorithm.cycles:
+            earlier = []  # nobody recorded whether it went over its samples in epochs
+        before = [ref for one in earlier for ref in one.samples]
         kept: list[Sample] = []
         dropped: list[Drop] = []
         for (version, cut), named in decided.items():
@@ -330,7 +334,7 @@ def _units(
     """What is decided on together: the trajectories of a group, or where there are none each sample."""
     if "groups" not in algorithm.needs:
         by_leaf = {sample.leaf_turn_id: sample for samples in each.values() for sample in samples}
-        return [[by_leaf[turn]] for _, turn in dict.fromkeys(named) if turn in by_leaf]
+        return [[by_leaf[turn]] for _, turn in named if turn in by_leaf]
     groups: dict[tuple[str, str], list[Sample]] = {}
     for trajectory_id, samples in each.items():
         for sample in samples:
