@@ -40,11 +40,11 @@ def command(*words: object) -> list[str]:
     return module("rollbook", *words)
 
 
-def run(words: Sequence[object], scratch: Path) -> tuple[Use, bytes]:
+def run(words: Sequence[object], scratch: Path, code: int = 0) -> tuple[Use, bytes]:
     """Run `rollbook WORDS...` to its end; what it took, and what it printed.
 
     Raises:
-        BenchError: its exit code is not 0; with its last lines.
+        BenchError: its exit code is not `code`; with its last lines.
     """
     told, out = scratch / "command.err", scratch / "command.out"
     begun = time.perf_counter()
@@ -59,7 +59,7 @@ def run(words: Sequence[object], scratch: Path) -> tuple[Use, bytes]:
         )
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
+    if child.returncode != code:
         lines = [*out.read_text().splitlines()[-10:], *told.read_text().splitlines()[-15:]]
         said = "\n".join([f"rollbook {' '.join(map(str, words))} ended with {child.returncode}", *lines])
         raise BenchError(said)

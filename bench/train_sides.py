@@ -42,11 +42,16 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a Qwen3 model."""
+    """The size of a Qwen3 model.
+
+    Attributes:
+        vocab: its tokens; None: those of the samples here.
+    """
 
     width: int
     layers: int
     heads: int
+    vocab: int | None = None
 
 
 SMALL = Size(WIDTH, 4, 4)
@@ -94,7 +99,7 @@ def make_model(folder: Path, size: Size = SMALL) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB,
+        vocab_size=size.vocab or VOCAB,
         hidden_size=size.width,
         num_hidden_layers=size.layers,
         intermediate_size=4 * size.width,
@@ -149,7 +154,9 @@ def ours(model: Path, way: Way) -> Step:
         input_digests(policy, 0)
         with timed("data"):
             batch = build_batch(experience_of(given, algorithm), parts, packed=way.packed)
-        return float(run_step(policy, plan, batch).metrics["loss"])
+        result = run_step(policy, plan, batch)
+        result.evidence.described()
+        return float(result.metrics["loss"])
 
     return step
 

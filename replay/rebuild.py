@@ -131,9 +131,12 @@ def _written(
             shutil.rmtree(building / record.path.partition("/")[0])
         path = str(out)
     if restore:
-        record = _write(log.path, history, target, held, start.path)
-        with log.writer(LANE) as writer:
-            writer.append([Event(record, history.run)]).result()
+        # A training that starts now would take a folder that the log does not name yet for a leftover.
+        what = f"training policy {history.policy} of run {history.run}"
+        with log.claim(what, "wait until it ends, or write the version elsewhere (--out)"):
+            record = _write(log.path, history, target, held, start.path)
+            with log.writer(LANE) as writer:
+                writer.append([Event(record, history.run)]).result()
         path = str(log.path / record.path)
     return path
 

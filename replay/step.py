@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollbook.replay.claims import judged
+from rollbook.replay.manifest import checked
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
 from rollbook.replay.placed import promised
 from rollbook.replay.replayer import Replayer, recorded_vectors
@@ -157,7 +158,7 @@ def history_with(log: Store, step: int, run: str | None, policy: str) -> History
         )
     if len(runs) > 1:
         raise ReplayError(f"runs {', '.join(runs)} each have a step {step}: name one with --run")
-    history = fold_history(log.events_of(KINDS), runs[0], policy)
+    history = fold_history(checked(log.events_of(KINDS)), runs[0], policy)
     if (back := history.abandoned.get(step)) is not None:
         raise ReplayError(
             f"step {step} of run {runs[0]!r} was abandoned: training went back to version {back.back_to}, "

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rollbook.replay.manifest import checked
 from rollbook.replay.replayer import Replayer
 from rollbook.replay.starts import find_start, has_state
 from rollbook.replay.verdict import StepReplay
@@ -80,12 +81,14 @@ def history_of(log: Store, run: str | None, policy: str) -> History:
         ReplayError: there is none, or there are several.
     """
     if run is not None:
-        history = fold_history(log.events_of(KINDS), run, policy)
+        history = fold_history(checked(log.events_of(KINDS)), run, policy)
         if not history.steps:
             raise ReplayError(f"run {run!r} has no committed step of policy {policy!r}")
         return history
     found = {
-        key: h for key, h in fold_histories(log.events_of(KINDS)).items() if h.steps and key[1] == policy
+        key: h
+        for key, h in fold_histories(checked(log.events_of(KINDS))).items()
+        if h.steps and key[1] == policy
     }
     if not found:
         raise ReplayError(f"this store has no committed step of policy {policy!r}")

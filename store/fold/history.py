@@ -170,18 +170,6 @@ class History:
         """The policy's newest version, which training goes on from."""
         return self._version_before(self.next_step)
 
-    def base_for(self, step: int, phase: str) -> tuple[CheckpointWritten, list[CommittedStep]]:
-        """Where to start to get the state before `step`, and the steps to take from there.
-
-        A checkpoint of the step's own phase restores the optimizer; at the start of a phase only the
-        weights are restored, for the optimizer begins anew.
-
-        Raises:
-            TrainError: the log holds no checkpoint to start from.
-        """
-        base = self.bases_for(step, phase)[0]
-        return base, self.between(base, step)
-
     def bases_for(self, step: int, phase: str) -> list[CheckpointWritten]:
         """The checkpoints from which the state before `step` can be had, the nearest first.
 

@@ -11,6 +11,12 @@ from rollbook.store.events import SampleDropped, StepFailed
 from rollbook.store.fold.history import History, fold_history
 
 
+def _base_for(history: Any, step: int, phase: str) -> Any:
+    """The nearest checkpoint before a step, and the steps to take from there."""
+    base = history.bases_for(step, phase)[0]
+    return base, history.between(base, step)
+
+
 def _history(fabric: Any, *made: Any, run: str = "demo") -> History:
     return fold_history(fabric.events(made, run), fabric.RUN, "actor")
 
@@ -40,7 +46,7 @@ def test_base_within_a_phase(fabric: Any, step: int, base: int, between: list[in
         fabric.checkpoint(2),
         fabric.checkpoint(4),
     )
-    found, steps = history.base_for(step, "p")
+    found, steps = _base_for(history, step, "p")
     assert found.policy_version == base
     assert [s.planned.step for s in steps] == between
 
@@ -55,7 +61,7 @@ def test_weights_alone_serve_only_at_a_phases_start(fabric: Any) -> None:
         fabric.checkpoint(3, "p", None),
         fabric.checkpoint(4, "p", None),
     )
-    found, steps = history.base_for(4, "p")
+    found, steps = _base_for(history, 4, "p")
     assert found.policy_version == 2
     assert [s.planned.step for s in steps] == [2, 3]
 
@@ -65,12 +71,12 @@ def test_a_phase_starts_from_the_weights_of_the_one_before(fabric: Any) -> None:
     first = [fabric.checkpoint(0, None, None), *_steps(fabric, 3, "sft"), fabric.checkpoint(2, "sft")]
     first.append(fabric.checkpoint(3, "sft"))
     history = _history(fabric, *first)
-    found, steps = history.base_for(3, "grpo")
+    found, steps = _base_for(history, 3, "grpo")
     assert (found.policy_version, found.phase, steps) == (3, "sft", [])
     history = _history(fabric, *first, *_steps(fabric, 3, "grpo", 3), fabric.checkpoint(5, "grpo"))
     chosen = {}
     for step, phase in ((2, "sft"), (3, "grpo"), (4, "grpo"), (5, "grpo"), (6, "grpo")):
-        found, steps = history.base_for(step, phase)
+        found, steps = _base_for(history, step, phase)
         chosen[step] = (found.policy_version, found.phase, [s.planned.step for s in steps])
     assert chosen == {
         2: (2, "sft", []),
@@ -86,10 +92,10 @@ def test_no_checkpoint_to_start_from(fabric: Any) -> None:
     """A new phase needs the weights where the other ended; without them the error names the version."""
     history = _history(fabric, fabric.checkpoint(0, None, None), *_steps(fabric, 3, "sft"))
     with pytest.raises(TrainError, match="no checkpoint of version 3"):
-        history.base_for(3, "grpo")
-    assert history.base_for(3, "sft")[0].policy_version == 0
+        _base_for(history, 3, "grpo")
+    assert _base_for(history, 3, "sft")[0].policy_version == 0
     with pytest.raises(TrainError, match="no checkpoint"):
-        _history(fabric).base_for(0, "sft")
+        _base_for(_history(fabric), 0, "sft")
 
 
 def test_only_committed_steps_consume(fabric: Any) -> None:
@@ -138,5 +144,5 @@ def test_a_configuration_that_returns_begins_a_new_phase(fabric: Any) -> None:
     history = _history(fabric, *after_b, fabric.checkpoint(4, "b", "o"))
     assert history.phase_to_train("a") == "a#2"
     assert [s.planned.step for s in history.of_family("a")] == [0, 1]
-    base, between = history.base_for(4, "a#2")
+    base, between = _base_for(history, 4, "a#2")
     assert (base.policy_version, base.phase, between) == (4, "b", [])

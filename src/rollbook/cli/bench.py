@@ -14,23 +14,23 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="append, bits, hostile, learning, loop, materialize, proxy, recover, scale, seal, sql, "
-            "sync, tail or train."
+            help="append, bits, hostile, learning, loop, materialize, proxy, recover, replay, scale, seal, "
+            "sql, sync, tail or train."
         ),
     ],
     json: AsJson = False,
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write; default: a temporary folder here. What learning, materialize and scale "
-            "make stays there."
+            help="Where to write; default: a temporary folder here. What learning, materialize, replay "
+            "and scale make stays there."
         ),
     ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
-            help="hostile: times 100 kills; learning: times 15 batches; loop: times 200 kills; scale: times "
-            "1M turns; sql: times 100,000 turns."
+            help="hostile: times 100 kills; learning: times 15 batches; loop: times 200 kills; replay, "
+            "scale: times 1M turns; sql: times 100,000 turns."
         ),
     ] = None,
 ) -> None:

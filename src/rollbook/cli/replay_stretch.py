@@ -77,7 +77,7 @@ def replay_weights(
 
     Weights are a fold of the log: the nearest checkpoint before the version, and
     the committed steps since, run again. So checkpoints between may be removed
-    ([checkpoint] of a CONFIG) and had again.
+    (checkpoint.keep_last of a CONFIG) and had again.
 
     Exit codes: 0 it is the version, 1 a step on the way differs, 2 it cannot be rebuilt.
     """

@@ -119,7 +119,7 @@ def store_checkpoints(
     which would go; with --yes they do.
 
     What something needs stays: training's next start, references, the beginning of a configuration, engines.
-    A training does the same by itself: [checkpoint] keep_last and keep_every in its CONFIG.
+    A training does the same by itself: checkpoint.keep_last and checkpoint.keep_every in its CONFIG.
 
     rollbook store checkpoints --store runs --keep-last 2 --keep-every 100
     """

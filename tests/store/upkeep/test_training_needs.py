@@ -14,7 +14,14 @@ from rollbook.store.events import CheckpointWritten, StepAbandoned, StepCommitte
 from rollbook.store.fold.history import History, fold_history
 from rollbook.store.upkeep.training_needs import ended_by, needed_by
 
+
 # Of each step: does a new phase begin with it, is a checkpoint written after it, with the optimizer's state
+def _base_for(history: Any, step: int, phase: str) -> Any:
+    """The nearest checkpoint before a step, and the steps to take from there."""
+    base = history.bases_for(step, phase)[0]
+    return base, history.between(base, step)
+
+
 STEP = st.tuples(st.booleans(), st.booleans(), st.booleans())
 
 
@@ -97,7 +104,7 @@ def _read(history: History, step: int, phase: str) -> set[str]:
     """Trajectories that a replay of the step reads; only its own where it cannot be replayed."""
     own = [history.steps[step]] if step in history.steps else []
     try:
-        between = history.base_for(step, phase)[1]
+        between = _base_for(history, step, phase)[1]
     except TrainError:
         between = []
     return {ref["trajectory_id"] for s in [*between, *own] for ref in s.planned.samples}
@@ -175,4 +182,4 @@ def test_what_an_erasure_ends_is_what_reads_it(steps: Any, back: dict[int, int])
         going_on = last != 0 and name in _read(history, last + 1, phase)
         assert (ended.resume is not None) == going_on
         if going_on:
-            assert ended.resume == history.base_for(last + 1, phase)[0].policy_version
+            assert ended.resume == _base_for(history, last + 1, phase)[0].policy_version

@@ -1,0 +1,38 @@
+"""A training that goes wrong from one step on: its optimizer takes another learning rate than it records.
+
+    python -m rollbook.bench.replay_fault CONFIG STORE STEP
+
+All else is `rollbook train`, and nothing that is recorded says so: only the steps' results do.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollbook.cli.training import run_train
+from rollbook.store.events import StepPlanned
+from rollbook.train.config.files import load_config
+from rollbook.train.loop import trainer
+from rollbook.train.loop.step import StepResult, run_step
+
+TIMES = 1.001
+"""What the learning rate becomes."""
+
+
+def main() -> None:
+    """Train, wrongly from a step on."""
+    config, log, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+
+    def wrongly(policy: Any, plan: StepPlanned, batch: Any, **options: Any) -> StepResult:
+        taken = plan if plan.step < first else replace(plan, learning_rate=plan.learning_rate * TIMES)
+        return run_step(policy, taken, batch, **options)
+
+    trainer.run_step = wrongly  # type: ignore[attr-defined]
+    run_train(load_config(config, []), log, "cut", "head", "train", None, None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A process that replays parts of steps and is warm: it has imported what it needs, and done it once.
+
+    python -m rollbook.bench.replay_side
+
+Answers each line of standard input with a line of JSON. Seconds are of its CPU, all threads, which the
+machine's other work does not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rollbook import store
+from rollbook.bench.processes import BenchError
+from rollbook.replay import first_bad
+from rollbook.replay import step as steps
+from rollbook.replay.partial import Part
+from rollbook.replay.replayer import recorded_vectors
+from rollbook.replay.selection import Selections, drops_of, openings
+from rollbook.replay.sent import activations
+from rollbook.replay.starts import find_start
+from rollbook.replay.step import history_with, late_rewards, replay_step
+from rollbook.replay.stretch import history_of
+from rollbook.store.events import Json
+
+Seconds = defaultdict[str, float]
+"""By part."""
+PARTS = ("history_with", "recorded_vectors", "recorded_batch", "part_stages", "openings", "late_rewards")
+"""What `replay_step` calls for a part without a model, beside the selection."""
+
+
+@contextlib.contextmanager
+def _counted(seconds: Seconds, part: str) -> Iterator[None]:
+    begun = time.process_time()
+    yield
+    seconds[part] += time.process_time() - begun
+
+
+def _counting(seconds: Seconds, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*given: Any, **named: Any) -> Any:
+        with _counted(seconds, part):
+            return call(*given, **named)
+
+    return counted
+
+
+@contextlib.contextmanager
+def _parts(seconds: Seconds) -> Iterator[None]:
+    """Within, seconds of the parts of `replay_step` are counted."""
+    held = {name: getattr(steps, name) for name in PARTS}
+    claim = Selections.claim
+    for name, call in held.items():
+        setattr(steps, name, _counting(seconds, name, call))
+    Selections.claim = _counting(seconds, "selection", claim)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name, call in held.items():
+            setattr(steps, name, call)
+        Selections.claim = claim  # type: ignore[method-assign]
+
+
+def stages(log: str, run: str, step: int) -> Json:
+    """Seconds of `rollbook replay step STEP --no-model --to losses`, by part.
+
+    Raises:
+        BenchError: a stage differs.
+    """
+    seconds = Seconds(float)
+    with _counted(seconds, "whole"), _parts(seconds):
+        part = Part(last="losses", model=False)
+        found = replay_step(store.open(Path(log)), step, run, part=part)
+    if not found.bit_for_bit or "losses" not in found.stages:
+        raise BenchError(f"step {step} of run {run} does not replay: {found.first_difference}")
+    return dict(seconds)
+
+
+def find(log: str, step: int) -> Json:
+    """Seconds that finding a step takes: all that a replay reads of the log but for its samples, by part."""
+    seconds, opened = Seconds(float), store.open(Path(log))
+    with _counted(seconds, "history"):
+        history = history_with(opened, step, None, "actor")
+    target, run = history.steps[step], history.run
+    reads: dict[str, Callable[[], object]] = {
+        "start": lambda: find_start(opened, history, target),
+        "drops": lambda: drops_of(opened, run, target.planned),
+        "openings": lambda: openings(opened, run, "actor"),
+        "activations": lambda: activations(opened, run, "actor"),
+        "vectors": lambda: recorded_vectors(opened, history),
+        "late_rewards": lambda: late_rewards(opened, history, target),
+    }
+    for part, read in reads.items():
+        with _counted(seconds, part):
+            read()
+    return dict(seconds)
+
+
+def bisect(log: str, last: int) -> Json:
+    """The steps that a search for the first bad one up to `last` runs, that step, and its seconds, by the
+    clock too."""
+    opened = store.open(Path(log))
+    begun, cpu = time.perf_counter(), time.process_time()
+    history = history_of(opened, None, "actor")
+    found = first_bad.find_first_bad(opened, history, min(history.steps), last)
+    return {
+        "ran": len(found.ran),
+        "first": None if found.first is None else found.first.step,
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - begun,
+    }
+
+
+ASKED: dict[str, Callable[..., Json]] = {"stages": stages, "find": find, "bisect": bisect}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    for line in sys.stdin:
+        asked = orjson.loads(line)
+        answer = ASKED[asked.pop("what")](**asked)
+        sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Steps that a release took before hashes, schedules and activations were recorded: they replay, and the
+training that it left goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollbook import store as rb
+from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.store import Store
+
+UNKNOWN = ["schedule"]
+"""Stages that it recorded nothing of."""
+
+
+@pytest.fixture
+def before(root: Path, tmp_path: Path) -> Store:
+    """A copy of what it left."""
+    return rb.open(shutil.copytree(root / "tests/data/trained-1", tmp_path / "store"))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_each_step_replays(fabric: Any, before: Store, cli: Any, step: int) -> None:
+    """What it recorded comes out; of the rest it is said that it was not recorded; exit code 0."""
+    code, out, err = cli("replay", "step", step, "--store", before.path, "--json")
+    assert code == 0, err
+    values = orjson.loads(out)
+    assert (values["equal"], values["differs_in"]) == (True, None)
+    stages = values["stages"]
+    assert [s for s, one in stages.items() if one["verdict"] == "not recorded"] == UNKNOWN
+    assert {*fabric.EVERY_STEPS_STAGES, "selection", "metrics"} <= stages.keys()
+    here = {line.partition(":")[0] for line in values["environment"]}
+    if not here & {"cpu_capability", "processor", "packages.torch", "torch_build", "variables"}:
+        assert {one["verdict"] for s, one in stages.items() if s not in UNKNOWN} == {"equal"}
+
+
+def test_the_training_that_it_left_goes_on(fabric: Any, before: Store) -> None:
+    """Of the same configuration; its further steps have all stages of today."""
+    model = before.path / "checkpoints/demo/actor/v00000002"
+    fabric.train(before, fabric.config(fabric.GRPO, model=str(model)))
+    history = history_of(before, None, "actor")
+    assert sorted(history.steps) == [0, 1, 2, 3, 4]
+    assert len({history.steps[step].planned.phase for step in (2, 3, 4)}) == 1
+    found = prove_stretch(before, history, 3, 4)
+    stages = [{str(one.verdict) for one in s.replay.stages.values()} for s in found.steps if s.replay]
+    assert stages == [{"equal"}, {"equal"}]
+    assert all(s.replay is not None and "schedule" in s.replay.stages for s in found.steps)
