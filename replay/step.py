@@ -56,8 +56,11 @@ def replay_step(
     """
     history = history_with(log, step, run, policy)
     target = history.steps[step]
+    if trust_parts:  # what is promised names them
+        for name in named_parts(target.planned.algorithm):
+            load_part(name)
     if part is not None and not part.model:
-        return _by_the_log(log, history, target, part, trust_parts=trust_parts)
+        return _by_the_log(log, history, target, part)
     start = find_start(log, history, target)
     say(promised(log, history.run, target.planned, one_rank=one_rank))
     with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
@@ -83,14 +86,9 @@ def _run_to(replayer: Replayer, start: Start, target: CommittedStep, part: Part 
     return replace(found, step=step, reran=reran, differs_at_step=differs)
 
 
-def _by_the_log(
-    log: Store, history: History, step: CommittedStep, part: Part, *, trust_parts: bool
-) -> StepReplay:
+def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -> StepReplay:
     """A part of a step that needs no model."""
     plan = step.planned
-    if trust_parts:
-        for name in named_parts(plan.algorithm):
-            load_part(name)
     values = recorded_vectors(log, history).get((plan.step, plan.attempt), {})
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)

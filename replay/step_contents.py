@@ -20,6 +20,7 @@ from rollbook.store.events import (
     RunOpened,
     SampleDropped,
     StepCommitted,
+    StepFailed,
     StepPlanned,
     StepRetired,
     StepVectors,
@@ -74,9 +75,9 @@ class StepContents:
         return self.base is not None and self.base.phase == self.step.planned.phase
 
     def lanes(self, rows: Iterable[Rows]) -> set[str]:
-        """The lanes of which there are rows, or which a cut of a step or of a drop names."""
-        drops = (e.record for e in self.events if isinstance(e.record, SampleDropped))
-        cuts = {step.planned.cut for step in self.steps} | {drop.cut for drop in drops if drop.cut}
+        """The lanes of which there are rows, or which a cut of a plan or of a drop names."""
+        records = (event.record for event in self.events)
+        cuts = {of.cut for of in records if isinstance(of, StepPlanned | SampleDropped) and of.cut}
         return {lane for of in rows for lane in of} | {lane for cut in cuts for lane in parse_cut(cut)}
 
 
@@ -194,7 +195,8 @@ def _looked_up(
     log: Store, history: History, steps: Sequence[CommittedStep], ids: Collection[str]
 ) -> list[Event]:
     """The plans and results of earlier steps that the replay looks up: the one that made what the first step
-    starts from, and those that used samples of these trajectories, which are not used again."""
+    starts from, and those that used samples of these trajectories, which are not used again; and the attempts
+    at the step that came before, whose samples it may have dropped."""
     first, last = steps[0].planned, steps[-1].planned
     attempts: dict[int, int] = {}
     for number, step in history.steps.items():
@@ -202,8 +204,18 @@ def _looked_up(
         used = {ref["trajectory_id"] for ref in plan.samples} if _is_once(last) else set[str]()
         if number < first.step and ((before and plan.phase == first.phase) or not used.isdisjoint(ids)):
             attempts[number] = plan.attempt
-    found = log.events_of([StepPlanned.KIND, StepCommitted.KIND]) if attempts else []
-    return [event for event in found if _is_of(event, history, attempts)]
+    found = log.events_of([StepPlanned.KIND, StepCommitted.KIND, StepFailed.KIND])
+    return [e for e in found if _is_of(e, history, attempts) or _is_attempt_before(e, history, last)]
+
+
+def _is_attempt_before(event: Event, history: History, plan: StepPlanned) -> bool:
+    """Whether an event is of an attempt at a step before that of this plan."""
+    record = event.record
+    return (
+        isinstance(record, StepPlanned | StepFailed)
+        and (event.run, record.policy, record.step) == (history.run, plan.policy, plan.step)
+        and record.attempt < plan.attempt
+    )
 
 
 def _is_once(plan: StepPlanned) -> bool:

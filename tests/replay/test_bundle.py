@@ -24,7 +24,7 @@ from rollbook.replay.step import replay_step
 from rollbook.replay.verdict import StepReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError, ReplayError, TrainError
-from rollbook.store.events import RewardAssigned, TrajectoryOpened, TurnCompleted, TurnRequested
+from rollbook.store.events import RewardAssigned, StepPlanned, TrajectoryOpened, TurnCompleted, TurnRequested
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
@@ -259,6 +259,31 @@ def test_samples_that_were_used_before(fabric: Any, trained: Stores, tamper: Any
     assert found.stages["selection"] == replay_step(log, 11).stages["selection"]
 
 
+def test_samples_of_an_attempt_that_was_skipped(
+    fabric: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of the attempt before is in the bundle, for the step dropped its samples, by no recipe."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(parts, "_loaded", {})
+    (tmp_path / "picky_once.py").write_text(
+        "import numpy as np\nCALLS = []\ndef correction(ratios, lengths, bounds):\n"
+        "    CALLS.append(len(ratios))\n"
+        "    return np.full(len(ratios), float(sum(n > 20 for n in CALLS) > 1))\n"
+    )
+    log = fabric.record_store(tmp_path / "store", teachers=0)
+    keys = {"name": "policy_gradient", "groups": 2, "group_size": 4, "old": "trainer"}
+    keys |= {"correction": "picky_once:correction", "correction_low": 0.0, "correction_high": 1e7}
+    fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=keys | {"count_rejected": False}))
+    export_step(log, tmp_path / "one", 0, trust_parts=True)
+    with opened_bundle(tmp_path / "one") as (bundle, opened):
+        plans = [e.record for e in opened.events_of([StepPlanned.KIND])]
+        found = replay_bundle(bundle, opened, trust_parts=True)
+    assert [plan.attempt for plan in plans if isinstance(plan, StepPlanned)] == [1, 2]
+    assert (bundle.trajectories, bundle.attempt) == (16, 2)
+    assert found.stages["selection"].verdict == Verdict.equal
+    assert found.bit_for_bit
+
+
 def _plant(record: Any) -> Any:
     """The record with text of an agent in each place that has some."""
     match record:
@@ -419,8 +444,8 @@ def test_parts_of_somebodys_own_are_not_run(
     monkeypatch.setattr(parts, "_loaded", {})
     code, _, err = cli("replay", "open", "evil.rollbook", "--extract", "made")
     assert (code, "--trust-parts" in err, own_part.exists()) == (2, True, False)
-    code, out, _ = cli("replay", "open", "evil.rollbook", "--trust-parts")
-    assert (code, "differs" in out, own_part.exists()) == (1, True, True)
+    code, out, err = cli("replay", "open", "evil.rollbook", "--trust-parts")
+    assert (code, "differs" in out, own_part.exists()) == (1, True, True), err
 
 
 def test_what_cannot_be_exported(
