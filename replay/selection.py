@@ -33,8 +33,10 @@ from rollbook.train.data.sorting import select
 from rollbook.train.data.source import EpochUnits
 
 _DROPS = """
-    SELECT trajectory_id, turn_id, rule, recipe, policy_version, cut FROM drops
-    WHERE run = $run AND policy = $policy AND step = $step AND attempt = $attempt"""
+    SELECT trajectory_id, turn_id, rule, recipe, step, attempt, policy_version, cut FROM drops
+    WHERE run = $run AND policy = $policy AND step BETWEEN $first AND $last"""
+AHEAD = 64
+"""Steps whose drops are read at once: steps are replayed in order, and a query costs more than they do."""
 GIVEN = ("not_finite", "all_rejected")
 """Rules by which a step that was skipped drops its samples: no recipe decides on them."""
 
@@ -54,6 +56,10 @@ class Selections:
     openings: Sequence[Json]
     _units: tuple[str, EpochUnits] | None = field(default=None)
     """The last cut's, under what it is made of."""
+    _drops: dict[tuple[int, int], list[SampleDropped]] = field(default_factory=dict)
+    """Of steps and attempts."""
+    _drops_of: range = field(default=range(0))
+    """The steps that these are of."""
 
     def claim(self, step: CommittedStep) -> Claim | str:
         """The claim of a step's manifest; or why it cannot be proven.
@@ -74,7 +80,7 @@ class Selections:
         opened = [digest_json(config["recipe"]) for config in self.openings]
         if opened and digest not in opened:
             due["recipe"] = opened[-1]
-        drops = drops_of(self.log, self.history.run, plan)
+        drops = self._dropped_with(plan)
         kept, dropped = self._due(step, recipe, drops)
         gone = {drop.turn_id for drop in drops if drop.rule in GIVEN}
         said |= {
@@ -88,6 +94,13 @@ class Selections:
             "others": (dropped_members(kept, dropped) or None) if _compares(recipe) else plan.others,
         }
         return Claim(said, due)
+
+    def _dropped_with(self, plan: StepPlanned) -> list[SampleDropped]:
+        """The drops that were recorded with the attempt at a step."""
+        if plan.step not in self._drops_of:
+            self._drops_of = range(plan.step, plan.step + AHEAD)
+            self._drops = drops_of(self.log, self.history.run, plan.policy, self._drops_of)
+        return self._drops.get((plan.step, plan.attempt), [])
 
     def _due(
         self, step: CommittedStep, recipe: RecipeConfig, drops: Sequence[SampleDropped]
@@ -176,15 +189,16 @@ def openings(log: Store, run: str, policy: str) -> list[Json]:
     return [config for config in configs if "algorithm" in config and config.get("policy") == policy]
 
 
-def drops_of(log: Store, run: str, plan: StepPlanned) -> list[SampleDropped]:
-    """The drops that were recorded with the attempt at a step."""
-    asked = {"run": run, "step": plan.step, "attempt": plan.attempt, "policy": plan.policy}
+def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int, int], list[SampleDropped]]:
+    """The drops that were recorded with attempts at consecutive steps: (step, attempt) -> drops."""
+    asked = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
     with connect_at(log, "head") as connection:
         rows = connection.execute(_DROPS, asked).fetchall()
-    return [
-        SampleDropped(trajectory, turn, rule, recipe, plan.step, {}, plan.attempt, version, cut)
-        for trajectory, turn, rule, recipe, version, cut in rows
-    ]
+    found: dict[tuple[int, int], list[SampleDropped]] = {}
+    for trajectory, turn, rule, recipe, step, attempt, version, cut in rows:
+        drop = SampleDropped(trajectory, turn, rule, recipe, step, {}, attempt, version, cut)
+        found.setdefault((step, attempt), []).append(drop)
+    return found
 
 
 def _compares(recipe: RecipeConfig) -> bool:

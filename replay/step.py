@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from rollbook.replay.claims import judged
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
 from rollbook.replay.placed import promised
@@ -90,7 +92,8 @@ def _by_the_log(
     if trust_parts:
         for name in named_parts(plan.algorithm):
             load_part(name)
-    values = recorded_vectors(log, history).get((plan.step, plan.attempt), {})
+    torch.set_num_threads(int(plan.environment["threads"]))
+    values = recorded_vectors(log, history, plan).get((plan.step, plan.attempt), {})
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)
     limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
