@@ -91,10 +91,10 @@ def find(log: str, step: int) -> Json:
     target, run = history.steps[step], history.run
     reads: dict[str, Callable[[], object]] = {
         "start": lambda: find_start(opened, history, target),
-        "drops": lambda: drops_of(opened, run, target.planned),
+        "drops": lambda: drops_of(opened, run, "actor", range(step, step + 1)),
         "openings": lambda: openings(opened, run, "actor"),
         "activations": lambda: activations(opened, run, "actor"),
-        "vectors": lambda: recorded_vectors(opened, history),
+        "vectors": lambda: recorded_vectors(opened, history, target.planned),
         "late_rewards": lambda: late_rewards(opened, history, target),
     }
     for part, read in reads.items():

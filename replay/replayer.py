@@ -18,7 +18,7 @@ from rollbook.replay.sent import Activated, activations, sent, sent_differences
 from rollbook.replay.starts import Start
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
 from rollbook.replay.written import STAGES_OF, written
-from rollbook.store import Store
+from rollbook.store import Store, parse_cut
 from rollbook.store.events import Json, StepPlanned, StepVectors
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.parts import load_part, named_parts
@@ -305,16 +305,24 @@ class Replayer:
         return self._vectors.get((step.planned.step, step.planned.attempt), {})
 
 
-def recorded_vectors(log: Store, history: History) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
+def recorded_vectors(
+    log: Store, history: History, only: StepPlanned | None = None
+) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
     """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
+
+    Args:
+        only: the manifest of the one that is wanted; None: all are.
 
     Raises:
         ReplayError: something of it cannot be read.
     """
     found: dict[tuple[int, int], dict[str, Singles]] = {}
-    for event in log.events_of([StepVectors.KIND]):
+    start = None if only is None else parse_cut(only.cut)  # what it recorded came later
+    for event in log.events_of([StepVectors.KIND], start=start):
         of = event.record
-        if isinstance(of, StepVectors) and (event.run, of.policy) == (history.run, history.policy):
+        if not isinstance(of, StepVectors) or (event.run, of.policy) != (history.run, history.policy):
+            continue
+        if only is None or (of.step, of.attempt) == (only.step, only.attempt):
             found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
     return found
 

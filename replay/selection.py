@@ -35,23 +35,27 @@ from rollbook.train.data.samples import Sample
 from rollbook.train.data.sorting import select
 from rollbook.train.data.source import EpochUnits
 
+_ATTEMPT = f"CAST(coalesce({text('attempt')}, '1') AS BIGINT)"
 _DROPS = f"""
-    WITH plan AS (
-        SELECT lane, seq FROM internal.mark_events
-        WHERE kind = 'step.planned' AND run = $run AND policy = $policy AND step = $step
-          AND CAST(coalesce({text("attempt")}, '1') AS BIGINT) = $attempt
-        ORDER BY seq DESC LIMIT 1),
-    begun AS (
-        SELECT coalesce(max(e.seq), -1) AS seq FROM internal.mark_events e JOIN plan USING (lane)
-        WHERE e.run = $run AND e.kind IN ('run.opened', 'step.planned') AND e.seq < plan.seq)
-    SELECT d.trajectory_id, d.turn_id, {text("rule", "d")}, {text("recipe", "d")}, d.policy_version,
-           {text("cut", "d")}
-    FROM internal.mark_events d JOIN plan USING (lane), begun
-    WHERE d.kind = 'sample.dropped' AND d.run = $run AND d.step = $step
-      AND CAST(coalesce({text("attempt", "d")}, '1') AS BIGINT) = $attempt
-      AND d.seq > begun.seq AND d.seq < plan.seq
-    ORDER BY d.seq"""
+    WITH marks AS (
+        SELECT lane, seq, kind, policy, step, {_ATTEMPT} AS attempt,
+               coalesce(lag(seq) OVER (PARTITION BY lane ORDER BY seq), -1) AS before
+        FROM internal.mark_events WHERE run = $run AND kind IN ('run.opened', 'step.planned')),
+    plans AS (
+        SELECT * FROM marks
+        WHERE kind = 'step.planned' AND policy = $policy AND step BETWEEN $first AND $last
+        QUALIFY row_number() OVER (PARTITION BY step, attempt ORDER BY seq DESC) = 1)
+    SELECT d.trajectory_id, d.turn_id, d.rule, d.recipe, d.step, d.attempt, d.policy_version, d.cut
+    FROM (SELECT lane, seq, step, {_ATTEMPT} AS attempt, trajectory_id, turn_id, {text("rule")} AS rule,
+                 {text("recipe")} AS recipe, policy_version, {text("cut")} AS cut
+          FROM internal.mark_events
+          WHERE kind = 'sample.dropped' AND run = $run AND step BETWEEN $first AND $last) d
+    JOIN plans p ON p.lane = d.lane AND p.step = d.step AND p.attempt = d.attempt
+    WHERE d.seq > p.before AND d.seq < p.seq
+    ORDER BY d.lane, d.seq"""
 """Those since its training began: one that ended before could fill no step, and its drops count for none."""
+AHEAD = 64
+"""Steps whose drops are read at once: steps are replayed in order, and a query costs more than they do."""
 GIVEN = ("not_finite", "all_rejected")
 """Rules by which a step that was skipped drops its samples: no recipe decides on them."""
 COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
@@ -77,6 +81,10 @@ class Selections:
     excerpt: bool = field(init=False)
     _units: tuple[str, EpochUnits] | None = field(default=None)
     """The last cut's, under what it is made of."""
+    _drops: dict[tuple[int, int], list[SampleDropped]] = field(default_factory=dict)
+    """Of steps and attempts."""
+    _drops_of: range = field(default=range(0))
+    """The steps that these are of."""
 
     def __post_init__(self) -> None:
         self.excerpt = is_excerpt(self.log)
@@ -102,7 +110,7 @@ class Selections:
         opened = [digest_json(config["recipe"]) for config in self.openings]
         if opened and digest not in opened:
             due["recipe"] = opened[-1]
-        drops = drops_of(self.log, self.history.run, plan)
+        drops = self.dropped_with(plan)
         kept, dropped = self._due(step, recipe, drops)
         gone = {d.turn_id for d in drops if d.rule in GIVEN} - {ref["turn_id"] for ref in all_samples(plan)}
         said |= {
@@ -116,6 +124,13 @@ class Selections:
             "others": _by_name(dropped_members(kept, dropped) if _compares(recipe) else plan.others),
         }
         return Claim(said, due)
+
+    def dropped_with(self, plan: StepPlanned) -> list[SampleDropped]:
+        """The drops that were recorded with the attempt at a step."""
+        if plan.step not in self._drops_of:
+            self._drops_of = range(plan.step, plan.step + AHEAD)
+            self._drops = drops_of(self.log, self.history.run, self.history.policy, self._drops_of)
+        return self._drops.get((plan.step, plan.attempt), [])
 
     def anew(
         self, step: CommittedStep, recipe: RecipeConfig, algorithm: Algorithm
@@ -133,7 +148,7 @@ class Selections:
         if recorded.cycles:
             found = self._one_by_one(plan, recipe, algorithm, pairs="pairs" in recorded.needs)
         else:
-            drops = drops_of(self.log, self.history.run, plan)
+            drops = self.dropped_with(plan)
             found = self._chosen(plan, recipe, drops, algorithm)
         return self._cut(found, recipe)
 
@@ -288,15 +303,16 @@ def openings(log: Store, run: str, policy: str) -> list[Json]:
     return [config for config in configs if "algorithm" in config and config.get("policy") == policy]
 
 
-def drops_of(log: Store, run: str, plan: StepPlanned) -> list[SampleDropped]:
-    """The drops that were recorded with the attempt at a step."""
-    asked = {"run": run, "step": plan.step, "attempt": plan.attempt, "policy": plan.policy}
+def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int, int], list[SampleDropped]]:
+    """The drops that were recorded with attempts at consecutive steps: (step, attempt) -> drops."""
+    asked = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
     with connect_at(log, "head") as connection:
         rows = connection.execute(_DROPS, asked).fetchall()
-    return [
-        SampleDropped(trajectory, turn, rule, recipe, plan.step, {}, plan.attempt, version, cut)
-        for trajectory, turn, rule, recipe, version, cut in rows
-    ]
+    found: dict[tuple[int, int], list[SampleDropped]] = {}
+    for trajectory, turn, rule, recipe, step, attempt, version, cut in rows:
+        drop = SampleDropped(trajectory, turn, rule, recipe, step, {}, attempt, version, cut)
+        found.setdefault((step, attempt), []).append(drop)
+    return found
 
 
 def _beyond_excerpts(plan: StepPlanned, recipe: RecipeConfig) -> str | None:

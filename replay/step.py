@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from rollbook.replay.claims import judged
 from rollbook.replay.manifest import checked
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
@@ -89,7 +91,8 @@ def _run_to(replayer: Replayer, start: Start, target: CommittedStep, part: Part 
 def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -> StepReplay:
     """A part of a step that needs no model."""
     plan = step.planned
-    values = recorded_vectors(log, history).get((plan.step, plan.attempt), {})
+    torch.set_num_threads(int(plan.environment["threads"]))
+    values = recorded_vectors(log, history, plan).get((plan.step, plan.attempt), {})
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)
     limits = None if shape is None else ModelLimits(shape.vocab, shape.context)

@@ -198,7 +198,9 @@ def _recorded(log: Store, history: History, step: CommittedStep, batch: Batch) -
     slice of it."""
     plan = step.planned
     cycles = recorded_algorithm(plan.algorithm).cycles
-    dropped = [] if cycles or not begins(plan) else drops_of(log, history.run, plan)
+    own = range(plan.step, plan.step + 1)
+    found = {} if cycles or not begins(plan) else drops_of(log, history.run, history.policy, own)
+    dropped = found.get((plan.step, plan.attempt), [])
     chosen = frozenset(ref["turn_id"] for ref in history.batch_of(plan))
     return Side(batch, chosen, {drop.turn_id: drop.rule for drop in dropped})
 

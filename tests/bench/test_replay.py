@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollbook import store as rb
-from rollbook.bench import replay, replay_fault, replay_side, replay_steps
+from rollbook.bench import replay, replay_side, replay_steps
 from rollbook.bench.processes import BenchError
-from rollbook.bench.replay import BAD, FEW, LONG, MANY, Measured, Plan, Search, outcome
+from rollbook.bench.replay import BAD, FEW, LONG, Measured, Plan, Search, outcome
 from rollbook.bench.replay_rollouts import TINY, Steps
 from rollbook.bench.replay_steps import Kept, capture_shares, in_store, kept, step_time, take
 from rollbook.bench.scale_commands import Use
 from rollbook.bench.scale_store import Made
 from rollbook.bench.train_sides import make_model
 from rollbook.store import Store
-from rollbook.store.events import StepCommitted, StepVectors
+from rollbook.store.errors import ReplayError
+from rollbook.store.events import StepCommitted
 
 pytestmark = pytest.mark.torch
 PLAN = Plan(bad_steps=8, every=4, tokens=6)
@@ -56,7 +54,7 @@ def test_the_fault_is_in_what_steps_did(bad: Store) -> None:
     assert replay._first_bad(PLAN) == 3
     found = replay_side.bisect(str(bad.path), PLAN.bad_steps - 1)
     assert (found["first"], found["ran"]) == (3, 5)  # 4, which follows the checkpoint, and 0 to 3
-    assert 0 < found["wall_s"]
+    assert found["wall_s"] > 0
     assert step_time(bad, BAD) > 0
     assert replay_side.bisect(str(bad.path), 2)["first"] is None
 
@@ -79,7 +77,7 @@ def test_what_a_step_keeps(steps: Store) -> None:
     a_sample = (few.stored - long.stored) / (128 - 16)
     assert 20 < a_sample < 48  # 3 bytes of each of 6 stages, and its place among the micro-batches
     assert few.ratio == few.stored / (16384 + 48 * 128 + 64 * 24)
-    with pytest.raises(BenchError, match="run 'none' has no step.planned"):
+    with pytest.raises(BenchError, match=r"run 'none' has no step\.planned"):
         kept(steps, "none")
 
 
@@ -105,7 +103,73 @@ def test_the_parts_of_the_stages(steps: Store) -> None:
     assert {name: getattr(replay_side.steps, name) for name in replay_side.PARTS} == before
 
 
-def test_a_step_that_does_not_replay_is_no_figure(steps: Store, tmp_path: Path) -> None:
-    """Its vectors are another step's: the losses differ."""
-    with pytest.raises(BenchError, match="step 0 of run few does not replay|recorded no logprobs"):
+def test_a_step_without_vectors_has_no_figure(steps: Store) -> None:
+    """Its losses need the model."""
+    with pytest.raises(ReplayError, match="recorded no logprobs"):
         replay_side.stages(str(steps.path), FEW, 0)
+
+
+def test_finding_a_step_reads_all_that_a_replay_does(bad: Store) -> None:
+    """Each reading is counted."""
+    found = replay_side.find(str(bad.path), 5)
+    assert list(found) == [
+        *("history", "start", "drops", "openings", "activations", "vectors", "late_rewards")
+    ]
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_figures() -> None:
+    """Medians over rounds; what finding takes more in the full store; the step that keeps the most of what it
+    may."""
+    parts = {"recorded_vectors": 0.25, "recorded_batch": 0.5, "part_stages": 0.125, "selection": 2.0}
+    made = {name: Made(Path(name), turns, 0, 0, "", 0, 0.0) for name, turns in (("small", 1), ("full", 1000))}
+    found = outcome(
+        Measured(
+            *([0.02, 0.04, 0.05], [0.25, 0.75, 0.5], [0.01, 0.02]),
+            [Kept(100, 10, 10_000), Kept(1000, 10, 65_024 * 2)],
+            *([parts, parts], Use(4.5, 9.0), 6144),
+            {"small": [{"history": 0.5}] * 2, "full": [{"history": 1.0, "drops": 0.25}] * 2},
+            *(made, Search(53, 1000, 6.0, Use(9.0, 12.5), 0.125)),
+        )
+    )
+    figures = {one.figure.removeprefix("replay."): one for one in found.figures}
+    assert {name: (one.value, one.ratio) for name, one in figures.items()} == {
+        "capture_share": (0.04, None),
+        "capture_share_100m": (0.015, None),
+        "step_bytes": (130_048, 2.0),
+        "data_stages_s": (0.875, None),
+        "find_s": (0.75, None),
+        "first_bad_steps": (53, None),
+    }
+    said = {name: str(one.against) for name, one in figures.items()}
+    assert said["capture_share"].startswith("steps of 8 samples: 0.50")
+    assert said["step_bytes"].endswith("1000 samples, 10 tensors; goal for the ratio <= 1")
+    assert "6,144 tokens; selection 2.00 s, the whole command 4.50 s" in said["data_stages_s"]
+    assert said["find_s"].startswith("1,000 turns: 1.25 s, with a small log 0.50 s")
+    assert said["first_bad_steps"].startswith("1000 steps; 48 step-times of 0.12 s, the command 12.5 s")
+    assert {one.what: one.middle for one in found.spreads}["finding: drops"] == 0.25
+
+
+def test_the_scale_sets_turns_steps_and_tokens() -> None:
+    """A tenth of each; there are always checkpoints to bisect."""
+    plan = replay.sized(0.1)
+    assert (plan.turns, plan.bad_steps, plan.every, plan.tokens) == (100_000, 100, 50, 100)
+    assert replay._first_bad(plan) == 49
+    assert replay._first_bad(Plan()) == 499
+    assert (replay.sized(1e-9).turns, replay.sized(1e-9).bad_steps) == (1_000, 100)
+
+
+def test_a_store_that_is_whole_is_kept(tmp_path: Path) -> None:
+    """One whose making was cut short is made anew."""
+    made: list[Store] = []
+
+    def broken(log: Store) -> None:
+        made.append(log)
+        if len(made) == 1:
+            raise BenchError("cut short")
+
+    with pytest.raises(BenchError):
+        in_store(tmp_path, "some", broken)
+    for _ in range(2):
+        in_store(tmp_path, "some", broken)
+    assert len(made) == 2
