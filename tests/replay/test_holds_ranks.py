@@ -1,0 +1,32 @@
+"""What a replay promises of trainings over two ranks: each stage of each step, by as many ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollbook.replay.stretch import history_of, prove_stretch
+
+LAYOUTS: dict[str, dict[str, Any]] = {"data": {}, "tensor": {"parallel": {"tensor": 2}}}
+PACKED = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, layout: str) -> None:
+    """Packed, of the best of groups, with the layout's own micro-batches: selection and schedule too."""
+    log = fabric.record_store(tmp_path / "store")
+    recipe = {"top_fraction": 0.75, "group_statistics": "all"}
+    changes = {"steps": 2, "recipe": recipe} | PACKED | LAYOUTS[layout]
+    fabric.train(log, fabric.config(fabric.GRPO, **changes), ranks=2)
+    found = prove_stretch(log, history_of(log, None, "actor"), 0, 1)
+    assert found.broken == []
+    odd = [
+        (one.step, one.why or [(s.stage, s.verdict, s.why) for s in one.replay.stages.values()])
+        for one in found.steps
+        if one.replay is None or {str(s.verdict) for s in one.replay.stages.values()} != {"equal"}
+    ]
+    assert odd == []
+    assert all({"selection", "schedule"} <= one.replay.stages.keys() for one in found.steps if one.replay)
