@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,13 +178,18 @@ def place_in(stage: str, sides: Sides, sample: int | None = None) -> Place | Non
     return _sample_place(sides.batch, int(odd[0])) if len(odd) else None
 
 
+def _as_stored(value: Any) -> Any:
+    """A metric as the log has it: of one that is no finite number nothing."""
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 def metrics(step: CommittedStep, found: Json, lenient: Lenient | None = None) -> StageReplay:
     """The stage `metrics`: all that were recorded, but for what the step took of time and memory.
 
     One that is computed now and was not recorded came with a later release.
     """
     said = {name: value for name, value in step.committed.metrics.items() if not is_spent(name)}
-    due = {name: found.get(name) for name in said}
+    due = {name: _as_stored(found.get(name)) for name in said}
     digests = digest_json(said), digest_json(due)
     odd = [name for name in said if said[name] != due[name]]
     if not odd:

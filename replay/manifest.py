@@ -38,7 +38,6 @@ class _Environment(_Keys):
     device: str
     dtype: str
     parallel: dict[str, Any] | None = None
-    packages: dict[str, Any] = {}
     variables: dict[str, Any] | None = None
     flags: dict[str, Any] = {}
 

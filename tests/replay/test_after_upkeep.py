@@ -56,6 +56,24 @@ def test_erased_but_for_tokens(fabric: Any, sealed: Path, cli: Any) -> None:
     _proven(sealed)
 
 
+def test_in_object_storage(sealed: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that are nowhere but there."""
+    pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
+    from s3_server import ObjectStorage, set_credentials
+
+    set_credentials(monkeypatch)
+    server = ObjectStorage()
+    try:
+        remote = f'[remote]\nuri = "{server.uri}"\nendpoint = "{server.endpoint}"\n'
+        (sealed / "store.toml").write_text(remote)
+        code, _, err = cli("store", "upload", "--store", sealed)
+        assert code == 0, err
+        assert not list((sealed / "sealed").rglob("*.parquet"))
+        _proven(sealed)
+    finally:
+        server.stop()
+
+
 def test_without_the_checkpoints_that_may_go(trained: Stores) -> None:
     """A start before the ones that are gone."""
     path = trained().path
