@@ -173,7 +173,7 @@ def test_a_changed_manifest_is_found(
 
 @pytest.mark.parametrize("stage", STAGES[4:])
 def test_each_recorded_digest_is_compared(trained: Stores, tamper: Any, cli: Any, stage: str) -> None:
-    """A result that was recorded otherwise differs in just that stage, and so does a checkpoint that has it."""
+    """A result that was recorded otherwise differs in just that stage, and so does its checkpoint."""
     log = trained()
     tamper.event(log, "step.committed", lambda r: replace(r, digests=r.digests | {stage: "0" * 64}), step=8)
     values = _verdict(cli, log, 8)
