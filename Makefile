@@ -13,6 +13,8 @@ SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
 # Two processes more than cores, since tests wait now and then.
 PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 2) --maxprocesses 4 --dist loadfile
+# To collect all tests takes each process a minute.
+MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests | sort)
 INSTALL := $(UV) pip install --quiet
 EXACT := $(INSTALL) --no-deps
 
@@ -42,10 +44,10 @@ test: $(STAMP)  ## the tests, but for those below; those of one file stay togeth
 	$(PYTEST) -m "not crashes and not ranks"
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
-	$(PYTEST) -m crashes
+	$(PYTEST) -m crashes $(call MARKED,crashes)
 
 test-ranks: $(STAMP)  ## trainings over two and four ranks, and ranks that die or hang
-	$(BIN)/pytest -m ranks tests/train tests/docs --numprocesses 3 --dist loadfile
+	$(BIN)/pytest -m ranks $(call MARKED,ranks) --numprocesses 3 --dist loadfile
 
 test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model folders, planted secrets
 	$(PYTEST) tests/hostile

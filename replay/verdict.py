@@ -22,6 +22,9 @@ class Verdict(StrEnum):
     """What it follows from is not here; `StageReplay.why` says what."""
 
 
+PROVEN = (Verdict.equal, Verdict.within)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a stage begins to differ, as far as the step's records say; None where they do not.
@@ -133,6 +136,21 @@ class StepReplay:
     def equal(self) -> bool:
         """Whether none differs beyond what is tolerated here."""
         return self.first_difference is None
+
+    @property
+    def as_far_as(self) -> str | None:
+        """The last stage that was proven of those that lead to the new weights; None: none was."""
+        proven = None
+        for name, stage in self.stages.items():
+            proven = name if stage.verdict in PROVEN else proven
+            if name == "weights":
+                break
+        return proven
+
+    @property
+    def whole(self) -> bool:
+        """Whether it proves the step's new weights, and with them all that they follow from."""
+        return self.as_far_as == "weights"
 
     @property
     def unproven(self) -> list[StageReplay]:

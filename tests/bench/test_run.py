@@ -82,10 +82,7 @@ def test_without_json_there_are_two_tables(
 
 def test_what_cannot_be_run(tmp_path: Path) -> None:
     """An unknown name lists the names; a folder that is not there is named."""
-    with pytest.raises(
-        ConfigError,
-        match="'nope': use one of append, bits, hostile, learning, loop, materialize, proxy, recover, scale",
-    ):
+    with pytest.raises(ConfigError, match="'nope': use one of " + ", ".join(benches.BENCHES)):
         run_bench("nope", tmp_path, True)
     with pytest.raises(ConfigError, match="is not a folder"):
         run_bench("append", tmp_path / "none", True)

@@ -68,6 +68,7 @@ def gather(events: Any) -> Any:
 
 TINY = AgentApi(
     path=PATH,
+    conversation="ask",
     read=read,
     reply=reply,
     writer=TinyWriter,

@@ -184,6 +184,7 @@ def test_without_the_optimizer(trained: Stores, tamper: Any, tmp_path: Path, cli
     assert {"selection", "gradients"} < {one.stage for one in proven}
     code, out, _ = cli("replay", "open", tmp_path / "less")
     assert (code, "from the weights-only checkpoint of version 11" in out) == (0, True)
+    assert "step 11: bit for bit as far as gradients\n" in out
     where = ("--store", log.path, "-o", tmp_path / "no")
     code, _, err = cli("replay", "export", "step", 7, *where, "--without", "optimizer")
     assert (code, "from that of version 4 on, 3 steps are run first" in err) == (2, True)

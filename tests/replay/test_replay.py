@@ -187,7 +187,7 @@ def test_each_stage_and_the_verdict_are_printed(
     log = trained()
     code, out, _ = cli("replay", "step", 5, "--store", log.path)
     assert code == 0
-    assert "step 5: bit for bit" in out
+    assert "step 5: bit for bit\n" in out
     assert out.count("equal") == len(fabric.EVERY_STEPS_STAGES) + 3
     tamper.checkpoint(log, 4, "weights")
     code, out, _ = cli("replay", "step", 5, "--store", log.path)

@@ -330,6 +330,9 @@ def test_rewards_are_recorded_beside_the_others(
         "already": 2,
     }
     assert log.trajectories(None, {"g0.3"})["g0.3"].reward("twice") == 4.5
+    twice = "select reward, superseded from rewards where trajectory_id = 'g0.3' and source = 'twice'"
+    with rb.connect(log.path) as connection:
+        assert connection.execute(f"{twice} order by seq").fetchall() == [(3.0, True), (4.5, False)]
     assert cli(*asked, "--write", "--source", "agent")[0] == 2
     assert all(replay_step(log, step).bit_for_bit for step in (9, 11))
     values = fabric.GRPO | {

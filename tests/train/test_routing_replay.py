@@ -118,7 +118,7 @@ def test_steps_replay_bit_for_bit(fabric: Any, store: Store, family: str, how: s
     for step in range(4):
         result = replay_step(log, step)
         assert result.bit_for_bit, result.differs_in
-        assert all(result.stages["routed_experts"])
+        assert result.stages["routed_experts"].verdict == "equal"
     first = _of(log, StepCommitted)[0].metrics
     assert first["kl"] > 0.01
     assert first["old_kl"] < (1e-3 if "bfloat16" in how else 1e-9)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
-from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
     from rollbook.replay.contributions import Contributions
@@ -70,6 +69,7 @@ def _by_replays(
     from rollbook.cli.progress import progress
     from rollbook.cli.replay import described, show
     from rollbook.cli.replay_stretch import show_breaks
+    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.first_bad import find_first_bad
 
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
@@ -102,6 +102,7 @@ def _by_log(
     as_json: bool,
 ) -> int:
     from rollbook.cli.progress import progress
+    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.contributions import GRADIENT_NORM, contributions
     from rollbook.replay.predicates import Predicate, first_step_where
 
@@ -132,6 +133,8 @@ def _by_log(
 
 def _show(found: Contributions, recorded: object, top: int) -> None:
     from rich.table import Table
+
+    from rollbook.cli.terminal import Console
 
     console = Console()
     console.tell("step ", (str(found.step), "bold red"), f" is the first: {found.metric} {recorded}")

@@ -1,4 +1,4 @@
-"""`rollbook replay run`, `weights` and `bisect`: many steps of a training at once."""
+"""`rollbook replay run` and `weights`: many steps of a training at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollbook.cli.options import AsJson, Policy, Run, StoreOption, TrustParts
-from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
+    from rollbook.cli.terminal import Console
     from rollbook.replay.stretch import Break, ProvenStep
     from rollbook.replay.verdict import StepReplay
 
@@ -40,6 +40,7 @@ def replay_run(
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
+    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.stretch import history_of, prove_stretch
 
     log = stores.open(store)
@@ -83,6 +84,7 @@ def replay_weights(
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
+    from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.rebuild import making, rebuild
     from rollbook.replay.starts import find_start
     from rollbook.replay.stretch import history_of

@@ -354,7 +354,8 @@ def test_a_finished_name_is_taken(
     if known == "restart":
         proxy.recorder.trajectories = trajectories.Trajectories()
         proxy.recorder.trajectories.ended = EndedNames(2)
-        proxy.recorder._restore()
+        proxy.recorder.known_run.refresh()
+        proxy.recorder._restore(proxy.recorder.known_run)
     for name in names:
         assert (
             proxy.post("/v1/trajectories", json={"id": name}).json()["error"]["code"] == "trajectory_exists"
