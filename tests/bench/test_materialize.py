@@ -26,12 +26,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 NAMES, ALONE = [*LOOPS, SORT_OUT], [NUMBER, DROPS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the store of these tests is kept."""
-    return tmp_path_factory.mktemp("materialize")
-
-
 def test_it_measures_both_ways(folder: Path) -> None:
     """Each algorithm, the recipe and the command have their rounds; the command's samples are the store's."""
     told: list[None] = []

@@ -32,12 +32,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stores of these tests are kept."""
-    return tmp_path_factory.mktemp("scale")
-
-
-@pytest.fixture(scope="module")
 def made(folder: Path) -> Made:
     """The smallest store there is."""
     return store_in(folder, TURNS_HERE)
