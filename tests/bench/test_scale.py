@@ -132,7 +132,7 @@ def test_a_borrowed_store_is_not_the_kept_one(made: Made, tmp_path: Path) -> Non
 
 @pytest.fixture
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A command is run once and then repeats its answer, as all stores of these tests are one; what was run."""
+    """A command is run once and then repeats its answer, as all stores here are one; what was run."""
     ran: list[object] = []
     done: dict[object, Any] = {}
 
