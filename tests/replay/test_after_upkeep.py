@@ -1,10 +1,10 @@
-"""What upkeep does to a store changes no replay: sealing, a move, a catalog made anew, removed checkpoints,
-erasure of all but tokens."""
+"""What upkeep does to a store changes no replay: sealing, compaction, a move, a catalog made anew, removed
+checkpoints, retention of other steps, erasure of all but tokens."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,19 @@ import pytest
 from rollbook import store as rb
 from rollbook.replay.step import replay_step
 from rollbook.store import Store
+from rollbook.store.errors import ReplayError
+from rollbook.store.sealed.unit import current_units
+from rollbook.store.upkeep.retain import retain
+from rollbook.store.upkeep.retire import retire_steps
 
 Stores = Callable[..., Store]
 STEPS = (5, 11)
 """One of supervised training between checkpoints, and the last of GRPO."""
 
 
-def _proven(path: Path) -> None:
+def _proven(path: Path, steps: Sequence[int] = STEPS) -> None:
     log = rb.open(path)
-    for step in STEPS:
+    for step in steps:
         stages = replay_step(log, step).stages
         assert {str(one.verdict) for one in stages.values()} == {"equal"}, step
         assert {"selection", "schedule", "metrics"} <= stages.keys()
@@ -45,6 +49,41 @@ def test_sealed_and_moved(sealed: Path, tmp_path: Path, cli: Any) -> None:
     (moved / "catalog.db").unlink(missing_ok=True)
     assert cli("store", "rebuild-catalog", "--store", moved)[0] == 0
     _proven(moved)
+
+
+@pytest.fixture
+def in_units(fabric: Any, tmp_path: Path, cli: Any) -> Path:
+    """Two supervised steps and two of GRPO: what they used lies in units of their own."""
+    log = rb.open(tmp_path / "store", create=True)
+    (log.path / "store.toml").write_text("[seal]\ncompact_bytes = 0\n")
+    used = [fabric.teacher_records(12), *(fabric.rollout_records(1, 4, first=n) for n in range(4))]
+    for records in used:
+        fabric.append(log, records)
+        assert cli("store", "seal", "--store", log.path)[0] == 0
+    fabric.train(log, fabric.config(fabric.SFT, steps=2))
+    fabric.train(log, fabric.config(fabric.GRPO, steps=2))
+    assert cli("store", "seal", "--store", log.path)[0] == 0
+    assert len(current_units(log.path, "serve")) == len(used)
+    return log.path
+
+
+def test_compacted(in_units: Path, cli: Any) -> None:
+    """Units that were merged."""
+    (in_units / "store.toml").unlink()
+    assert cli("store", "seal", "--store", in_units)[0] == 0
+    assert len(current_units(in_units, "serve")) == 1
+    _proven(in_units, (1, 3))
+
+
+def test_what_other_steps_used_is_dropped(in_units: Path) -> None:
+    """Those that are not retired replay; the retired ones cannot be, and it is said what is missing."""
+    log = rb.open(in_units)
+    retire_steps(log, "demo", "actor", "space", steps=(0, 1))
+    report = retain(log, "0s")
+    assert [one.dropped for one in report.units if one.lane == "serve"] == [True, *[False] * 4]
+    _proven(in_units, (3,))
+    with pytest.raises(ReplayError, match="step 0: the log no longer holds its sample"):
+        replay_step(log, 1)
 
 
 def test_erased_but_for_tokens(fabric: Any, sealed: Path, cli: Any) -> None:

@@ -103,6 +103,20 @@ def test_it_replays_without_its_store(
     assert not opened.path.exists()
 
 
+@pytest.mark.parametrize(
+    "changes", [{"lora": {"rank": 4}}, {"checkpoint": {"sharded": True}}], ids=["lora", "sharded"]
+)
+def test_other_checkpoints(fabric: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Low-rank factors with the weights that they are added to; weights and optimizer in shards."""
+    log = fabric.record_store(tmp_path / "store", teachers=0)
+    fabric.train(log, fabric.config(fabric.GRPO, steps=2, checkpoint_every=1, **changes))
+    export_step(log, tmp_path / "one.rollbook", 1)
+    shutil.rmtree(log.path)
+    with opened_bundle(tmp_path / "one.rollbook") as (bundle, opened):
+        found = replay_bundle(bundle, opened)
+    assert (found.bit_for_bit, found.whole, found.from_version) == (True, True, 1)
+
+
 def test_a_fresh_process_opens_it(fabric: Any, plain: Path, tmp_path: Path) -> None:
     """`rollbook replay open` alone needs nothing but the file; it gives the exit code, and JSON."""
     process = fabric.start_cli("replay", "open", plain, "--json", "--extract", tmp_path / "made")

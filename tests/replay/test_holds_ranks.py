@@ -9,18 +9,23 @@ import pytest
 
 from rollbook.replay.stretch import history_of, prove_stretch
 
-LAYOUTS: dict[str, dict[str, Any]] = {"data": {}, "tensor": {"parallel": {"tensor": 2}}}
 PACKED = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
+BEST = {"recipe": {"top_fraction": 0.75, "group_statistics": "all"}} | PACKED
+PPO = {"name": "ppo", "groups": 2, "kl": 0.1}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "data": BEST,
+    "tensor": BEST | {"parallel": {"tensor": 2}},
+    "critic": {"algorithm": PPO, "critic": {"lr": 0.01}},
+}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, layout: str) -> None:
-    """Packed, of the best of groups, with the layout's own micro-batches: selection and schedule too."""
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, name: str) -> None:
+    """Packed, of the best of groups, with the layout's own micro-batches, or with a critic and a reference:
+    selection and schedule too."""
     log = fabric.record_store(tmp_path / "store")
-    recipe = {"top_fraction": 0.75, "group_statistics": "all"}
-    changes = {"steps": 2, "recipe": recipe} | PACKED | LAYOUTS[layout]
-    fabric.train(log, fabric.config(fabric.GRPO, **changes), ranks=2)
+    fabric.train(log, fabric.config(fabric.GRPO, steps=2, **TRAININGS[name]), ranks=2)
     found = prove_stretch(log, history_of(log, None, "actor"), 0, 1)
     assert found.broken == []
     odd = [
@@ -29,4 +34,5 @@ def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, layout: str) -> 
         if one.replay is None or {str(s.verdict) for s in one.replay.stages.values()} != {"equal"}
     ]
     assert odd == []
-    assert all({"selection", "schedule"} <= one.replay.stages.keys() for one in found.steps if one.replay)
+    wanted = {"selection", "schedule"} | ({"values", "critic_weights"} if name == "critic" else set())
+    assert all(wanted <= one.replay.stages.keys() for one in found.steps if one.replay)

@@ -22,6 +22,7 @@ from rollbook.replay.verdict import Place
 from rollbook.store import Store
 from rollbook.store.digest import digest_json
 from rollbook.store.events import RewardAssigned
+from rollbook.train.megatron.backend import TrainablePolicy
 
 Stores = Callable[..., Store]
 STEP = 11
@@ -72,6 +73,30 @@ def test_one_ulp_of_the_checkpoint_that_a_step_starts_from(
     found = replay_step(log, STEP - 1)
     assert found.differs_in == "checkpoint"
     assert stage in found.stages["checkpoint"].why
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_element_of_a_tensor_that_a_step_made(fabric: Any, trained: Stores, sharded: bool) -> None:
+    """Its place, both values and how far apart they are, by the checkpoint of what the step made."""
+    log = trained()
+    fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
+    right, value = TrainablePolicy.optimizer_step, torch.zeros(())
+
+    def wrong(self: TrainablePolicy, learning_rate: float) -> float:
+        norm = right(self, learning_rate)
+        weight = self.weights()["model.norm.weight"]
+        value.copy_(weight[3])
+        with torch.no_grad():
+            weight[3:5] = torch.nextafter(torch.nextafter(weight[3:5], torch.tensor(9.0)), torch.tensor(9.0))
+        return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainablePolicy, "optimizer_step", wrong)
+        fabric.train(log, fabric.config(fabric.GRPO, steps=1, seed=5, checkpoint={"sharded": sharded}))
+    place = _place(log, "weights", STEP + 1)
+    assert (place.tensor, place.element, place.ulps) == ("model.norm.weight", (3,), 2)
+    assert place.replayed == float(value)
+    assert place.recorded == float(np.nextafter(np.nextafter(value.numpy(), np.float32(9)), np.float32(9)))
 
 
 def test_samples_and_their_choice(fabric: Any, trained: Stores, tamper: Any) -> None:
