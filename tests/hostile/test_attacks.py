@@ -18,7 +18,7 @@ from rollbook.bench.processes import Process
 
 pytestmark = pytest.mark.timeout(120)
 
-ATTACK_S = 0.8
+ATTACK_S, LONGER_S = 0.8, 6.0
 LONGEST_MS = 30_000
 """Of an honest request: one that hangs takes longer, one on a busy machine does not."""
 QUIET_S, LEAST = 2.0, 0.2
@@ -60,19 +60,24 @@ CASES = [(kind, one.name) for kind in (TOKENS, RECORD) for one in attacks_on(kin
 def test_honest_clients_are_served_during_an_attack(
     field_of: Callable[[str], Field], kind: str, name: str
 ) -> None:
-    """The attack has its documented outcome, and honest requests are answered meanwhile."""
+    """The attack has its documented outcome, and honest requests are answered meanwhile; where its beginning
+    takes all of a short one, in a longer one."""
     field, one = field_of(kind), named(name)
-    found = fight(one, field.proxy, field.agents, ATTACK_S, random.Random(name))
-    assert found.tally.wrong_200 == [], one.says
-    assert found.tally.errors_500 == [], one.says
-    assert found.tally.strange == [], one.says
-    assert found.tracebacks == []
-    assert found.lap.errors_500 == 0, found.lap.told
-    assert found.peak - found.before < MEMORY
-    if not one.refuses:
+    for seconds in (ATTACK_S, LONGER_S):
+        found = fight(one, field.proxy, field.agents, seconds, random.Random(name))
+        assert found.tally.wrong_200 == [], one.says
+        assert found.tally.errors_500 == [], one.says
+        assert found.tally.strange == [], one.says
+        assert found.tracebacks == []
+        assert found.lap.errors_500 == 0, found.lap.told
+        assert found.peak - found.before < MEMORY
+        if one.refuses:
+            return
         assert found.lap.refused == 0, found.lap.told
-        assert len(found.lap.ms) > LEAST * field.pace * ATTACK_S
-        assert max(found.lap.ms) < LONGEST_MS
+        assert max(found.lap.ms, default=0) < LONGEST_MS
+        if len(found.lap.ms) > LEAST * field.pace * seconds:
+            return
+    pytest.fail(f"{len(found.lap.ms)} answers in {seconds} s, where a quiet second has {field.pace:.0f}")
 
 
 @pytest.mark.parametrize("kind", [TOKENS, RECORD])
