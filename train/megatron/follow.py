@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ def main(host: str, port: int, rank: int, count: int, leader: int) -> None:
     """Follow until rank 0 lets go."""
     end_with(leader)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
+    gc.disable()  # `follow` has it again: until then modules load, and to go through them takes a tenth of it
     from rollbook.train.megatron.launch import choose_interface, meet
     from rollbook.train.megatron.ranks import follow
 

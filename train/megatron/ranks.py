@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import io
 import os
@@ -298,6 +299,8 @@ def follow(store: Any, rank: int, count: int) -> None:
     parts: dict[str, Part] = {}
     said = 0
     _import_all()
+    gc.freeze()
+    gc.enable()
     store.set(f"here/{rank}", b"")
     while True:
         key = f"said/{said}"
