@@ -289,3 +289,12 @@ def told(store: Store, story: dict[str, list[Event]]) -> Store:
         with store.writer(lane) as writer:
             writer.append(events).result(30)
     return store
+
+
+@pytest.fixture
+def warm_ranks() -> Iterator[None]:
+    """Ranks are forks of a process that has imported what they need. For tests of what they compute."""
+    from warm_ranks import warm_ranks as starts
+
+    with starts():
+        yield

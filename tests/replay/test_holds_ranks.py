@@ -20,6 +20,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, name: str) -> None:
     """Packed, of the best of groups, with the layout's own micro-batches, or with a critic and a reference:

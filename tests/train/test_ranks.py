@@ -15,7 +15,7 @@ from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm_ranks")]
 Stores = Callable[..., Store]
 
 

@@ -14,7 +14,7 @@ from rollbook.store import Store
 from rollbook.store.events import StepCommitted
 from rollbook.store.events.routed_experts import pack
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm_ranks")]
 SGD_LIKE = {"lr": 1e-4, "eps": 1.0, "clip_grad": 0.0}
 """Adam whose steps are proportional to gradients: of one that is near zero its sign does not matter."""
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -172,6 +172,7 @@ def test_one_rank(
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("training", "layout", "way"),
     [
@@ -319,6 +320,7 @@ def test_a_rank_without_the_stores_disk(
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_work_is_even(fabric: Any, recorded: Stores) -> None:
     """Copies of the model take turns, and each number is written once."""
     log = recorded()

@@ -81,6 +81,7 @@ def test_every_version_goes_to_the_engine(
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("layout", "transport"), [*((layout, "tensor") for layout in LAYOUTS), ("tensor 2", "disk")]
 )

@@ -179,6 +179,7 @@ def test_copies_share_the_state(shape: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("shape", "sequence"),
     [("qwen3", False), ("qwen3", True), ("gemma3", False), ("gemma3", True), ("qwen3_moe", True)],

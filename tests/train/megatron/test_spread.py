@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2, tensor 2": (4, {"tensor": 2, "distributed_optimizer": True}),
     "tensor 2, pipeline 2, sequence": (4, {"tensor": 2, "pipeline": 2, "sequence": True}),
 }
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm_ranks")]
 LORA = LoraConfig(rank=4, alpha=8.0)
 ADAPTED = "qwen3-tied with factors"
 MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", "gpt_oss", "gemma3", ADAPTED)
