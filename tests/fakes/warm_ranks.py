@@ -36,6 +36,7 @@ def be_rank(words: Sequence[str], output: str, environment: Mapping[str, str]) -
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    sys.path.insert(0, os.getcwd())  # as `-m` does
     follow.end_with = lambda leader: end_with_parent()  # of a fork that is the process it is forked from
     code = 0
     try:

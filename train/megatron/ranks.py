@@ -49,6 +49,11 @@ START_S = 300.0
 """Longest wait for all ranks to have started."""
 LOOK_S = 0.05
 T = TypeVar("T")
+KEPT_GROUPS = (
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+)
+"""What `destroy_model_parallel` of megatron-core 0.16.1 leaves in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +268,20 @@ class Ranks:
         self._store = None
 
     def _leave(self) -> None:
-        """Forget the group, so that this process may be alone again."""
+        """Forget the groups, so that this process may be alone again.
+
+        They lie in cycles with the models, and each has threads, which are busy once its others are gone.
+        """
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         self._parts.clear()
         if self._joined:
             parallel_state.destroy_model_parallel()
+            for name in KEPT_GROUPS:
+                setattr(parallel_state, name, None)
             dist.destroy_process_group()
+            gc.collect()
 
     def __enter__(self) -> Ranks:
         return self
