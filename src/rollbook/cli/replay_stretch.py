@@ -84,6 +84,7 @@ def replay_weights(
     """
     from rollbook import store as stores
     from rollbook.cli.progress import progress
+    from rollbook.cli.replay import described
     from rollbook.cli.terminal import Console, print_json
     from rollbook.replay.rebuild import making, rebuild
     from rollbook.replay.starts import find_start
@@ -96,8 +97,6 @@ def replay_weights(
         found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
     proof, console = found.proof, Console()
     if json:
-        from rollbook.cli.replay import described
-
         print_json(asdict(found) | {"proof": described(proof)})
     elif proof.bit_for_bit:
         steps = len(proof.reran)
