@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from tests.bench.conftest import TURNS_HERE
 
 from rollbook import store as rb
 from rollbook.bench import scale, scale_commands, scale_feed, scale_store
@@ -27,7 +28,6 @@ from rollbook.store.sealed.parquet import same_bits
 from rollbook.store.sealed.unit import current_units
 from rollbook.train.data.samples import all_samples
 
-TURNS_HERE = 640
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 
 

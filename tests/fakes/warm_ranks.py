@@ -11,14 +11,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollbook.testing.tied import end_with_parent
+from rollbook.bench.loop_processes import become
 from rollbook.train.megatron import follow, launch
 
 PRELOADED = (
@@ -28,27 +28,12 @@ PRELOADED = (
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def be_rank(words: Sequence[str], output: str, environment: Mapping[str, str]) -> None:
-    """Be the rank that these words start, its output appended to a file."""
-    with open(output, "ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def main() -> None:
+    """Be the rank that the words of this process start."""
     os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
     sys.path.insert(0, os.getcwd())  # as `-m` does
-    follow.end_with = lambda leader: end_with_parent()  # of a fork that is the process it is forked from
-    code = 0
-    try:
-        follow.main(words[0], *(int(word) for word in words[1:]))
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    follow.end_with = lambda leader: None  # `become` ends it with the process that it is a fork of
+    follow.main(sys.argv[1], *(int(word) for word in sys.argv[2:]))
 
 
 class WarmRank:
@@ -60,8 +45,8 @@ class WarmRank:
         assert tuple(command[1:3]) == launch.FOLLOW, f"{command}: not a rank"
         output = f"/proc/{os.getpid()}/fd/{stdout.fileno()}"
         CONTEXT.set_forkserver_preload([__name__, *PRELOADED])
-        given = (list(command[3:]), output, dict(os.environ if env is None else env))
-        self._process = CONTEXT.Process(target=be_rank, args=given)
+        given = (__name__, list(command[3:]), Path(output), dict(os.environ if env is None else env))
+        self._process = CONTEXT.Process(target=become, args=given)
         self._process.start()
 
     @property

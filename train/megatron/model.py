@@ -142,10 +142,7 @@ def layout_here(shape: ModelShape, *, sequence: bool = False) -> RankLayout:
 def set_deterministic(threads: int) -> None:
     """Deterministic kernels and a fixed number of threads, from the first step on."""
     torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(True)
-    else:  # the same but for compiled kernels, of which there are none: to import their compiler takes 2 s
-        torch.set_deterministic_debug_mode("error")
+    torch.use_deterministic_algorithms(True)
     # Filling fresh memory only helps to find reads of it; it took a quarter of a small model's step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

@@ -106,6 +106,23 @@ def _in_words(what: tuple[Any, ...]) -> bytes:
     return buffer.getvalue()
 
 
+def _forget_groups() -> None:
+    """End the process groups that there are, Megatron's first.
+
+    They lie in cycles with models, and each has threads, which are busy once its other ranks are gone.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        for name in KEPT_GROUPS:
+            setattr(parallel_state, name, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+
+
 def _join(store: Any, rank: int, count: int, parallel: ParallelConfig, device: torch.device) -> None:
     """Make the process group, and Megatron's groups in it. Every rank calls it."""
     import torch.distributed as dist
@@ -115,10 +132,7 @@ def _join(store: Any, rank: int, count: int, parallel: ParallelConfig, device: t
     from megatron.core import parallel_state
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    _forget_groups()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore("group", store),
@@ -268,20 +282,10 @@ class Ranks:
         self._store = None
 
     def _leave(self) -> None:
-        """Forget the groups, so that this process may be alone again.
-
-        They lie in cycles with the models, and each has threads, which are busy once its others are gone.
-        """
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
+        """Forget the groups, so that this process may be alone again."""
         self._parts.clear()
         if self._joined:
-            parallel_state.destroy_model_parallel()
-            for name in KEPT_GROUPS:
-                setattr(parallel_state, name, None)
-            dist.destroy_process_group()
-            gc.collect()
+            _forget_groups()
 
     def __enter__(self) -> Ranks:
         return self

@@ -117,10 +117,11 @@ def _tell_verdict(console: Console, result: StepReplay) -> None:
         where = f", first at step {result.differs_at_step} in stage "
         console.tell(f"step {result.step}: ", ("differs", "bold red"), where, (first.stage, "bold"))
         return
-    verdict = ("bit for bit" if result.bit_for_bit else "equal within tolerances", "bold green")
     if result.as_far_as is None:
-        verdict = ("nothing of it can be proven here", "bold yellow")
-    whole = result.whole or result.as_far_as is None
-    console.tell(f"step {result.step}: ", verdict, "" if whole else f" as far as {result.as_far_as}")
+        console.tell(f"step {result.step}: ", ("nothing of it can be proven here", "bold yellow"))
+    else:
+        verdict = "bit for bit" if result.bit_for_bit else "equal within tolerances"
+        part = "" if result.whole else f" as far as {result.as_far_as}"
+        console.tell(f"step {result.step}: ", (verdict, "bold green"), part)
     if open_ones := [one.stage for one in result.unproven]:
         console.tell(("not proven", "yellow"), f" {', '.join(open_ones)}")
