@@ -2,7 +2,7 @@
 
 - `replay.capture_share`: part of a step that recording it takes: manifest, digests of its stages, hashes of
   samples and tensors, metrics. Of steps of 128 rollouts and 8,192 trained tokens by the model of tests, by
-  the metrics of a real `rollbook train`; beside it that of its smallest steps, of 8 rollouts.
+  the metrics of a real `rollbook train`; beside it that of 32 rollouts by a model of a million parameters.
   `replay.capture_share_100m`: of a step of 105 million parameters (`train_sides`).
 - `replay.step_bytes`: what a step keeps beside the log that it reads and its checkpoints, for 128 samples
   and for 1,024: its two events in the WAL, less the names of its samples.
@@ -29,7 +29,7 @@ from typing import Any
 from rollbook.bench import scale_commands as commands
 from rollbook.bench.figure import Figure, Outcome, Spread, spread
 from rollbook.bench.processes import BenchError, Process, module, some_cores
-from rollbook.bench.replay_rollouts import TINIEST, TINY, Steps
+from rollbook.bench.replay_rollouts import MIDDLE, TINIEST, TINY, Steps
 from rollbook.bench.replay_steps import Kept, capture_shares, in_store, kept, step_time, take
 from rollbook.bench.scale_commands import Use
 from rollbook.bench.scale_store import Made, store_in
@@ -101,14 +101,15 @@ class Measured:
     """What was measured.
 
     Attributes:
-        shares: of recording, of steps of 128 samples; tiny: of steps of 8; large: of the large model's.
+        shares: of recording, of steps of 128 samples; small: of a model of a million
+            parameters; large: of the large model's.
         kept: of a step of 128 samples, and of one of 1,024.
         stages: part -> CPU seconds, round by round; command: the whole command; tokens: trained of the step.
         finds: store -> part -> CPU seconds, round by round; made: store -> what it holds.
     """
 
     shares: Sequence[float]
-    tiny: Sequence[float]
+    small: Sequence[float]
     large: Sequence[float]
     kept: Sequence[Kept]
     stages: Sequence[Mapping[str, float]]
@@ -165,8 +166,8 @@ def _take_few(log: Store, scratch: Path) -> None:
 
 
 def _take_bad(log: Store, plan: Plan, scratch: Path) -> None:
-    make_model(scratch / "bad", TINY)
-    steps = Steps(BAD, plan.bad_steps, 2, 4, 8, plan.every)
+    make_model(scratch / "bad", MIDDLE)
+    steps = Steps(BAD, plan.bad_steps, 4, 8, 64, plan.every)
     take(log, steps, scratch / "bad", scratch, fault=_first_bad(plan))
 
 
@@ -233,12 +234,17 @@ def outcome(measured: Measured) -> Outcome:
     selection = median(lap["selection"] for lap in measured.stages)
     full, small = ([sum(lap.values()) for lap in measured.finds[name]] for name in (FULL, SMALL))
     more = [a - b for a, b in zip(full, small, strict=True)]
-    tiny = median(measured.tiny)
+    of_1m = median(measured.small)
     share, rounds = "share of a step", len(measured.stages)
     turns = f"{measured.made[FULL].turns:,} turns: {median(full):.2f} s"
     return Outcome(
         (
-            _goal("capture_share", measured.shares, share, f"steps of 8 samples: {tiny:.2f}; goal <= 0.05"),
+            _goal(
+                "capture_share",
+                measured.shares,
+                share,
+                f"1M parameters: {of_1m:.2f}; goal <= 0.05",
+            ),
             _goal("capture_share_100m", measured.large, share, f"{LARGE}; goal <= 0.015"),
             Figure(
                 *("replay.step_bytes", most.stored, "bytes"),
@@ -272,7 +278,7 @@ def _goal(name: str, values: Sequence[float], unit: str, against: str) -> Figure
 def _spreads(measured: Measured) -> list[Spread]:
     parts = _of_each("stages", measured.stages, len(measured.stages))
     shares = [spread("recording, 128 samples", "share", measured.shares)]
-    shares.append(spread("recording, 8 samples", "share", measured.tiny))
+    shares.append(spread("recording, 1M parameters", "share", measured.small))
     shares.append(spread("recording, 105M parameters", "share", measured.large))
     return [*shares, *parts]
 

@@ -29,6 +29,8 @@ from rollbook.store.ids import new_id
 VOCABULARY = 100
 TINY = Size(32, 2, 4, VOCABULARY)
 """Of the model of tests: 30 thousand parameters in 24 tensors."""
+MIDDLE = Size(128, 4, 4, VOCABULARY)
+"""A million parameters: for steps that take longer than to read what they are made of, as real ones do."""
 TINIEST = Size(16, 1, 2, VOCABULARY)
 """For a step of a million tokens, whose passes are none of what is measured."""
 PROMPT = 8

@@ -12,18 +12,19 @@ import contextlib
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from rollbook import store
 from rollbook.bench.processes import BenchError
-from rollbook.replay import first_bad
+from rollbook.replay import first_bad, run_log
 from rollbook.replay import step as steps
 from rollbook.replay.partial import Part
-from rollbook.replay.replayer import recorded_vectors
+from rollbook.replay.run_log import RunLog, recorded_vectors
 from rollbook.replay.selection import Selections, drops_of, openings
 from rollbook.replay.sent import activations
 from rollbook.replay.starts import find_start
@@ -33,8 +34,9 @@ from rollbook.store.events import Json
 
 Seconds = defaultdict[str, float]
 """By part."""
-PARTS = ("history_with", "recorded_vectors", "recorded_batch", "part_stages", "openings", "late_rewards")
-"""What `replay_step` calls for a part without a model, beside the selection."""
+OF_STEPS = ("history_with", "recorded_vectors", "recorded_batch", "part_stages", "late_rewards")
+PARTS: Mapping[str, Any] = MappingProxyType({**dict.fromkeys(OF_STEPS, steps), "openings": run_log})
+"""What `replay_step` calls for a part without a model, beside the selection -> the module that calls it."""
 
 
 @contextlib.contextmanager
@@ -55,16 +57,16 @@ def _counting(seconds: Seconds, part: str, call: Callable[..., Any]) -> Callable
 @contextlib.contextmanager
 def _parts(seconds: Seconds) -> Iterator[None]:
     """Within, seconds of the parts of `replay_step` are counted."""
-    held = {name: getattr(steps, name) for name in PARTS}
+    held = {name: getattr(module, name) for name, module in PARTS.items()}
     claim = Selections.claim
     for name, call in held.items():
-        setattr(steps, name, _counting(seconds, name, call))
+        setattr(PARTS[name], name, _counting(seconds, name, call))
     Selections.claim = _counting(seconds, "selection", claim)  # type: ignore[method-assign]
     try:
         yield
     finally:
         for name, call in held.items():
-            setattr(steps, name, call)
+            setattr(PARTS[name], name, call)
         Selections.claim = claim  # type: ignore[method-assign]
 
 
@@ -90,7 +92,7 @@ def find(log: str, step: int) -> Json:
         history = history_with(opened, step, None, "actor")
     target, run = history.steps[step], history.run
     reads: dict[str, Callable[[], object]] = {
-        "start": lambda: find_start(opened, history, target),
+        "start": lambda: find_start(RunLog(opened, history), target),
         "drops": lambda: drops_of(opened, run, "actor", range(step, step + 1)),
         "openings": lambda: openings(opened, run, "actor"),
         "activations": lambda: activations(opened, run, "actor"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from rollbook import __version__
 from rollbook.ingest.engines.model_files import is_sharded
 from rollbook.replay.partial import Part, why_no_losses
-from rollbook.replay.replayer import recorded_vectors
+from rollbook.replay.run_log import recorded_vectors
 from rollbook.replay.step import history_with, replay_step
 from rollbook.replay.step_contents import CONFIG, StepContents, contents_of_step, events_of_versions
 from rollbook.store import Store, format_cut

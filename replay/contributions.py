@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollbook.replay.replayer import Replayer
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.starts import find_start
 from rollbook.store import Store
 from rollbook.store.errors import ReplayError
@@ -81,8 +82,9 @@ def contributions(
         ReplayError: the step cannot be replayed, or the metric is not one of these.
     """
     target = history.steps[step]
-    start = find_start(log, history, target)
-    with Replayer(log, history, start, trust_parts=trust_parts, one_rank=True) as replayer:
+    of_run = RunLog(log, history)
+    start = find_start(of_run, target)
+    with Replayer(of_run, start, trust_parts=trust_parts, one_rank=True) as replayer:
         for one in start.between:
             replayer.run(one, claims=False)
         policy, batch = replayer.before(target)

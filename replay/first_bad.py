@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.stretch import Break, chain, prove_segment, segments
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
@@ -55,10 +56,11 @@ def find_first_bad(
     if not parts:
         raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
     broken, order = chain(history, [n for part in parts for n in part]), list[int]()
+    of = RunLog(log, history)
 
     def replays(steps: Sequence[int]) -> StepReplay | None:
         """The first of these steps that differs."""
-        for one in prove_segment(log, history, steps, trust_parts=trust_parts):
+        for one in prove_segment(of, steps, trust_parts=trust_parts):
             if one.replay is None:
                 raise ReplayError(f"step {one.step} cannot be replayed: {one.why}")
             order.extend(n for n in one.replay.reran if n not in order)

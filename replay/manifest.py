@@ -4,7 +4,6 @@ looks, as the step's event is read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +22,7 @@ Partition = list[list[list[int]]]
 class _Keys(BaseModel):
     """Keys that there are at least."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, from_attributes=True)
 
 
 class _Reference(_Keys):
@@ -125,7 +124,7 @@ def checked(events: Iterable[Event]) -> Iterator[Event]:
 
 def _check(event: Event, plan: StepPlanned) -> None:
     try:
-        _Manifest.model_validate(asdict(plan))
+        _Manifest.model_validate(plan)
     except ValidationError as error:
         raise _unread(event, plan, "", error) from error
     for key, read in _SETTINGS.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollbook.replay.replayer import Replayer
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.starts import Start, find_start
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Event, Store
@@ -54,6 +55,15 @@ def making(history: History, version: int) -> CommittedStep:
     )
 
 
+def steps_to(log: Store, history: History, version: int) -> int:
+    """How many steps are run to rebuild a version.
+
+    Raises:
+        ReplayError: no step made it, or there is nothing to start from.
+    """
+    return 1 + len(find_start(RunLog(log, history), making(history, version)).between)
+
+
 def rebuild(
     log: Store,
     history: History,
@@ -76,21 +86,21 @@ def rebuild(
         InterchangeError: `out` exists, or cannot be written.
     """
     target = making(history, version)
-    start = find_start(log, history, target)
+    of = RunLog(log, history)
+    start = find_start(of, target)
     if start.weights_only:
         raise ReplayError(
             f"version {version} cannot be rebuilt: the only checkpoint before it, of version "
             f"{start.record.policy_version}, has no optimizer state; {'; '.join(start.passed_over)}"
         )
-    proof, held = _run_to(log, history, start, target, done, trust_parts=trust_parts)
+    proof, held = _run_to(of, start, target, done, trust_parts=trust_parts)
     digest = target.committed.digests["weights"]
     path = None if held is None else _written(log, history, start, target, held, out, restore=restore)
     return Rebuilt(history.run, history.policy, version, digest, proof, path)
 
 
 def _run_to(
-    log: Store,
-    history: History,
+    of: RunLog,
     start: Start,
     target: CommittedStep,
     done: Callable[[int], None],
@@ -98,7 +108,7 @@ def _run_to(
     trust_parts: bool,
 ) -> tuple[StepReplay, Checkpoint | None]:
     """The proof of the step that made a version, and the version; None where something differs."""
-    with Replayer(log, history, start, trust_parts=trust_parts) as replayer:
+    with Replayer(of, start, trust_parts=trust_parts) as replayer:
         reran: list[int] = []
         for one in (*start.between, target):
             found = replayer.run(one, claims=False)

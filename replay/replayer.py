@@ -12,14 +12,15 @@ from rollbook.replay.claims import judged
 from rollbook.replay.compare import ORDER, Lenient, Sides, TensorsOf, compared, hashes_of, metrics
 from rollbook.replay.partial import OfModel, Part, part_stages
 from rollbook.replay.placed import Placed, made_for, policies, put
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.schedule import schedule
-from rollbook.replay.selection import Selections, openings
-from rollbook.replay.sent import Activated, activations, sent, sent_differences
+from rollbook.replay.selection import Selections
+from rollbook.replay.sent import sent, sent_differences
 from rollbook.replay.starts import Start
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
 from rollbook.replay.written import STAGES_OF, written
-from rollbook.store import Store, parse_cut
-from rollbook.store.events import Json, StepPlanned, StepVectors
+from rollbook.store import Store
+from rollbook.store.events import Json, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
@@ -27,7 +28,6 @@ from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.checkpoints.checkpoint import Checkpoint
 from rollbook.train.data.batch import Batch
 from rollbook.train.data.recipe import ModelLimits
-from rollbook.train.loop.evidence import recorded_values
 from rollbook.train.loop.experiences import Experiences, begins
 from rollbook.train.loop.rerun import RerunStep, input_evidence, rerun_steps, samples_at_cut
 from rollbook.train.loop.scoring import References
@@ -44,14 +44,14 @@ class Replayer:
     """Runs steps again from a start, in order.
 
     Attributes:
+        of: the run.
         trust_parts: import and run parts of somebody's own that manifests name (`module:name`).
         one_rank: one rank in the place of all those of a layout.
         look: what is to look at each gradient of the policy, of the steps that are run from now on.
         last: the step that was run last.
     """
 
-    log: Store
-    history: History
+    of: RunLog
     start: Start
     trust_parts: bool = False
     one_rank: bool = False
@@ -59,12 +59,13 @@ class Replayer:
     last: RerunStep | None = None
     _placed: Placed | None = None
     _before: CommittedStep | None = None
-    _selections: Selections | None = None
-    _vectors: Mapping[tuple[int, int], Mapping[str, Singles]] | None = None
-    _activated: Mapping[int, Sequence[Activated]] | None = None
     _references: References = field(init=False)
 
+    log: Store = field(init=False)
+    history: History = field(init=False)
+
     def __post_init__(self) -> None:
+        self.log, self.history = self.of.log, self.of.history
         self._references = References(self.log, self.history)
 
     def __enter__(self) -> Replayer:
@@ -251,7 +252,10 @@ class Replayer:
             return None
         rates = (plan.learning_rate, 0.0 if plan.critic is None else float(plan.critic["learning_rate"]))
         dtype = str(plan.environment["dtype"])
-        return Lenient(frozenset(recorded), dtype, max(rates), at_checkpoint=self._before is None)
+        elsewhere = any(d.key == "device" for d in of_machine)
+        return Lenient(
+            frozenset(recorded), dtype, max(rates), at_checkpoint=self._before is None, elsewhere=elsewhere
+        )
 
     def _without_update(self, found: Mapping[str, StageReplay]) -> dict[str, StageReplay]:
         """The stages that a start with weights alone cannot prove."""
@@ -263,17 +267,11 @@ class Replayer:
         }
 
     def _claims(self, step: CommittedStep, batch: Batch, placed: Placed) -> dict[str, StageReplay]:
-        run, policy = self.history.run, self.history.policy
-        if self._selections is None:
-            shape = self.start.shape
-            opened = openings(self.log, run, policy)
-            limits = ModelLimits(shape.vocab, shape.context)
-            self._selections = Selections(self.log, self.history, limits, opened)
-        shape = self.start.shape
+        shape, selections = self.start.shape, self.of.selections
         mixture = shape.mixture if step.planned.routing_replay else None
-        self._selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
-        found = {"selection": judged("selection", self._selections.claim(step))}
-        found["schedule"] = self._schedule(step, batch, placed, self._selections)
+        selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
+        found = {"selection": judged("selection", selections.claim(step))}
+        found["schedule"] = self._schedule(step, batch, placed, selections)
         return found
 
     def _schedule(
@@ -286,9 +284,7 @@ class Replayer:
 
     def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:
         """What engines were given of the version that a step made; None where none was."""
-        if self._activated is None:
-            self._activated = activations(self.log, self.history.run, self.history.policy)
-        given = self._activated.get(step.committed.policy_version, ())
+        given = self.of.activated.get(step.committed.policy_version, ())
         if given and weights.verdict != Verdict.equal:
             return StageReplay("sent", Verdict.not_proven, why="the step's weights are not proven")
         return sent(sent_differences(given, policy.weights_digest().digest, policy.stream_weights))
@@ -300,31 +296,7 @@ class Replayer:
 
     def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
         """What the step recorded of each trained token, by stage."""
-        if self._vectors is None:
-            self._vectors = recorded_vectors(self.log, self.history)
-        return self._vectors.get((step.planned.step, step.planned.attempt), {})
-
-
-def recorded_vectors(
-    log: Store, history: History, only: StepPlanned | None = None
-) -> Mapping[tuple[int, int], Mapping[str, Singles]]:
-    """What the attempts at steps recorded of each trained token: (step, attempt) -> stage -> float32 [P].
-
-    Args:
-        only: the manifest of the one that is wanted; None: all are.
-
-    Raises:
-        ReplayError: something of it cannot be read.
-    """
-    found: dict[tuple[int, int], dict[str, Singles]] = {}
-    start = None if only is None else parse_cut(only.cut)  # what it recorded came later
-    for event in log.events_of([StepVectors.KIND], start=start):
-        of = event.record
-        if not isinstance(of, StepVectors) or (event.run, of.policy) != (history.run, history.policy):
-            continue
-        if only is None or (of.step, of.attempt) == (only.step, only.attempt):
-            found.setdefault((of.step, of.attempt), {})[of.stage] = recorded_values(of)
-    return found
+        return self.of.vectors.get((step.planned.step, step.planned.attempt), {})
 
 
 def _tensors_in(held: Checkpoint | None) -> TensorsOf:

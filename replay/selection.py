@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import orjson
 import pyarrow as pa
@@ -62,7 +63,7 @@ COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
 """Rules that compare the samples of a group, in the order in which they are applied."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Selections:
     """The claims of a run's steps to be what their recipes choose.
 
@@ -88,6 +89,17 @@ class Selections:
 
     def __post_init__(self) -> None:
         self.excerpt = is_excerpt(self.log)
+
+    @cached_property
+    def _first_used(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Turns and trajectories that the run consumed -> the first step that did."""
+        turns: dict[str, int] = {}
+        trajectories: dict[str, int] = {}
+        for number in sorted(self.history.steps):
+            for ref in self.history.steps[number].planned.samples:
+                turns.setdefault(ref["turn_id"], number)
+                trajectories.setdefault(ref["trajectory_id"], number)
+        return turns, trajectories
 
     def claim(self, step: CommittedStep) -> Claim | str:
         """The claim of a step's manifest; or why it cannot be proven.
@@ -158,7 +170,7 @@ class Selections:
         """Of the samples that a step took, some perhaps twice; a pair goes whole."""
         refs = all_samples(plan)
         named = [(ref["trajectory_id"], ref["turn_id"]) for ref in refs]
-        each = self._candidates(recipe, plan.cut, list(dict.fromkeys(named)), ())
+        each = self._candidates(recipe, plan.cut, list(dict.fromkeys(named)), 0)
         wanted = {turn for _, turn in named}
         there = [s for samples in each.values() for s in samples if s.leaf_turn_id in wanted]
         left, dropped = select(there, recipe, algorithm, plan.policy_version, self.limits, whole_groups=False)
@@ -214,10 +226,8 @@ class Selections:
             version = plan.policy_version if drop.policy_version is None else drop.policy_version
             at = version, drop.cut or plan.cut
             decided.setdefault(at, []).append((drop.trajectory_id, drop.turn_id))
-        earlier = [s.planned for n, s in self.history.steps.items() if n < plan.step]
-        if plan.schedule is None and algorithm.cycles:
-            earlier = []  # nobody recorded whether it went over its samples in epochs
-        before = [ref for one in earlier for ref in one.samples]
+        # Of older steps nobody recorded whether they went over their samples in epochs.
+        before = 0 if plan.schedule is None and algorithm.cycles else plan.step
         kept: list[Sample] = []
         dropped: list[Drop] = []
         for (version, cut), named in decided.items():
@@ -251,16 +261,15 @@ class Selections:
         recipe: RecipeConfig,
         cut: str,
         named: Sequence[tuple[str, str]],
-        before: Sequence[Json],
+        before: int,
     ) -> dict[str, list[Sample]]:
         """The candidates of each trajectory that is finished at a cut, trajectories in the order given.
 
         Args:
-            before: references to what earlier steps consumed.
+            before: the step before which what was consumed counts.
         """
-        used = {ref["turn_id"] for ref in before}
-        # One path of a trajectory is trained, ever: another would train the turns that they share again.
-        over = {ref["trajectory_id"] for ref in before} if recipe.paths != "all" else set[str]()
+        turns, trajectories = self._first_used
+        never = before  # what no step consumed
         ids = list(dict.fromkeys(trajectory_id for trajectory_id, _ in named))
         held, run = self.log.trajectories(parse_cut(cut), ids), self.history.run
         chosen = _chosen_by_sql(self.log, cut, recipe, ids)
@@ -273,11 +282,12 @@ class Selections:
             trajectory_id = trajectory.opened.trajectory_id
             trajectory = trajectory if self.rewarded is None else self.rewarded(trajectory)
             samples = candidates_in(trajectory, recipe, check)
-            if trajectory_id in over:
+            # One path of a trajectory is trained, ever: another would train the turns that they share again.
+            if recipe.paths != "all" and trajectories.get(trajectory_id, never) < before:
                 samples = [replace(sample, preferred=False) for sample in samples]
             if chosen is not None:
                 samples = [replace(sample, chosen=trajectory_id in chosen) for sample in samples]
-            found[trajectory_id] = [sample for sample in samples if sample.leaf_turn_id not in used]
+            found[trajectory_id] = [s for s in samples if turns.get(s.leaf_turn_id, never) >= before]
         return found
 
     def _of_epochs(

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollbook.replay.run_log import RunLog
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError, TrainError
-from rollbook.store.events import CheckpointWritten, TrajectoryErased
+from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.inside import place_inside
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
@@ -37,15 +38,14 @@ class Start:
     passed_over: tuple[str, ...] = ()
 
 
-def find_start(log: Store, history: History, step: CommittedStep) -> Start:
+def find_start(run: RunLog, step: CommittedStep) -> Start:
     """The nearest start from which a step can be replayed: with all that the steps on the way need; else at
     the step itself, with its weights alone.
 
     Raises:
         ReplayError: there is none; the message says of each checkpoint why not.
     """
-    plan = step.planned
-    erased = _erased(log)
+    plan, log, history, erased = step.planned, run.log, run.history, run.erased
     if gone := sorted(_trajectories(history, step) & erased.keys()):
         raise ReplayError(
             f"step {plan.step}: the tokens of trajectory {gone[0]}, which it trained on, were erased "
@@ -138,11 +138,3 @@ def _read(
 def _trajectories(history: History, step: CommittedStep) -> set[str]:
     """Those that a step's rollout batch names."""
     return {ref["trajectory_id"] for ref in history.batch_of(step.planned)}
-
-
-def _erased(log: Store) -> dict[str, str]:
-    """Trajectories whose tokens were erased -> the reason that was given."""
-    records = [
-        e.record for e in log.events_of([TrajectoryErased.KIND]) if isinstance(e.record, TrajectoryErased)
-    ]
-    return {record.trajectory_id: record.reason for record in records if not record.tokens_kept}

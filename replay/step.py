@@ -12,8 +12,8 @@ from rollbook.replay.claims import judged
 from rollbook.replay.manifest import checked
 from rollbook.replay.partial import OfLog, Part, part_stages, recorded_batch
 from rollbook.replay.placed import promised
-from rollbook.replay.replayer import Replayer, recorded_vectors
-from rollbook.replay.selection import Selections, openings
+from rollbook.replay.replayer import Replayer
+from rollbook.replay.run_log import RunLog, recorded_vectors
 from rollbook.replay.starts import Start, find_start
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
@@ -63,9 +63,10 @@ def replay_step(
             load_part(name)
     if part is not None and not part.model:
         return _by_the_log(log, history, target, part)
-    start = find_start(log, history, target)
+    of = RunLog(log, history)
+    start = find_start(of, target)
     say(promised(log, history.run, target.planned, one_rank=one_rank))
-    with Replayer(log, history, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
+    with Replayer(of, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
         found = _run_to(replayer, start, target, part)
     return replace(found, passed_over=start.passed_over, late=late_rewards(log, history, target))
 
@@ -96,8 +97,8 @@ def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)
     limits = None if shape is None else ModelLimits(shape.vocab, shape.context)
-    own = openings(log, history.run, history.policy)
-    selections = Selections(log, history, limits or UNLIMITED, own)
+    selections = RunLog(log, history).selections
+    selections.limits = limits or UNLIMITED
     stages = {"selection": judged("selection", selections.claim(step))}
     stages |= part_stages(step, part, OfLog(plan, batch, values))
     return StepReplay(

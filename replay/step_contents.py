@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.starts import find_start
 from rollbook.replay.step import history_with
 from rollbook.store import Store, parse_cut
@@ -99,7 +100,7 @@ def contents_of_step(
     steps: tuple[CommittedStep, ...] = (history.steps[step],)
     base = None
     if weights:
-        start = find_start(log, history, steps[0])
+        start = find_start(RunLog(log, history), steps[0])
         steps, base = (*start.between, *steps), start.record
     if trust_parts:
         for name in sorted({name for one in steps for name in named_parts(one.planned.algorithm)}):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollbook.replay.manifest import checked
 from rollbook.replay.replayer import Replayer
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.starts import find_start, has_state
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
@@ -158,12 +159,12 @@ def prove_stretch(
     parts = segments(history, first, last)
     if not parts:
         raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
-    broken = chain(history, [n for part in parts for n in part])
+    broken, of = chain(history, [n for part in parts for n in part]), RunLog(log, history)
     which = (history.run, history.policy)
     found: list[ProvenStep] = []
     if jobs == 1 or len(parts) == 1:
         for part in parts:
-            for one in prove_segment(log, history, part, trust_parts=trust_parts):
+            for one in prove_segment(of, part, trust_parts=trust_parts):
                 found.append(one)
                 done(1)
         return Stretch(*which, broken, found)
@@ -176,22 +177,20 @@ def prove_stretch(
     return Stretch(*which, broken, sorted(found, key=lambda one: one.step))
 
 
-def prove_segment(
-    log: Store, history: History, steps: Sequence[int], *, trust_parts: bool = False
-) -> Iterator[ProvenStep]:
+def prove_segment(of: RunLog, steps: Sequence[int], *, trust_parts: bool = False) -> Iterator[ProvenStep]:
     """Replay steps that follow each other, from the nearest start of the first that has one.
 
     Steps in between that a start needs are run too, but are not part of the result.
     """
-    left = list(steps)
+    left, history = list(steps), of.history
     while left:
         target = history.steps[left[0]]
         try:
-            start = find_start(log, history, target)
+            start = find_start(of, target)
         except ReplayError as error:
             yield ProvenStep(left.pop(0), None, str(error))
             continue
-        with Replayer(log, history, start, trust_parts=trust_parts) as replayer:
+        with Replayer(of, start, trust_parts=trust_parts) as replayer:
             reran: list[int] = []
             for one in (*start.between, *(history.steps[n] for n in left)):
                 number = one.planned.step
@@ -222,4 +221,4 @@ def _segment_of(path: Path, run: str, policy: str, steps: list[int], trust_parts
     """`prove_segment` in a process of its own."""
     log = open_store(path)
     history = fold_history(log.events_of(KINDS), run, policy)
-    return list(prove_segment(log, history, steps, trust_parts=trust_parts))
+    return list(prove_segment(RunLog(log, history), steps, trust_parts=trust_parts))

@@ -13,6 +13,7 @@ from rollbook.replay.gradients import KeptGradient
 from rollbook.replay.other_side import OtherSide, OtherStep, changed
 from rollbook.replay.replayer import Replayer
 from rollbook.replay.rescoring import Rescoring
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.selection import Selections, drops_of
 from rollbook.replay.side_by_side import Side, StepSides, differences, sample_sides
 from rollbook.replay.starts import find_start
@@ -105,10 +106,11 @@ def what_if(
         for name in named_parts(steps[0].planned.algorithm):
             load_part(name)
     preview = changed(steps[0].planned, asked.changes.rule(steps[0].planned))
-    start = find_start(log, history, steps[0])
+    of = RunLog(log, history)
+    start = find_start(of, steps[0])
     found: list[StepReplay] = []
     sides: list[StepSides] = []
-    with Replayer(log, history, start, trust_parts=asked.trust_parts, one_rank=asked.one_rank) as replayer:
+    with Replayer(of, start, trust_parts=asked.trust_parts, one_rank=asked.one_rank) as replayer:
         found += [replayer.run(step, claims=False) for step in start.between]
         mixture = start.shape.mixture if preview.routing_replay else None
         limits = ModelLimits(start.shape.vocab, start.shape.context, mixture)

@@ -6,6 +6,7 @@ Each tensor is hashed with xxh3-128 (memory speed); the set is a sha256 over the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,9 +29,15 @@ def combine(lines: Iterable[str]) -> str:
 def digest_arrays(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
     """Digest of named numpy arrays."""
     return combine(
-        tensor_line(name, str(a.dtype), a.shape, np.ascontiguousarray(a).data if a.size else b"")
+        tensor_line(name, _name(a.dtype), a.shape, np.ascontiguousarray(a).data if a.size else b"")
         for name, a in arrays.items()
     )
+
+
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    """A type's name, which numpy takes longer to spell than a short array to hash."""
+    return str(dtype)
 
 
 def digest_json(value: Any) -> str:

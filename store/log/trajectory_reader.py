@@ -48,11 +48,12 @@ class _LiveLane:
                     name = (batch.column("run")[row].as_py(), self._extra(number, row)["name"])
                     self.opened[name] = batch.column("trajectory_id")[row].as_py()
 
-    def events(self, trajectory_id: str) -> list[Event]:
-        """The trajectory's events among them."""
+    def events(self, ids: Collection[str]) -> list[Event]:
+        """The events of these trajectories among them."""
         by_batch: dict[int, list[int]] = defaultdict(list)
-        for number, row in self._rows.get(trajectory_id, ()):
-            by_batch[number].append(row)
+        for trajectory_id in ids:
+            for number, row in self._rows.get(trajectory_id, ()):
+                by_batch[number].append(row)
         events: list[Event] = []
         for number, rows in by_batch.items():
             chosen = self._batches[number].take(pa.array(np.array(rows)))
@@ -118,9 +119,7 @@ class TrajectoryReader:
         for unit in units:  # units are the outer loop, so that what is read of a unit serves all trajectories
             for trajectory_id in ids:
                 found += self._sealed(unit, trajectory_id)
-        for trajectory_id in ids:
-            found += live.events(trajectory_id)
-        return found
+        return found + live.events(ids)
 
     def _live_lane(self, lane: str, start: int) -> _LiveLane:
         live = self._live.get(lane)

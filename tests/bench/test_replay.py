@@ -94,13 +94,13 @@ def test_the_shares_of_recording(bad: Store) -> None:
 
 def test_the_parts_of_the_stages(steps: Store) -> None:
     """Each is counted once, none is more than the whole, and the code is as it was afterwards."""
-    before = {name: getattr(replay_side.steps, name) for name in replay_side.PARTS}
+    before = {name: getattr(module, name) for name, module in replay_side.PARTS.items()}
     found = replay_side.stages(str(steps.path), LONG, 0)
     assert set(found) == {"whole", "selection", *replay_side.PARTS}
     parts = {name: seconds for name, seconds in found.items() if name != "whole"}
     assert all(seconds > 0 for seconds in parts.values())
     assert sum(parts.values()) <= found["whole"]
-    assert {name: getattr(replay_side.steps, name) for name in replay_side.PARTS} == before
+    assert {name: getattr(module, name) for name, module in replay_side.PARTS.items()} == before
 
 
 def test_a_step_without_vectors_has_no_figure(steps: Store) -> None:
@@ -142,7 +142,7 @@ def test_figures() -> None:
         "first_bad_steps": (53, None),
     }
     said = {name: str(one.against) for name, one in figures.items()}
-    assert said["capture_share"].startswith("steps of 8 samples: 0.50")
+    assert said["capture_share"].startswith("1M parameters: 0.50")
     assert said["step_bytes"].endswith("1000 samples, 10 tensors; goal for the ratio <= 1")
     assert "6,144 tokens; selection 2.00 s, the whole command 4.50 s" in said["data_stages_s"]
     assert said["find_s"].startswith("1,000 turns: 1.25 s, with a small log 0.50 s")

@@ -9,6 +9,7 @@ import pytest
 
 from rollbook.replay.contributions import contributions
 from rollbook.replay.replayer import Replayer
+from rollbook.replay.run_log import RunLog
 from rollbook.replay.starts import find_start
 from rollbook.replay.stretch import history_of
 from rollbook.store import Store
@@ -29,7 +30,8 @@ def test_the_norm_of_a_batch_without_a_sample(trained: Callable[..., Store]) -> 
     recorded = history.steps[STEP].committed.metrics["gradient_norm"]
     assert found.value == pytest.approx(recorded, rel=1e-5)
     target = history.steps[STEP]
-    with Replayer(log, history, find_start(log, history, target)) as replayer:
+    of = RunLog(log, history)
+    with Replayer(of, find_start(of, target)) as replayer:
         policy, batch = replayer.before(target)
         totals = Totals(batch.trained_tokens, batch.trained_samples)
         loss_of = PolicyLoss(recorded_algorithm(target.planned.algorithm), STEP, totals)

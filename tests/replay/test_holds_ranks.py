@@ -12,10 +12,12 @@ from rollbook.replay.stretch import history_of, prove_stretch
 PACKED = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
 BEST = {"recipe": {"top_fraction": 0.75, "group_statistics": "all"}} | PACKED
 PPO = {"name": "ppo", "groups": 2, "kl": 0.1}
+HYBRID = {"mode": "hybrid", "num_iters_per_train_update": 2, "algorithm": {"name": "grpo", "old": "trainer"}}
 TRAININGS: dict[str, dict[str, Any]] = {
     "data": BEST,
     "tensor": BEST | {"parallel": {"tensor": 2}},
     "critic": {"algorithm": PPO, "critic": {"lr": 0.01}},
+    "hybrid": HYBRID,
 }
 
 
@@ -23,10 +25,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_stage_of_every_step(fabric: Any, tmp_path: Path, name: str) -> None:
-    """Packed, of the best of groups, with the layout's own micro-batches, or with a critic and a reference:
-    selection and schedule too."""
+    """Packed, of the best of groups, with the layout's own micro-batches, with a critic and a reference, or
+    as rollouts come: selection and schedule too."""
     log = fabric.record_store(tmp_path / "store")
-    fabric.train(log, fabric.config(fabric.GRPO, steps=2, **TRAININGS[name]), ranks=2)
+    source = "tail" if name == "hybrid" else "cut"
+    fabric.train(log, fabric.config(fabric.GRPO, steps=2, **TRAININGS[name]), source, ranks=2)
     found = prove_stretch(log, history_of(log, None, "actor"), 0, 1)
     assert found.broken == []
     odd = [

@@ -21,7 +21,7 @@ from rollbook.replay.step import replay_step
 from rollbook.replay.verdict import Place
 from rollbook.store import Store
 from rollbook.store.digest import digest_json
-from rollbook.store.events import RewardAssigned
+from rollbook.store.events import RewardAssigned, StepPlanned
 from rollbook.train.megatron.backend import TrainablePolicy
 
 Stores = Callable[..., Store]
@@ -159,6 +159,26 @@ def test_a_late_reward_is_shown(fabric: Any, trained: Stores, cli: Any) -> None:
     said = " ".join(out.split())
     assert code == 0
     assert f"reward 77 of {name}, by 'judge', came after the step was planned" in said
+
+
+def test_a_step_of_a_gpu(trained: Stores, tamper: Any) -> None:
+    """Where there is none its random state is not proven, for a GPU has generators of its own; of a step of a
+    CPU another one differs."""
+    log = trained()
+    tamper.event(log, "step.planned", _other_random_state, step=STEP)
+    assert replay_step(log, STEP).differs_in == "rng"
+    tamper.event(log, "step.planned", _of_gpu, step=STEP)
+    found = replay_step(log, STEP)
+    assert (found.equal, found.promised, found.stages["rng"].verdict) == (True, False, "not proven")
+    assert found.stages["rng"].why == "another kind of device draws from other generators"
+
+
+def _other_random_state(plan: StepPlanned) -> StepPlanned:
+    return replace(plan, input_digests=plan.input_digests | {"rng": "0" * 64})
+
+
+def _of_gpu(plan: StepPlanned) -> StepPlanned:
+    return replace(plan, environment=plan.environment | {"device": "cuda:0"})
 
 
 def test_other_instructions(trained: Stores, tamper: Any, fabric: Any, root: Path) -> None:

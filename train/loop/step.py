@@ -89,11 +89,11 @@ def step_seed(seed: int, step: int) -> int:
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-def rng_digest() -> str:
-    """Digest of torch's generator state (and of CUDA's where there is one)."""
+def rng_digest(device: torch.device) -> str:
+    """Digest of torch's generator state, and of CUDA's where the policy is on such a device."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return digest_tensors(states)
 
 
@@ -103,7 +103,7 @@ def input_digests(policy: Policy, seed: int) -> Json:
     return {
         "input_weights": policy.weights_digest().digest,
         "input_optimizer": policy.optimizer_digest().digest,
-        "rng": rng_digest(),
+        "rng": rng_digest(policy.device),
     }
 
 

@@ -187,12 +187,12 @@ class TrainablePolicy:
         self._digests.changed("state")
         if (of := self._stepped.get(name)) is None:
             return
-        own = of.own(value) if value.dim() else value
         if field == MAIN:
             with torch.no_grad():
-                of.tensor.copy_(own)
-        else:  # a copy each, since torch counts steps in place
-            of.optimizer.state[of.tensor][field] = own.clone()
+                of.tensor.copy_(of.own(value))
+        else:  # a copy each, since torch counts steps in place, and on the host
+            held = of.own(value).to(of.tensor.device, copy=True) if value.dim() else value.clone()
+            of.optimizer.state[of.tensor][field] = held
 
     def weights_digest(self, look: Look | None = None) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""

@@ -31,6 +31,10 @@ class Policy(Protocol):
     def shape(self) -> ModelShape:
         """The architecture."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's part is."""
+
     def load_weights(self, tensors: Tensors) -> None:
         """Put Hugging Face weights in place; of a policy with low-rank factors those that these are beside.
 

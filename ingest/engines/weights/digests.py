@@ -26,15 +26,20 @@ Tensors = dict[str, torch.Tensor]
 Look = Callable[[str, torch.Tensor], None]
 """Called with the name of a tensor and the tensor; it may raise."""
 MANIFEST = "rollbook.json"
-HASHERS = 2
-"""Threads that hash tensors."""
+HASHERS = {"cpu": 2, "cuda": 8}
+"""Threads that hash tensors of a device: of a CPU few, since it computes as well."""
 LARGE = 1 << 21
 """Bytes of a tensor that a thread is given."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """A tensor's bytes, row-major; copied only from another device, or from a view with gaps."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_cuda:  # pinned memory, which torch keeps for the next: four times as fast
+        host = torch.empty_like(flat, device="cpu", pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        torch.cuda.current_stream(flat.device).synchronize()
+        flat = host
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
@@ -67,7 +72,7 @@ def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | No
     """
     lines: list[str] = []
     waiting: deque[Future[str]] = deque()
-    with ThreadPoolExecutor(HASHERS) as pool:
+    with ThreadPoolExecutor(max(HASHERS.values())) as pool:
         for name, tensor in tensors:
             if look is not None:
                 look(name, tensor)
@@ -75,7 +80,7 @@ def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | No
                 lines.append(line_of(name, tensor))
                 continue
             waiting.append(pool.submit(line_of, name, tensor))
-            if len(waiting) > HASHERS:  # no more of them are kept in memory
+            if len(waiting) > HASHERS.get(tensor.device.type, 1):  # no more of them are kept in memory
                 lines.append(waiting.popleft().result())
         lines += [line.result() for line in waiting]
     return lines

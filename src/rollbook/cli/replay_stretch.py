@@ -86,14 +86,12 @@ def replay_weights(
     from rollbook.cli.progress import progress
     from rollbook.cli.replay import described
     from rollbook.cli.terminal import Console, print_json
-    from rollbook.replay.rebuild import making, rebuild
-    from rollbook.replay.starts import find_start
+    from rollbook.replay.rebuild import rebuild, steps_to
     from rollbook.replay.stretch import history_of
 
     log = stores.open(store)
     history = history_of(log, run, policy)
-    total = 1 + len(find_start(log, history, making(history, version)).between)
-    with progress("running steps again", total) as advance:
+    with progress("running steps again", steps_to(log, history, version)) as advance:
         found = rebuild(log, history, version, out, restore=restore, trust_parts=trust_parts, done=advance)
     proof, console = found.proof, Console()
     if json:
