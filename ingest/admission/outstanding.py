@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.staleness.online_training import OnlineTraining, training_of
 from rollbook.store.events import (
+    VOID,
     Event,
     RunOpened,
     SampleDropped,
@@ -57,6 +58,8 @@ class _Trajectory:
     productive: bool = False
     oldest: int | None = None
     """Version of its oldest token."""
+    void: bool = False
+    """Whether it ended as `void`, before its beginning was read."""
 
 
 @dataclass(slots=True)
@@ -190,6 +193,9 @@ class Outstanding:
 
     def _open(self, opened: TrajectoryOpened) -> None:
         known = self._trajectories.setdefault(opened.trajectory_id, _Trajectory())
+        if known.void:
+            del self._trajectories[opened.trajectory_id]
+            return
         known.group, known.split = opened.group, opened.split
         self._assign(opened.trajectory_id, known)
         self._remove_if_over(self._group_of.get(opened.trajectory_id))
@@ -209,6 +215,12 @@ class Outstanding:
     def _finish(self, record: TrajectoryFinished) -> None:
         known = self._trajectories.get(record.trajectory_id)
         if known is None:
+            return
+        if record.status == VOID and known.split is None:
+            known.void = True
+            return
+        if record.status == VOID:
+            self.withdraw(record.trajectory_id)
             return
         known.running = False
         known.sampled = None

@@ -68,7 +68,7 @@ class FinishTrajectory(BaseModel):
     reward: Reward | None = None
     success: bool | None = None
     turn_rewards: list[Reward] | dict[str, Reward] | None = None
-    status: Literal["completed", "truncated", "aborted", "failed"] = "completed"
+    status: Literal["completed", "truncated", "aborted", "failed", "void"] = "completed"
 
 
 class AssignReward(BaseModel):

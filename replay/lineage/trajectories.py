@@ -82,7 +82,7 @@ def trajectory_lineage(
         trajectory_id=trajectory_id,
         trajectory=opened.name,
         sample=leaf_turn_id,
-        split=opened.split,
+        split=told.trajectory.split,
         status=finished.status if finished else "open",
         lanes=_lanes(told.events),
         rewards=_rewards(told),

@@ -39,6 +39,12 @@ REPLAY = "replay"
 or goes on from."""
 
 
+VOID = "void"
+"""Status of a trajectory that counts for nothing: what it ran on failed, or nobody waits for it any more.
+Once it is finished so its split is `void`, whatever it was opened in: it is never trained on, and takes no
+place in its group."""
+
+
 def token_ids(values: Any) -> TokenIds:
     """An int32 array of token ids from any sequence of integers."""
     return np.asarray(values, dtype=np.int32)
@@ -96,7 +102,7 @@ class TrajectoryOpened:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryFinished:
-    """No more turns follow. `status` is completed, truncated, aborted or failed."""
+    """No more turns follow. `status` is completed, truncated, aborted, failed or void."""
 
     KIND: ClassVar[str] = "trajectory.finished"
     ABOUT: ClassVar[About] = About(of="trajectory")

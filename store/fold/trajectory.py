@@ -15,6 +15,7 @@ import numpy as np
 
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import (
+    VOID,
     Event,
     Json,
     RewardAssigned,
@@ -68,6 +69,11 @@ class Trajectory:
     """The lane that writes it, or wrote it last."""
     last_event_id: str = ""
     """Id of its last event in that lane."""
+
+    @property
+    def split(self) -> str:
+        """The split that it was opened in; `void` once it was finished so."""
+        return VOID if self.finished is not None and self.finished.status == VOID else self.opened.split
 
     def reward(self, source: str = "agent", turn_id: str | None = None) -> float | None:
         """The reward in force of the trajectory, or of one turn: the last one not superseded."""

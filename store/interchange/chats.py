@@ -13,7 +13,7 @@ from rollbook.store.errors import InterchangeError
 from rollbook.store.events import SPLITS, Json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-STATUSES = ("completed", "truncated", "aborted", "failed", "open")
+STATUSES = ("completed", "truncated", "aborted", "failed", "void", "open")
 REQUEST_FIELDS = ("model", "tools", "tool_choice", "parallel_tool_calls", "response_format")
 """Keys of a line that belong to the request of each of its turns."""
 OF_AN_EXPORT = ("trajectory_id", "run", "turns", "tokens")

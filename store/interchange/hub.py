@@ -83,7 +83,7 @@ def export_dataset(
     with ExitStack() as stack:
         for trajectory in trajectories(selection, advance):
             count += 1
-            split = trajectory.opened.split
+            split = trajectory.split
             for path in paths(trajectory):
                 if split not in splits:
                     splits[split] = stack.enter_context(_SplitWriter(data, split))

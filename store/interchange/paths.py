@@ -41,7 +41,7 @@ class Path:
             "run": t.run,
             "group": t.opened.group,
             "task": t.opened.task,
-            "split": t.opened.split,
+            "split": t.split,
             "status": "open" if t.finished is None else t.finished.status,
             "labels": t.opened.labels,
             "reward": t.reward(),

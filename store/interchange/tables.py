@@ -126,7 +126,7 @@ def _asked(trajectory: Trajectory, turn: Turn) -> Json:
         "run": trajectory.run,
         "trajectory": trajectory.opened.name,
         "trajectory_id": trajectory.opened.trajectory_id,
-        "split": trajectory.opened.split,
+        "split": trajectory.split,
         "turn_id": turn.turn_id,
         "position": turn.position,
         "parent_turn_id": asked.parent_turn_id,

@@ -6,6 +6,8 @@ derived file changes no answer, only its duration.
 
 from __future__ import annotations
 
+from rollbook.store.events import VOID
+
 OUTLIER_BELOW = -8.0
 """Tokens with a smaller natural-log probability are outliers: fewer than one in 2,980."""
 
@@ -265,15 +267,17 @@ def trajectory_scalars(parts: str, ready: str | None) -> str:
     ]
     names = ", ".join(same)
     merged = ", ".join(f"any_value({name}) AS {name}" for name in same)
+    split = f"CASE WHEN status = '{VOID}' THEN '{VOID}' ELSE split END AS split"
     numbers = "turns, exact_turns, erased_turns, min_version, max_version"
     whole = f"SELECT trajectory_id, {names}, {numbers} FROM {ready} WHERE whole"
     return f"""
-    {f"{whole} UNION ALL" if ready else ""}
-    SELECT trajectory_id, {merged}, CAST(sum(turns) AS BIGINT) AS turns,
-           CAST(sum(exact_turns) AS BIGINT) AS exact_turns,
-           CAST(sum(erased_turns) AS BIGINT) AS erased_turns,
-           min(min_version) AS min_version, max(max_version) AS max_version
-    FROM {parts} WHERE NOT whole GROUP BY trajectory_id HAVING any_value(opened) IS NOT NULL
+    SELECT * REPLACE ({split}) FROM (
+      {f"{whole} UNION ALL" if ready else ""}
+      SELECT trajectory_id, {merged}, CAST(sum(turns) AS BIGINT) AS turns,
+             CAST(sum(exact_turns) AS BIGINT) AS exact_turns,
+             CAST(sum(erased_turns) AS BIGINT) AS erased_turns,
+             min(min_version) AS min_version, max(max_version) AS max_version
+      FROM {parts} WHERE NOT whole GROUP BY trajectory_id HAVING any_value(opened) IS NOT NULL)
     """
 
 
@@ -289,8 +293,11 @@ def paths(events: str) -> str:
     WITH turn AS MATERIALIZED ({turn_parts(events)}),
     ended AS (
       SELECT trajectory_id,
-             any_value(CASE WHEN kind = 'trajectory.opened'
-                            THEN json_extract_string(extra, '$.split') END) AS split
+             CASE WHEN any_value(CASE WHEN kind = 'trajectory.finished'
+                                      THEN json_extract_string(extra, '$.status') END) = '{VOID}'
+                  THEN '{VOID}'
+                  ELSE any_value(CASE WHEN kind = 'trajectory.opened'
+                                      THEN json_extract_string(extra, '$.split') END) END AS split
       FROM {events} WHERE kind LIKE 'trajectory.%' OR kind IN {TURN_KINDS}
       GROUP BY trajectory_id
       HAVING bool_or(kind = 'trajectory.opened') AND NOT bool_or(kind = 'trajectory.adopted')

@@ -171,7 +171,8 @@ class History:
         told = self._pick(finished=False)
         if told is not None and told.whole:
             told.finished = True
-            self._write(told, kinds.TrajectoryFinished(told.id, self._rng.choice(("completed", "aborted"))))
+            status = self._rng.choice(("completed", "aborted", kinds.VOID))
+            self._write(told, kinds.TrajectoryFinished(told.id, status))
 
     def _adopt(self) -> None:
         """Another lane writes an open trajectory from here on, perhaps one that wrote it before."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rollbook.ingest.staleness.policy import PromptGroup, StalenessPolicy
 from rollbook.store.cut import Cut
-from rollbook.store.events import Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
+from rollbook.store.events import VOID, Event, TrajectoryFinished, TrajectoryOpened, TurnCompleted
 from rollbook.store.fold.history import History
 from rollbook.store.fold.trajectory import TrajectoryFold
 from rollbook.train.config.config import TrainConfig
@@ -57,8 +57,7 @@ class QueueSource:
     ) -> None:
         self._say = say
         self._config, self._more, self._cut, self._live, self._limits = config, more, cut, live, limits
-        mixture = mixture_in(limits)
-        self._check = None if mixture is None else FitCheck(mixture)
+        self._check = None if (mixture := mixture_in(limits)) is None else FitCheck(mixture)
         self._backlog, self._ended = backlog, dict[str, Ended]()
         """What there was before, and those trajectories of it that may be used."""
         recipe, demand = config.recipe, config.algorithm.demand
@@ -353,11 +352,12 @@ class QueueSource:
         return self._seen
 
     def _finish(self, trajectory_id: str) -> None:
-        begun = self._running.end(trajectory_id)
+        ended = self._running.end(trajectory_id)
+        begun = None if self._status(trajectory_id) == VOID else ended
         samples = [] if begun is None else self._samples(trajectory_id)
         fresh = self._fresh(trajectory_id) if samples else []
         if begun is None or (samples and not fresh) or (not samples and self._spent[begun.group]):
-            self._forget(trajectory_id)  # of another run or split, or used already
+            self._forget(trajectory_id)  # of another run or split, void, or used already
             if begun is not None:
                 self._spent[begun.group] = (self._spent[begun.group] + 1) % self._size
         elif begun.group is not None:

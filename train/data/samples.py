@@ -240,7 +240,7 @@ def _sample(
         turn_ids=tuple(turn.turn_id for turn in path.turns),
         turn_ends=path.ends,
         group=trajectory.opened.group,
-        split=trajectory.opened.split,
+        split=trajectory.split,
         tokens=path.tokens,
         loss_mask=loss_mask,
         logprobs=logprobs,

@@ -208,7 +208,7 @@ def _finished(log: Store, cut: Cut, ids: Sequence[str], scorer: _Scorer) -> Iter
     for trajectory in log.trajectories(cut, set(ids)).values():
         scoring = scorer.scoring
         samples = [s for s in samples_of(trajectory, scoring.source) if s.trained or s.erased]
-        if trajectory.opened.split not in scoring.splits:
+        if trajectory.split not in scoring.splits:
             continue
         if trajectory.reward(scoring.source) is not None:
             scorer.done.already += 1

@@ -19,6 +19,7 @@ from typing import Any
 
 from rollbook.store.cut import Cut, holds, parse_cut
 from rollbook.store.events import (
+    VOID,
     Event,
     SampleDropped,
     StepAbandoned,
@@ -116,6 +117,7 @@ class _Trajectory:
 
     opened: Position | None = None
     split: str = ""
+    void: bool = False
     finished: Position | None = None
     turns: dict[str, _Turn] = field(default_factory=lambda: defaultdict(_Turn))
     adoptions: dict[Position, str] = field(default_factory=dict)
@@ -179,6 +181,7 @@ def _take(trajectories: dict[str, _Trajectory], event: Event) -> None:
             trajectory.opened, trajectory.split = place, record.split
         case TrajectoryFinished():
             trajectory.finished = place
+            trajectory.void = record.status == VOID
         case TrajectoryAdopted():
             trajectory.adoptions[place] = record.last_event_id
         case TurnRequested():
@@ -246,8 +249,8 @@ def _where(trajectory: _Trajectory, turn: _Turn, uses: list[_Use], *, spoiled: b
         return TRAINED, None
     if rules:
         return DROPPED, min((rule for rule in rules if rule is not None), key=_before)
-    if trajectory.split != "train":
-        return KEPT_OUT, trajectory.split
+    if trajectory.void or trajectory.split != "train":
+        return KEPT_OUT, VOID if trajectory.void else trajectory.split
     if spoiled:
         return KEPT_OUT, ERASED
     if trajectory.finished is None:

@@ -14,6 +14,7 @@ from rollbook.ingest.admission.outstanding import KINDS, Outstanding
 from rollbook.ingest.staleness.online_training import training_of
 from rollbook.ingest.staleness.policy import StalenessPolicy
 from rollbook.store.events import (
+    VOID,
     Event,
     Record,
     RunOpened,
@@ -103,6 +104,18 @@ def test_a_barren_group_waits_for_the_last_of_it() -> None:
     assert folded(begins(2), *group).count == 1
     assert folded(begins(2), *group, TrajectoryFinished("b")).count == 0
     assert folded(begins(2), *group, *answered("b"), TrajectoryFinished("b")).count == 1
+
+
+def test_what_ended_as_void_gives_its_place_to_another() -> None:
+    """Whatever it had sampled; also where its end is read before its beginning."""
+    group = [begins(2), opened("a", "g"), opened("b", "g"), *answered("b")]
+    fold = folded(*group, TrajectoryFinished("b", VOID))
+    assert (fold.count, fold.room("g")) == (1, 1)
+    fold.add(Event(opened("c", "g"), RUN))
+    assert (fold.count, fold.room("g")) == (1, 0)
+    assert folded(*group, TrajectoryFinished("a", VOID), TrajectoryFinished("b", VOID)).count == 0
+    adopted = [TrajectoryAdopted("d", "serve", "e"), TrajectoryFinished("d", VOID)]
+    assert folded(begins(1), *adopted, opened("d")).count == 0
 
 
 def test_a_group_that_was_given_up_gives_its_place_back() -> None:
