@@ -24,6 +24,8 @@
     │       └── EngineHeldError  none takes requests now, and nothing was asked of any
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
+    ├── RolloutError             rollouts that cannot begin or go on
+    │   └── LaunchError          an agent that cannot be started, or not as isolated as is required
     ├── TrainError               a training run that cannot go on
     │   ├── IdleError            no samples came for a step in the time that is waited for them
     │   ├── RankError            a rank of the training ended, hangs, or did not come
@@ -142,6 +144,14 @@ class ModelError(RollbookError):
 
 class ConfigError(RollbookError, ValueError):
     """A configuration file has an unknown, missing or ill-typed key."""
+
+
+class RolloutError(RollbookError):
+    """Rollouts cannot begin or go on."""
+
+
+class LaunchError(RolloutError):
+    """An agent cannot be started, or not as isolated as is required."""
 
 
 class TrainError(RollbookError):

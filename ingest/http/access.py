@@ -65,6 +65,7 @@ class Rule:
 OPERATORS = frozenset({Role.operator})
 READERS = OPERATORS | {Role.reader}
 AGENTS = OPERATORS | {Role.writer, Role.trajectory}
+LAUNCHERS = OPERATORS | {Role.writer}  # an agent, who has its trajectory's key, is not asked of its launch
 JUDGES = OPERATORS | {Role.judge}
 ALL = frozenset(Role)
 ANY = "*"
@@ -84,6 +85,9 @@ RULES = (
     Rule("POST", "/v1/trajectories/{name:path}/finish", AGENTS),
     Rule("POST", "/v1/trajectories/{name:path}/rewards", AGENTS | {Role.judge}),
     Rule("POST", "/v1/trajectories/{name:path}/labels", AGENTS | {Role.judge}),
+    Rule("POST", "/v1/trajectories/{name:path}/launches", LAUNCHERS),
+    Rule("POST", "/v1/trajectories/{name:path}/launches/{launch_id}/end", LAUNCHERS),
+    Rule("POST", "/v1/trajectories/{name:path}/launches/{launch_id}/leaks", LAUNCHERS),
     Rule("POST", "/v1/preferences", JUDGES),
     # The agents' APIs; all of them where requests only pass.
     Rule(ANY, "/v1/{path:path}", AGENTS),
@@ -131,9 +135,10 @@ def check_role(caller: Caller, rule: Rule, method: str, path: str) -> None:
     """
     if caller.role in rule.roles:
         return
-    if caller.role is Role.trajectory:
-        raise RequestError(403, "other_trajectory", "this API key is of one trajectory alone")
     who = ", ".join(role.value for role in Role if role in rule.roles and role is not Role.trajectory)
+    if caller.role is Role.trajectory:
+        text = f"this API key is of one trajectory alone, and {method} {path[:200]} is for: {who}"
+        raise RequestError(403, "other_trajectory", text)
     text = f"the key {caller.name!r} is a {caller.role.value}'s, and {method} {path[:200]} is for: {who}"
     raise RequestError(403, "not_permitted", text)
 

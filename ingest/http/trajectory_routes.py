@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 
 from rollbook.ingest.http.access import check_source, check_trajectory, check_unfinished
 from rollbook.ingest.http.body_room import BodyRoom
+from rollbook.ingest.http.desk import Desk
 from rollbook.ingest.http.front_door import FrontDoor
 from rollbook.ingest.http.guard import Guard, caller_of
+from rollbook.ingest.http.launch_routes import add_launch_routes
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import all_durable
 from rollbook.ingest.requests.fields import (
@@ -19,52 +19,26 @@ from rollbook.ingest.requests.fields import (
     AddPreference,
     AssignReward,
     FinishTrajectory,
-    Model,
     OpenTrajectory,
-    check_recordable,
-    json_object,
-    validated,
 )
-from rollbook.ingest.requests.large_work import beside
 from rollbook.ingest.trajectories.rewards import assigned_reward, turn_of_reply
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, LabelAdded, PreferenceAdded
 from rollbook.store.fold.trajectory import Trajectory
-
-REMARK_BYTES = 4 << 20
-"""Most bytes of what is said of a trajectory."""
-
-
-@dataclass(slots=True, eq=False)
-class _Desk:
-    """What these routes have in common: how a body is read, and what they work with."""
-
-    recorder: Recorder
-    door: FrontDoor
-    guard: Guard
-    room: BodyRoom
-
-    async def read(self, request: Request, model: type[Model]) -> Model:
-        """The body as the model, without secrets; an id is never taken for one."""
-        async with self.room.plain(request, REMARK_BYTES) as raw:
-            body = await beside(len(raw), json_object, raw)
-            check_recordable(body)
-            names = {k: v for k, v in body.items() if k == "id"}
-            fields = await beside(len(raw), self.door.options.redactor.fields, body)
-            return validated(model, fields | names)
 
 
 def add_trajectory_routes(
     app: FastAPI, recorder: Recorder, door: FrontDoor, guard: Guard, room: BodyRoom
 ) -> None:
     """Add the routes under /v1/trajectories."""
-    desk = _Desk(recorder, door, guard, room)
+    desk = Desk(recorder, door, guard, room)
     _add_course(app, desk)
     _add_remarks(app, desk)
     _add_preferences(app, desk)
+    add_launch_routes(app, desk)
 
 
-def _add_course(app: FastAPI, desk: _Desk) -> None:
+def _add_course(app: FastAPI, desk: Desk) -> None:
     """A trajectory's beginning and end."""
 
     @app.post("/v1/trajectories", status_code=201)
@@ -93,7 +67,7 @@ def _add_course(app: FastAPI, desk: _Desk) -> None:
         return {"id": name, "status": "finished", "turns": turns}
 
 
-def _add_remarks(app: FastAPI, desk: _Desk) -> None:
+def _add_remarks(app: FastAPI, desk: Desk) -> None:
     """What anybody says of a trajectory, at any time; but its agent until its end, and as itself."""
 
     @app.post("/v1/trajectories/{name:path}/rewards", status_code=201)
@@ -102,7 +76,7 @@ def _add_remarks(app: FastAPI, desk: _Desk) -> None:
         check_trajectory(caller, name)
         body = await desk.read(request, AssignReward)
         check_source(caller, body.source)
-        trajectory = await _recorded(desk.recorder, name)
+        trajectory = await desk.recorded(name)
         record = assigned_reward(trajectory, body, caller.name)
         check_unfinished(caller, name, finished=_is_finished(desk.recorder, trajectory))
         [event] = await desk.recorder.write(record)
@@ -114,7 +88,7 @@ def _add_remarks(app: FastAPI, desk: _Desk) -> None:
         check_trajectory(caller, name)
         body = await desk.read(request, AddLabel)
         check_source(caller, body.source)
-        trajectory = await _recorded(desk.recorder, name)
+        trajectory = await desk.recorded(name)
         trajectory_id = trajectory.opened.trajectory_id
         turn_id = turn_of_reply(trajectory, body.turn)
         record = LabelAdded(trajectory_id, turn_id, body.name, body.value, body.source, caller.name)
@@ -123,7 +97,7 @@ def _add_remarks(app: FastAPI, desk: _Desk) -> None:
         return {"id": name, "trajectory_id": trajectory_id, "event_id": event.event_id}
 
 
-def _add_preferences(app: FastAPI, desk: _Desk) -> None:
+def _add_preferences(app: FastAPI, desk: Desk) -> None:
     """What judges say of two trajectories, at any time."""
 
     @app.post("/v1/preferences", status_code=201)
@@ -131,8 +105,7 @@ def _add_preferences(app: FastAPI, desk: _Desk) -> None:
         caller, body = caller_of(request), await desk.read(request, AddPreference)
         check_source(caller, body.source)
         chosen, rejected = [
-            (await _recorded(desk.recorder, name)).opened.trajectory_id
-            for name in (body.chosen, body.rejected)
+            (await desk.recorded(name)).opened.trajectory_id for name in (body.chosen, body.rejected)
         ]
         if chosen == rejected:
             text = f"chosen and rejected are both {body.chosen!r}: a preference is between two trajectories"
@@ -148,19 +121,3 @@ def _is_finished(recorder: Recorder, trajectory: Trajectory) -> bool:
     Asked with nothing to wait for before the write, or a finish could come in between.
     """
     return trajectory.finished is not None or recorder.known(trajectory.opened.name).finished
-
-
-async def _recorded(recorder: Recorder, name: str) -> Trajectory:
-    """The trajectory as the log has it.
-
-    Raises:
-        RequestError: 404, there is none.
-    """
-    await recorder.look_up(name)
-    opened = recorder.known(name).opened
-    await recorder.settle()
-    trajectory = await asyncio.to_thread(recorder.store.trajectory, opened.trajectory_id)
-    if trajectory is None:
-        text = f"trajectory {name!r} is no longer in the store: its events were dropped by retention"
-        raise RequestError(404, "trajectory_dropped", text)
-    return trajectory

@@ -8,10 +8,12 @@ Token ids are int32 arrays and logprobs float32 arrays, one-dimensional.
 """
 
 from rollbook.store.events.event import RECORDS, Event, Record
+from rollbook.store.events.launches import LaunchEnded, LaunchLeaked, LaunchStarted
 from rollbook.store.events.rollouts import (
     QUARANTINE,
     REPLAY,
     SPLITS,
+    VOID,
     Json,
     LabelAdded,
     Logprobs,
@@ -61,6 +63,7 @@ __all__ = [
     "RECORDS",
     "REPLAY",
     "SPLITS",
+    "VOID",
     "BodyStored",
     "CheckpointRemoved",
     "CheckpointWritten",
@@ -70,6 +73,9 @@ __all__ = [
     "Event",
     "Json",
     "LabelAdded",
+    "LaunchEnded",
+    "LaunchLeaked",
+    "LaunchStarted",
     "Logprobs",
     "PolicyActivated",
     "PolicyPublished",

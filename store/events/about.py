@@ -62,6 +62,11 @@ def said_gone(_: Any) -> str:
     return GONE
 
 
+def gone_if_any(text: str | None) -> str | None:
+    """`erased` for a text; null unchanged."""
+    return None if text is None else GONE
+
+
 def nothing(_: Any) -> None:
     """Null."""
     return None
@@ -80,6 +85,11 @@ def no_keys(_: Any) -> dict[str, Any]:
 def only_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and nulls of an object."""
     return {name: value for name, value in values.items() if isinstance(value, int | float | None)}
+
+
+def marked_but_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and nulls of an object, and `{"erased": true}` for each other value of it."""
+    return {name: value if isinstance(value, int | float | None) else MARK for name, value in values.items()}
 
 
 def only_key(values: Mapping[str, Any]) -> dict[str, Any]:

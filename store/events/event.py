@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.store.events.about import About
+from rollbook.store.events.launches import LaunchEnded, LaunchLeaked, LaunchStarted
 from rollbook.store.events.rollouts import (
     LabelAdded,
     PreferenceAdded,
@@ -82,6 +83,9 @@ Record = (
     | StopFired
     | StepVectors
     | CheckpointRemoved
+    | LaunchStarted
+    | LaunchEnded
+    | LaunchLeaked
 )
 
 RECORDS: Mapping[str, type[Any]] = {record.KIND: record for record in Record.__args__}

@@ -176,6 +176,45 @@ TRAJECTORIES = View(
     columns.TRAJECTORIES,
 )
 
+_LAUNCHES = f"""(
+      SELECT run, trajectory_id, {text("launch_id")} AS launch_id,
+             arg_min(event, event_id) FILTER (kind = 'launch.started') AS started,
+             arg_min(event, event_id) FILTER (kind = 'launch.ended') AS ended,
+             CAST(coalesce(sum(json_array_length({json("processes")})), 0) AS BIGINT) AS leaked
+      FROM (SELECT *, {{'extra': extra, 'time': time, 'lane': lane, 'seq': seq}} AS event
+            FROM internal.mark_events WHERE kind IN ('launch.started', 'launch.ended', 'launch.leaked'))
+      GROUP BY ALL HAVING started IS NOT NULL)"""
+"""The launches, in one pass over the events. Two proxies may have been told of the same start or end at the
+same time: then the smallest event id counts."""
+
+_NAMES_AND_GROUPS = """(
+      SELECT trajectory_id, any_value(trajectory) AS trajectory, any_value("group") AS "group"
+      FROM internal.trajectory_parts GROUP BY trajectory_id)"""
+
+LAUNCHES = View(
+    "launches",
+    "An agent program that was started for a trajectory: what it was, how it ended, what it left behind.",
+    f"""
+    SELECT l.run, o.trajectory, l.trajectory_id, l.launch_id, {text("rollout", "started")} AS rollout,
+           o."group", CAST({text("place.epoch", "started")} AS BIGINT) AS epoch,
+           {text("place.task", "started")} AS task,
+           CAST({text("place.sample", "started")} AS BIGINT) AS sample,
+           CAST({text("attempt", "started")} AS BIGINT) AS attempt,
+           {text("launcher", "started")} AS launcher, {json("isolation", "started")} AS isolation,
+           {text("owner", "started")} AS owner, coalesce({text("status", "ended")}, 'running') AS status,
+           {text("why", "ended")} AS why, CAST({text("exit_code", "ended")} AS BIGINT) AS exit_code,
+           CAST({text("signal", "ended")} AS BIGINT) AS signal,
+           l.started.time AS started, l.ended.time AS ended,
+           CAST({text("seconds", "ended")} AS DOUBLE) AS seconds,
+           CAST({text("cpu_s", "ended")} AS DOUBLE) AS cpu_s,
+           CAST({text("peak_rss_mb", "ended")} AS DOUBLE) AS peak_rss_mb,
+           {json("output", "ended")} AS output, {json("scoring", "ended")} AS scoring, l.leaked,
+           l.started.lane AS lane, l.started.seq AS seq
+    FROM {_LAUNCHES} l LEFT JOIN {_NAMES_AND_GROUPS} o USING (trajectory_id)
+    """,
+    columns.LAUNCHES,
+)
+
 TOKENS = View(
     "tokens",
     "One sampled token: its place in the turn's completion, its logprob and policy version.",

@@ -84,6 +84,40 @@ PREFERENCES = (
     ViewColumn("key", "VARCHAR", "name of the API key that added it; null where keys are not checked"),
 )
 
+LAUNCHES = (
+    RUN,
+    TRAJECTORY,
+    TRAJECTORY_ID,
+    ViewColumn("launch_id", "VARCHAR", "of the launch, unique in the trajectory"),
+    ViewColumn("rollout", "VARCHAR", "name of the configuration that says what to start"),
+    ViewColumn("group", "VARCHAR", "group of the trajectory"),
+    ViewColumn("epoch", "BIGINT", "where in the rollout this is: the pass over its tasks, from 0"),
+    ViewColumn("task", "VARCHAR", "the task; null once erased"),
+    ViewColumn("sample", "BIGINT", "which of the task's trajectories in the epoch, from 0"),
+    ViewColumn("attempt", "BIGINT", "from 1"),
+    ViewColumn("launcher", "VARCHAR", "how it was started, such as subprocess or python"),
+    ViewColumn("isolation", "JSON", "what really keeps it apart from others"),
+    ViewColumn("owner", "VARCHAR", "id of the process that started it"),
+    ViewColumn(
+        "status",
+        "VARCHAR",
+        "done, truncated, agent_error, infra_error, timeout, cancelled, or running (no end was recorded)",
+    ),
+    ViewColumn("why", "VARCHAR", "more on how it ended"),
+    ViewColumn("exit_code", "BIGINT", "of its first process; null where a signal ended it"),
+    ViewColumn("signal", "BIGINT", "number of that signal"),
+    ViewColumn("started", "TIMESTAMP", "UTC"),
+    ViewColumn("ended", "TIMESTAMP", "UTC"),
+    ViewColumn("seconds", "DOUBLE", "how long it ran, in s"),
+    ViewColumn("cpu_s", "DOUBLE", "CPU time of its processes, in s; null where it is not known"),
+    ViewColumn("peak_rss_mb", "DOUBLE", "most memory it held, in MB; null where it is not known"),
+    ViewColumn("output", "JSON", "stream -> path of its file, bytes printed, and bytes of them kept"),
+    ViewColumn("scoring", "JSON", "component -> its score, or an object that says why there is none"),
+    ViewColumn("leaked", "BIGINT", "processes that it left behind, which were found and ended"),
+    LANE,
+    ViewColumn("seq", "BIGINT", "place of its launch.started in the lane"),
+)
+
 _USAGE = "as the upstream's usage reports, with `--engine upstream`"
 
 TURNS = (
@@ -144,9 +178,9 @@ TRAJECTORIES = (
     TRAJECTORY_ID,
     ViewColumn("group", "VARCHAR", "trajectories compared with each other; quote it: a word of SQL"),
     ViewColumn("task", "VARCHAR", "the task, as named by the client"),
-    ViewColumn("split", "VARCHAR", "train or teacher; eval, quarantine or replay, which are never trained"),
+    ViewColumn("split", "VARCHAR", "train, teacher; eval, quarantine, replay, void, which are never trained"),
     ViewColumn("labels", "JSON", "the client's own, an object"),
-    ViewColumn("status", "VARCHAR", "open, completed, truncated, aborted or failed"),
+    ViewColumn("status", "VARCHAR", "open, completed, truncated, aborted, failed or void"),
     ViewColumn("success", "BOOLEAN", "as the client reported at the finish"),
     ViewColumn("reward", "DOUBLE", "the agent's reward that is not superseded"),
     ViewColumn("turns", "BIGINT", "completed turns"),
@@ -320,7 +354,7 @@ LEDGER = (
         "rule",
         "VARCHAR",
         "of dropped: the recipe's; of kept out: text only, altered, the split (eval, teacher, quarantine, "
-        "replay), erased, undelivered, late or no version",
+        "replay, void), erased, undelivered, late or no version",
     ),
     ViewColumn("turns", "BIGINT", "turns with such tokens"),
     ViewColumn("tokens", "BIGINT", "sampled tokens"),

@@ -303,6 +303,16 @@ FROM turns WHERE upstream_completion_tokens IS NOT NULL AND choice = 0
 GROUP BY requested_model ORDER BY completion_tokens DESC""",
     ),
     Example(
+        "How often does the infrastructure fail, by rollout and hour?",
+        "Of the launches of agents that ended in the hour, the share that ended as `infra_error`: not by\n"
+        "what the agent did.",
+        """\
+SELECT rollout, date_trunc('hour', ended) AS hour, count(*) AS launches,
+       avg((status = 'infra_error')::INT) AS infra_failed_rate
+FROM launches WHERE ended IS NOT NULL
+GROUP BY rollout, hour ORDER BY rollout, hour""",
+    ),
+    Example(
         "How much does the log hold?",
         "Events by kind and lane, and when they were written.",
         """\

@@ -22,6 +22,7 @@ VIEWS: tuple[View, ...] = (
     agent_views.OUTLIERS,
     agent_views.PATHS,
     agent_views.BODIES,
+    agent_views.LAUNCHES,
     training_views.POLICIES,
     training_views.SYNCS,
     training_views.ACTIVATIONS,

@@ -80,6 +80,13 @@ def _train_records() -> list[Any]:
     ]
 
 
+def _launches(launch_id: str, attempt: int, ended: Any) -> list[Any]:
+    """A launch that began and ended."""
+    place, isolation = {"epoch": 0, "task": "task-1", "sample": 1}, {"processes": "session"}
+    said = ("id-task-1-1", launch_id, "nightly", place, attempt, "subprocess", isolation, "host-17")
+    return [kinds.LaunchStarted(*said, {"total": 60}), ended]
+
+
 def _upkeep_records() -> list[Any]:
     """What the processes that look after a store write."""
     return [
@@ -108,6 +115,9 @@ def _upkeep_records() -> list[Any]:
         kinds.CheckpointRemoved(
             *("actor", 1, "checkpoints/demo/actor/v00000001", "w1", None, "[checkpoint] keep_last 1")
         ),
+        *_launches("l1", 1, kinds.LaunchEnded("id-task-1-1", "l1", "infra_error", "no room")),
+        *_launches("l2", 2, kinds.LaunchEnded("id-task-1-1", "l2", "done", seconds=2.5)),
+        kinds.LaunchLeaked("id-task-1-1", "l2", [{"pid": 4711, "command": "sleep 99"}], "end"),
     ]
 
 

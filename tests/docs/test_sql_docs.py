@@ -93,5 +93,6 @@ def test_computed_answers_are_right(one_of_everything: Store) -> None:
     assert [row[3] for row in _answer(ask, "weight transfers")] == ["finished", "failed"]
     assert _answer(ask, "large requests") == [("d1", 20, 1, '"a long system prompt"')]
     assert _answer(ask, "upstream charge") == [("m", 2, 7, 4)]
+    assert [(row[0], *row[2:]) for row in _answer(ask, "infrastructure fail")] == [("nightly", 2, 0.5)]
     assert [row[0::3] for row in _answer(ask, "entropy")] == [(0, -12.0), (1, -0.5)]
     ask.close()

@@ -183,6 +183,35 @@ FINISH = thing(
 )
 REWARD = thing("reward", reward=NUMBER, source=TEXT, turn=TEXT, supersedes=TEXT)
 LABEL = thing("name", name=TEXT, value=ANY, source=TEXT, turn=TEXT)
+AMOUNT: Schema = {"type": "number", "minimum": 0}
+LAUNCH = thing(
+    "rollout place attempt launcher owner",
+    launch_id=word("one", "two"),
+    rollout=TEXT | {"minLength": 1},
+    place=thing("epoch task sample", epoch=COUNT, task=TEXT, sample=COUNT),
+    attempt=COUNT,
+    launcher=word("subprocess", "python"),
+    isolation=thing(),
+    owner=TEXT | {"minLength": 1},
+    clocks=thing(start=AMOUNT, idle=AMOUNT, total=one_of(AMOUNT, word(None)), scoring=AMOUNT),
+)
+LAUNCH_END = thing(
+    "status",
+    status=word("done", "truncated", "agent_error", "infra_error", "timeout", "cancelled"),
+    why=one_of(TEXT, word(None)),
+    exit_code=one_of(COUNT, word(None)),
+    signal=one_of(COUNT, word(None)),
+    seconds=AMOUNT,
+    cpu_s=AMOUNT,
+    peak_rss_mb=AMOUNT,
+    output=thing(stdout=thing("path bytes kept", path=TEXT, bytes=COUNT, kept=COUNT)),
+    scoring=thing(exact=one_of(NUMBER, word(None), thing(error=TEXT))),
+)
+LEAKS = thing(
+    "processes found",
+    processes=several(thing("pid command", pid=COUNT, command=TEXT), 1),
+    found=word("start", "running", "end"),
+)
 
 BODIES: dict[str, Schema] = {
     "/v1/chat/completions": CHAT,
@@ -194,6 +223,9 @@ BODIES: dict[str, Schema] = {
     "/v1/trajectories/{id}/finish": FINISH,
     "/v1/trajectories/{id}/rewards": REWARD,
     "/v1/trajectories/{id}/labels": LABEL,
+    "/v1/trajectories/{id}/launches": LAUNCH,
+    "/v1/trajectories/{id}/launches/{launch_id}/end": LAUNCH_END,
+    "/v1/trajectories/{id}/launches/{launch_id}/leaks": LEAKS,
 }
 HEADERS = (
     "X-Rollbook-Trajectory",
@@ -215,22 +247,24 @@ def _parameter(name: str, where: str) -> Schema:
     return {"name": name, "in": where, "required": where == "path", "schema": TEXT | {"minLength": 1}}
 
 
+def _names(path: str) -> list[Schema]:
+    return [_parameter(name, "path") for name in ("id", "launch_id") if f"{{{name}}}" in path]
+
+
 def _post(path: str, body: Schema) -> Schema:
-    names = [_parameter("id", "path")] if "{id}" in path else []
     headers = [_parameter(name, "header") for name in HEADERS]
     content = {"application/json": {"schema": body}}
     request = {"required": True, "content": content}
     return {
-        "parameters": names + headers,
+        "parameters": _names(path) + headers,
         "requestBody": request,
         "responses": {"200": {"description": "fine"}},
     }
 
 
 def _get(path: str, query: tuple[str, ...]) -> Schema:
-    names = [_parameter("id", "path")] if "{id}" in path else []
     return {
-        "parameters": names + [_parameter(name, "query") for name in query],
+        "parameters": _names(path) + [_parameter(name, "query") for name in query],
         "responses": {"200": {"description": "fine"}},
     }
 

@@ -29,7 +29,8 @@ def small(played: Any) -> Any:
     return played(options=ProxyOptions(max_body_bytes=MOST, max_running=2))
 
 
-OTHERS = [f"/v1/trajectories{rest}" for rest in ("", "/x/finish", "/x/rewards", "/x/labels")]
+OF_ONE = ("finish", "rewards", "labels", "launches", "launches/l/end", "launches/l/leaks")
+OTHERS = ["/v1/trajectories", *(f"/v1/trajectories/x/{rest}" for rest in OF_ONE)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

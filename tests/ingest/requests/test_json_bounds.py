@@ -124,7 +124,7 @@ def test_as_deep_as_may_be(proxy: Any) -> None:
     assert turn.completed is not None
 
 
-ROUTES = ["/v1/trajectories", "/v1/trajectories/x/finish", "/v1/trajectories/x/labels"]
+ROUTES = ["/v1/trajectories", *(f"/v1/trajectories/x/{rest}" for rest in ("finish", "labels", "launches"))]
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/v1/messages/count_tokens"])

@@ -85,7 +85,8 @@ def test_every_kind_says_what_it_is() -> None:
 def test_what_the_kinds_say() -> None:
     """The lists that erasure, retention and sealing go by."""
     assert text_kinds() == [
-        *("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "label.added")
+        *("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "label.added"),
+        *("launch.started", "launch.ended", "launch.leaked"),
     ]
     assert FAT_KINDS == ("turn.requested", "turn.completed")
     lasting = kinds_where(lambda said: said.lasting)

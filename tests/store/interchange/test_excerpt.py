@@ -50,6 +50,14 @@ def _trajectory(name: str, turns: int) -> list[kinds.Record]:
                 *(3, "", "stop", {"content": f"reply {i} of {name}"}, {}, [], {}),
             ),
         ]
+    place, output = (
+        {"epoch": 0, "task": f"task {name}", "sample": 0},
+        {"stdout": {"path": "out of", "bytes": 9}},
+    )
+    made += [
+        kinds.LaunchStarted(name, "l", "r", place, 1, "python", {"level": "none"}, "owner of", {}, "key of"),
+        kinds.LaunchEnded(name, "l", "agent_error", f"reply 0 of {name}", output=output, by="key of"),
+    ]
     return [*made, kinds.RewardAssigned(name, None, 1.0), kinds.TrajectoryFinished(name)]
 
 
@@ -184,7 +192,8 @@ def test_text_is_taken_out(source: Store, tmp_path: Path) -> None:
     ids = {"t0", "t2", "t3"}
     made = _excerpt(source, tmp_path / "excerpt", ids, redact=True)
     rows = b"".join(orjson.dumps(e.record, default=str) for e in made.events() if e.kind != "step.failed")
-    for text in (b"name of", b"task t", b"group of", b"reply 0 of", b"stored once", b"label of"):
+    told = (b"name of", b"task t", b"group of", b"reply 0 of", b"stored once", b"label of")
+    for text in (*told, b"out of", b"owner of", b"key of"):
         assert text in b"".join(orjson.dumps(e.record, default=str) for e in source.events())
         assert text not in rows
     before, after = source.trajectories(None, ids), made.trajectories()

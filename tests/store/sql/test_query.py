@@ -35,7 +35,7 @@ def _rows(store: Store, query: str, **options: Any) -> list[tuple[Any, ...]]:
 def test_the_views_are_the_documented_ones() -> None:
     """Every view has its name, a sentence, and only reads views before it."""
     names = ["events", "runs", "rewards", "preferences", "turns", "trajectories", "tokens"]
-    names += ["outliers", "paths", "bodies"]
+    names += ["outliers", "paths", "bodies", "launches"]
     names += ["policies", "syncs", "activations", "steps", "evaluations", "metrics", "samples", "drops"]
     names += ["lineage", "ledger"]
     assert [v.name for v in VIEWS] == names
