@@ -11,8 +11,8 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
-# Two processes more than cores, since tests wait now and then.
-PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 2) --maxprocesses 4 --dist loadfile
+# A process more than cores, since tests wait now and then; each collects all tests, and makes what they share.
+PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
 # To collect all tests takes each process half a minute.
 MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests | sort)
 INSTALL := $(UV) pip install --quiet

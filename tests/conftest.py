@@ -235,6 +235,27 @@ def _train_records() -> list[Any]:
     ]
 
 
+def _launch_records() -> list[Any]:
+    """A launch that ended and left a process behind, and one that has not ended."""
+    clocks = {"start": 60, "idle": 30.5, "total": None, "scoring": 10}
+    output = {"stdout": {"path": "out/stdout.log", "bytes": 900, "kept": 512}}
+    return [
+        kinds.LaunchStarted(
+            *("t1", "l1", "nightly", {"epoch": 0, "task": "task-7", "sample": 2}, 1, "subprocess"),
+            *({"processes": "pidns"}, "host-17", clocks, "launching"),
+        ),
+        kinds.LaunchLeaked("t1", "l1", [{"pid": 4711, "command": "sleep 99"}], "end", "launching"),
+        kinds.LaunchEnded(
+            *("t1", "l1", "agent_error", "exit code 3", 3, None, 12.5, 1.25, 96.0, output),
+            *({"exact": 0.5, "judged": {"error": "no reply"}}, "launching"),
+        ),
+        kinds.LaunchStarted(
+            *("t2", "l2", "nightly", {"epoch": 1, "task": "task-8", "sample": 0}, 2, "python", {}, "host-17"),
+            dict.fromkeys(clocks),
+        ),
+    ]
+
+
 def _upkeep_records() -> list[Any]:
     """What a process that looks after the log writes: the kinds that the other lanes do not hold."""
     return [
@@ -260,6 +281,7 @@ def _upkeep_records() -> list[Any]:
         ),
         kinds.StepVectors(0, 1, "actor", "logprobs", "AAAAvwAAAL8="),
         kinds.CheckpointRemoved("actor", 1, "checkpoints/1", "w1", "o1", "[checkpoint] keep_last 2"),
+        *_launch_records(),
     ]
 
 

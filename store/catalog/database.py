@@ -186,9 +186,10 @@ def _is_empty(connection: Connection) -> bool:
 
 
 def _make(connection: Connection) -> None:
-    """Create all tables of the current schema directly, in a tenth of the time that all migrations take."""
-    Base.metadata.create_all(connection)
-    _VERSION.create(connection)
+    """Create all tables of the current schema, of which none is there, directly: in a tenth of the time that
+    all migrations take."""
+    Base.metadata.create_all(connection, checkfirst=False)
+    _VERSION.create(connection, checkfirst=False)
     connection.execute(_VERSION.insert().values(version_num=SCHEMA_REVISION))
 
 

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import run_warm
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -53,11 +53,10 @@ def test_the_commands_run(
     for command in commands[1:]:
         name, *words = shlex.split(command)
         assert name == "rollbook"
-        done = subprocess.run(
+        done = run_warm(
             [sys.executable, "-m", "rollbook", *words],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(root / "src")},
-            capture_output=True,
             text=True,
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from warm import WarmProcess
 
 from rollbook import store as rb
 from rollbook.ingest.http.body_room import BodyRoom
@@ -85,9 +86,9 @@ def _lines(page: str, program: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith(program)]
 
 
-def _rollbook(root: Path, words: list[str]) -> subprocess.Popen[str]:
+def _rollbook(root: Path, words: list[str]) -> WarmProcess:
     code = f"import sys; sys.path.insert(0, {str(root / 'src')!r}); from rollbook.cli.app import main; main()"
-    return subprocess.Popen(
+    return WarmProcess(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 

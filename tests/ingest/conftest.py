@@ -22,6 +22,7 @@ import pytest
 from exchange import Exchange
 from played_engine import PlayedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from warm import WarmProcess
 
 from rollbook import store
 from rollbook.ingest.endpoints.chat import API as CHAT_API
@@ -532,7 +533,8 @@ class Served:
         command += ["--port", str(self.port), *self.arguments]
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            start = subprocess.Popen if fewer else WarmProcess
+            self.process = start(command, env=environment, stdout=log, stderr=log)
         for _ in range(600):
             if self.process.poll() is not None:
                 raise RuntimeError(f"rollbook serve ended: {self.log.read_text()}")

@@ -354,8 +354,11 @@ def checkpoint(version: int, phase: str | None = "p", optimizer: str | None = "o
 
 def start_cli(*arguments: object) -> subprocess.Popen[str]:
     """`rollbook ...` in a process of its own, its stdout and stderr piped."""
-    return subprocess.Popen(
+    from warm import TORCH, WarmProcess
+
+    return WarmProcess(
         [sys.executable, "-m", "rollbook", *map(str, arguments)],
+        modules=TORCH,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

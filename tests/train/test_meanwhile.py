@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import TORCH, WarmProcess
 
 from rollbook.store import Store
 from rollbook.store.errors import ShortageError
@@ -150,12 +151,13 @@ sys.exit(main())
 """`rollbook` on a disk that takes long for version 2."""
 
 
-def _start(log: Store, settings: Any, fabric: Any, seconds: float) -> subprocess.Popen[bytes]:
+def _start(log: Store, settings: Any, fabric: Any, seconds: float) -> WarmProcess:
     file = log.path.parent / "slow.toml"
     file.write_text(fabric.toml(settings))
     words = ("-c", SLOW.replace("SECONDS", str(seconds)), "train", file, "--store", log.path)
-    return subprocess.Popen(
+    return WarmProcess(
         [sys.executable, *map(str, words)],
+        modules=TORCH,
         env=os.environ | {"PYTHONPATH": str(fabric.ROOT / "src"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -16,8 +16,9 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ModelError, RankError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
 from rollbook.train.config.parallel import ParallelConfig
-from rollbook.train.loop import trainer
+from rollbook.train.loop import reference_process, trainer
 from rollbook.train.loop.reference_process import left_over
+from rollbook.train.megatron import launch
 from rollbook.train.megatron.backend import TrainablePolicy
 from rollbook.train.megatron.ranks import Place, Ranks
 
@@ -34,16 +35,20 @@ def _of(log: Store, kind: Any) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
-def _processes() -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "rollbook.train.loop.reference_process" in process.cmdline()]
-
-
 @pytest.fixture(autouse=True)
-def none_is_left() -> Iterator[None]:
-    """However a training ends, so does its reference."""
-    yield
-    assert _processes() == []
+def started(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The references that were started. However a training ends, so does its reference."""
+    begun: list[Any] = []
+    start = launch.subprocess.Popen
+
+    def starts(command: Any, **options: Any) -> Any:
+        process = start(command, **options)
+        begun.extend([process] * (tuple(command[1:3]) == reference_process.PROGRAM))
+        return process
+
+    monkeypatch.setattr(launch.subprocess, "Popen", starts)
+    yield begun
+    assert [process for process in begun if process.poll() is None] == []
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -92,7 +97,11 @@ def test_over_ranks(fabric: Any, recorded: Stores) -> None:
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_ends_or_hangs(
-    fabric: Any, recorded: Stores, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
+    fabric: Any,
+    recorded: Stores,
+    started: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    ending: signal.Signals,
 ) -> None:
     """The step fails and says so; and the training goes on, wherever the reference then is."""
     log = recorded()
@@ -102,7 +111,7 @@ def test_it_ends_or_hangs(
 
     def ends(self: Any, *given: Any) -> Any:
         if self.step == 1:
-            (process,) = _processes()
+            (process,) = started
             process.send_signal(ending)
         return plan(self, *given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,20 @@ def _of(log: Store, kind: type[Any]) -> list[Any]:
     return [e.record for e in log.events() if isinstance(e.record, kind)]
 
 
-def _trajectory(fabric: Any, family: str, name: str, seed: int, *, own: bool, **said: Any) -> list[Any]:
-    """Two turns whose engine sent tokens to the model's own experts, or to random ones, with the logprobs of
+@functools.cache
+def _sampled(family: str, seed: int, own: bool) -> tuple[list[int], ExpertIds, Any]:
+    """Tokens that an engine sent to the model's own experts, or to random ones; these; and the logprobs of
     transformers."""
     _, model = mixtures.mixture(family)
     rng = np.random.default_rng(seed)
     ids = rng.integers(1, mixtures.VOCAB, 12 + seed % 3).tolist()
     experts = mixtures.own_choice(model, ids) if own else mixtures.other_choice(ids, seed)
-    told = mixtures.logprobs(model, ids, experts, HOT).detach().numpy()
+    return ids, experts, mixtures.logprobs(model, ids, experts, HOT).detach().numpy()
+
+
+def _trajectory(fabric: Any, family: str, name: str, seed: int, *, own: bool, **said: Any) -> list[Any]:
+    """Two turns."""
+    ids, experts, told = _sampled(family, seed, own)
     turns = [
         fabric.T(ids[:3], ids[3:7], None, told[2:6], 0, HOT, experts=pack(experts[:6], 0)),
         fabric.T(ids[7:9], ids[9:], 0, told[8:], 0, HOT, experts=pack(experts[6:-1], 6)),
@@ -44,10 +51,12 @@ def _trajectory(fabric: Any, family: str, name: str, seed: int, *, own: bool, **
 
 
 def _recorded(fabric: Any, log: Store, family: str, groups: int = 6, *, own: bool = False) -> Store:
+    made = []
     for g in range(groups):
         for i in range(4):
             said = {"group": f"g{g}", "reward": i / 2}
-            fabric.append(log, _trajectory(fabric, family, f"g{g}.{i}", 10 * g + i, own=own, **said))
+            made += _trajectory(fabric, family, f"g{g}.{i}", 10 * g + i, own=own, **said)
+    fabric.append(log, made)
     return log
 
 

@@ -6,13 +6,13 @@ Nothing is ever tokenized, and no logprob is made up.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from http_upstream import chat_reply, sse, streamed, whole
+from warm import run_warm
 
 from rollbook import store
 from rollbook.store.fold.trajectory import fold
@@ -230,7 +230,7 @@ def test_the_commands_take_such_turns(passed: Any, upstream: Any, tmp_path: Any)
 
     def rollbook(*arguments: str) -> str:
         command = [sys.executable, "-m", "rollbook", *arguments, "--store", str(passed.path)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        ran = run_warm(command, text=True)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

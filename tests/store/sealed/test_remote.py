@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import duckdb
 import pytest
 from scattered import answers, scatter, seal_in_units
+from warm import run_warm
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
@@ -401,12 +401,10 @@ def test_addresses_that_cannot_be(sealed: Store, storage: Any, uri: str) -> None
 
 
 def _command(root: Path, *words: object, **environment: str) -> tuple[int, str]:
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-m", "rollbook", *map(str, words)],
         env=os.environ | {"PYTHONPATH": str(root / "src")} | environment,
-        capture_output=True,
         text=True,
-        timeout=120,
     )
     return done.returncode, done.stdout + done.stderr
 
