@@ -9,10 +9,12 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 
 from rollbook import store as rb
 from rollbook.replay.stretch import history_of, prove_stretch
 from rollbook.store import Store
+from rollbook.store.errors import TrainError
 
 UNKNOWN = ["schedule"]
 """Stages that it recorded nothing of."""
@@ -40,13 +42,21 @@ def test_each_step_replays(fabric: Any, before: Store, cli: Any, step: int) -> N
 
 
 def test_the_training_that_it_left_goes_on(fabric: Any, before: Store) -> None:
-    """Of the same configuration; its further steps have all stages of today."""
+    """Of the same configuration; its further steps have all stages of today. On a machine that computes
+    otherwise it goes on from its checkpoint, without the step since."""
     model = before.path / "checkpoints/demo/actor/v00000002"
-    fabric.train(before, fabric.config(fabric.GRPO, model=str(model)))
+    settings, abandoned = fabric.config(fabric.GRPO, model=str(model)), None
+    recorded = history_of(before, None, "actor").steps[2].planned.environment["cpu_capability"]
+    if recorded != torch.backends.cpu.get_cpu_capability():
+        abandoned = 2
+        with pytest.raises(TrainError, match=f"cpu_capability: recorded '{recorded}'"):
+            fabric.train(before, settings)
+    fabric.train(before, settings, abandon_after=abandoned)
     history = history_of(before, None, "actor")
-    assert sorted(history.steps) == [0, 1, 2, 3, 4]
-    assert len({history.steps[step].planned.phase for step in (2, 3, 4)}) == 1
-    found = prove_stretch(before, history, 3, 4)
+    last = sorted(history.steps)[-2:]
+    assert last == ([3, 4] if abandoned is None else [4, 5])
+    assert len({history.steps[step].planned.phase for step in last}) == 1
+    found = prove_stretch(before, history, *last)
     stages = [{str(one.verdict) for one in s.replay.stages.values()} for s in found.steps if s.replay]
     assert stages == [{"equal"}, {"equal"}]
     assert all(s.replay is not None and "schedule" in s.replay.stages for s in found.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.ingest.conftest import Served
 from tests.sglang.conftest import ROUTING
 
 from rollbook import store
+from rollbook.demo.processes import rollbook_command
 from rollbook.store.events import PolicyActivated
 from rollbook.store.events.routed_experts import unpack
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -131,6 +133,40 @@ def _converse(client: Any) -> None:
         else:
             text = client.chat.completions.create(**asked).choices[0].message.content or ""
         messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
+
+
+def _again(served: Served, server: Any, *words: str) -> Any:
+    """What `rollbook replay rollout` says of the trajectory, by the server as it is now."""
+    command = rollbook_command("replay", "rollout", "one", "--store", served.path, "--model", server.model)
+    command += ["--engine", "sglang", "--engine-url", server.url, "--json", *words]
+    ran = subprocess.run(command, capture_output=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr.decode()[-2000:]
+    return orjson.loads(ran.stdout)
+
+
+def test_a_rollout_again(servers: Any, weights: Any, models: dict[str, Path], proxied: Serve) -> None:
+    """Greedy turns have the same tokens by the same server and weights; of other weights it is not said that
+    they should."""
+    server = servers["dense"]
+    weights(server)
+    served, _, client = proxied(server)
+    _bound(served)
+    messages: list[Any] = [{"role": "user", "content": "What is 37 + 58?"}]
+    for _ in range(2):
+        reply = client.chat.completions.create(model="m", messages=messages, max_tokens=16, temperature=0)
+        said = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+    _trajectory(served, 2)
+    httpx.post(f"{served.url}/v1/trajectories/one/finish", json={"reward": 1.0}).raise_for_status()
+    served.stop()
+    turns = _again(served, server)["turns"]
+    assert [(turn["repeatable"], turn["same"]) for turn in turns] == [(True, True)] * 2
+    weights(server).load(models["dense-next"])
+    turns = _again(served, server)["turns"]
+    assert [turn["repeatable"] for turn in turns] == [False, False]
+    assert not all(turn["same"] for turn in turns)
+    replays = [t for t in store.open(served.path).trajectories().values() if t.split == "replay"]
+    assert [len(t.turns) for t in replays] == [2, 2]
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
