@@ -19,6 +19,7 @@ import typer
 
 from rollbook import store as rb
 from rollbook.cli.app import app
+from rollbook.ingest.rollouts.config import parse_rollouts
 from rollbook.ingest.serve.settings import parse_settings
 from rollbook.store import Store
 from rollbook.store.settings import StoreSettings
@@ -137,11 +138,13 @@ def test_python_compiles_and_runs(
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_every_toml_block_loads(block: Block) -> None:
-    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve` or `train`, each key
-    known."""
+    """Every TOML block is a `store.toml`, a recipe, or settings of `rollbook serve`, `rollout` or `train`.
+    Each key is known."""
     values = tomllib.loads(block.code)
     if set(values) <= set(StoreSettings.model_fields):
         assert StoreSettings.model_validate(values) != StoreSettings()
+    elif "tasks" in values:
+        assert parse_rollouts(values, str(block)).model_fields_set == set(values)
     elif "store" in values:
         assert parse_settings(values, str(block)).model_fields_set == set(values)
     elif set(values) <= set(RecipeConfig.model_fields):

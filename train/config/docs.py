@@ -86,9 +86,8 @@ def _type(schema: Json) -> str:
         return f"list of {len(schema['prefixItems'])}: {_type(schema['prefixItems'][0])}"
     if schema.get("type") == "array":
         return f"list of {_type(schema['items'])}"
-    return {"integer": "integer", "number": "number", "boolean": "`true`, `false`"}.get(
-        schema.get("type", ""), "text"
-    ) + _bounds(schema)
+    named = {"integer": "integer", "number": "number", "boolean": "`true`, `false`", "object": "table"}
+    return named.get(schema.get("type", ""), "text") + _bounds(schema)
 
 
 def _bounds(schema: Json) -> str:

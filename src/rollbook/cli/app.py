@@ -20,11 +20,12 @@ from rollbook.cli.plot import plot
 from rollbook.cli.replay_bisect import replay_bisect
 from rollbook.cli.replay_bundle import export_app as replay_export_app
 from rollbook.cli.replay_bundle import open_bundle
-from rollbook.cli.replay_rollout import rollout
+from rollbook.cli.replay_rollout import rollout as replay_rollout
 from rollbook.cli.replay_serve import replay_serve
 from rollbook.cli.replay_step import replay_step
 from rollbook.cli.replay_stretch import replay_run, replay_weights
 from rollbook.cli.replay_what_if import what_if
+from rollbook.cli.rollout import rollout
 from rollbook.cli.score import score
 from rollbook.cli.serve import ServeCommand, serve
 from rollbook.cli.store import store_app
@@ -51,7 +52,7 @@ app.add_typer(export_app, name="export")
 app.add_typer(lineage_app, name="lineage")
 app.command(cls=ServeCommand)(serve)
 replay_app.command("step")(replay_step)
-replay_app.command("rollout")(rollout)
+replay_app.command("rollout")(replay_rollout)
 replay_app.command("run")(replay_run)
 replay_app.command("weights")(replay_weights)
 replay_app.command("bisect")(replay_bisect)
@@ -98,7 +99,7 @@ def sql(
     """Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.
 
     Views: events, runs, trajectories, turns, tokens, rewards, preferences, paths,
-    outliers, bodies; policies, syncs, activations, steps, metrics, evaluations,
+    outliers, bodies, launches; policies, syncs, activations, steps, metrics, evaluations,
     samples, drops, lineage, ledger.
     Their columns: docs/sql.md, or rollbook sql "describe turns".
     """
@@ -327,7 +328,7 @@ def import_(
     run_import(file, store, run, lane, split, model, skip_bad, json)
 
 
-for command in (plot, score, bench, demo):
+for command in (plot, rollout, score, bench, demo):
     app.command()(command)
 
 

@@ -24,7 +24,10 @@ IN_DETAIL = 16
 FIRST, LAST = 2, 6
 LINE = 400
 """Characters of a line that is cut to the terminal's width in the end."""
-STATUS = {"completed": "green", "open": "yellow", "truncated": "yellow", "aborted": "red", "failed": "red"}
+STATUS = {
+    **{"completed": "green", "open": "yellow", "truncated": "yellow"},
+    **{"aborted": "red", "failed": "red", "void": "dim"},
+}
 ROLES = {"system": "magenta", "developer": "magenta", "user": "blue", "tool": "yellow"}
 
 Words = list[tuple[str, str]]

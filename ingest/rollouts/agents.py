@@ -1,0 +1,229 @@
+"""The two ways in which an agent runs: a program in a process of its own, a coroutine in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from rollbook.ingest.rollouts.agentic import LLM, AgenticRollout, rollout_class
+from rollbook.ingest.rollouts.config import AgentConfig, ClocksConfig, RolloutConfig
+from rollbook.ingest.rollouts.isolation import Files
+from rollbook.ingest.rollouts.launching import Exit, Launch, Launcher, Leak, Limits, Running
+from rollbook.ingest.rollouts.outcome import Ended, Outcome
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
+from rollbook.ingest.rollouts.tasks import Task
+from rollbook.ingest.rollouts.told import Address, command_of, files_of, variables
+from rollbook.ingest.rollouts.watch import Activity
+from rollbook.store.errors import LaunchError, RequestError, RolloutError
+from rollbook.store.events import Json
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An agent to run.
+
+    Attributes:
+        folder: the launch's own.
+        activity: what the proxy sees of it.
+        stop: set once nobody waits for it any more.
+    """
+
+    launch_id: str
+    task: Task
+    group: str
+    address: Address
+    folder: Path
+    activity: Activity
+    stop: asyncio.Event
+
+
+class Started(Protocol):
+    """An agent that runs."""
+
+    isolation: Json
+
+    async def end(self) -> tuple[Ended, Exit | None]:
+        """Wait for its end, or end it when a clock runs out; nothing of it is left then."""
+
+
+class Agents(Protocol):
+    """Starts agents, all alike."""
+
+    async def start(self, job: Job) -> Started:
+        """Start one.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+
+    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+        """Find and end what launches that are not alive left behind."""
+
+
+class Programs:
+    """Agents that are programs."""
+
+    def __init__(self, agent: AgentConfig, clocks: ClocksConfig, launcher: Launcher) -> None:
+        self._agent, self._clocks, self._launcher = agent, clocks, launcher
+        self._limits = Limits(**agent.limits.model_dump())
+
+    async def start(self, job: Job) -> Started:
+        """As `Agents`."""
+        agent = self._agent
+        launch = Launch(
+            launch_id=job.launch_id,
+            command=command_of(agent, job.task),
+            environment=variables(agent, job.address, job.group, job.task, job.folder, os.environ),
+            folder=job.folder,
+            output=job.folder,
+            isolation=agent.isolation,
+            require=agent.require,
+            limits=self._limits,
+        )
+        return _Program(await self._launcher.start(launch), job, self._clocks)
+
+    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+        """As `Agents`."""
+        return await self._launcher.sweep(alive)
+
+
+def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
+    """What starts the programs of a CONFIG: its agents, where they are programs, and its scorers.
+
+    Those with files of their own see the files that commands name, with what lies beside them, and no launch
+    but their own.
+    """
+    words = [*config.agent.command, *(word for one in config.score for word in one.command)]
+    beside = {path.parent for path in files_of(words).values()}
+    readable = tuple(path.resolve() for path in (*config.agent.readable, *sorted(beside)))
+    return SubprocessLauncher(Files(readable, hidden=(config.folder.resolve(),)))
+
+
+def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents:
+    """What starts the agents of a CONFIG.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    if config.agent.launcher == "python":
+        return Coroutines(config.agent, config.clocks, proxy)
+    return Programs(config.agent, config.clocks, launcher)
+
+
+class _Program:
+    def __init__(self, running: Running, job: Job, clocks: ClocksConfig) -> None:
+        self.isolation = running.isolation
+        self._running, self._job, self._clocks = running, job, clocks
+
+    async def end(self) -> tuple[Ended, Exit | None]:
+        waiting = asyncio.ensure_future(self._running.wait())
+        try:
+            stopped = await _until(waiting, self._job, self._clocks)
+            if stopped is None:
+                found = waiting.result()
+                return Ended(found.code, found.signal), found
+        except BaseException:
+            await self._running.stop(0)
+            raise
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        found = await self._running.stop(self._clocks.grace_s)
+        return Ended(found.code, found.signal, stopped=stopped), found
+
+
+class Coroutines:
+    """Agents that are classes, in this process."""
+
+    def __init__(self, agent: AgentConfig, clocks: ClocksConfig, proxy: Proxy) -> None:
+        assert agent.rollout is not None
+        self._class, self._options = rollout_class(agent.rollout), agent.options
+        self._clocks, self._proxy = clocks, proxy
+
+    async def start(self, job: Job) -> Started:
+        """As `Agents`."""
+        try:
+            made = self._class(**self._options)
+        except Exception as error:
+            raise LaunchError(
+                f"{self._class.__name__} cannot be made with {self._options}: {error!r}"
+            ) from error
+        llm = LLM(self._proxy.http, job.address.openai, job.address.key, job.address.trajectory)
+        return _Coroutine(made, llm, job, self._clocks)
+
+    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+        """A coroutine leaves no process behind."""
+        return []
+
+
+class _Coroutine:
+    def __init__(self, made: AgenticRollout, llm: LLM, job: Job, clocks: ClocksConfig) -> None:
+        self.isolation: Json = {"level": "none"}
+        self._made, self._llm, self._job, self._clocks = made, llm, job, clocks
+
+    async def end(self) -> tuple[Ended, Exit | None]:
+        running = asyncio.ensure_future(self._made.run(self._job.task, self._llm))
+        try:
+            stopped = await _until(running, self._job, self._clocks)
+            if stopped is not None:
+                running.cancel()
+                await asyncio.wait([running], timeout=self._clocks.grace_s)
+            return (Ended(stopped=stopped) if stopped else _said(running)), None
+        finally:
+            with contextlib.suppress(Exception):
+                await self._made.close()
+
+
+def _said(running: asyncio.Future[Outcome | float | None]) -> Ended:
+    """How an agent in this process ended."""
+    error = running.exception()
+    if isinstance(error, RolloutError):
+        return Ended(code=1, infrastructure=str(error))
+    if isinstance(error, RequestError):
+        return Ended(code=1, error=f"the proxy refused its request: {error}")
+    if error is not None:
+        return Ended(code=1, error=repr(error))
+    said = running.result()
+    return Ended(outcome=said if isinstance(said, Outcome | None) else Outcome(float(said)))
+
+
+async def _until(running: Awaitable[T], job: Job, clocks: ClocksConfig) -> str | None:
+    """Wait for an end; the clock that ran out before it, or `cancelled`."""
+    began, future = time.monotonic(), asyncio.ensure_future(running)
+    stop = asyncio.ensure_future(job.stop.wait())
+    try:
+        while True:
+            which, at = _next(clocks, began, job.activity)
+            left = None if at is None else max(at - time.monotonic(), 0.0)
+            done, _ = await asyncio.wait({future, stop}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if future in done:
+                return None
+            if stop in done:
+                return "cancelled"
+            if (at := _next(clocks, began, job.activity)[1]) is not None and at <= time.monotonic():
+                return which
+    finally:
+        stop.cancel()
+
+
+def _next(clocks: ClocksConfig, began: float, activity: Activity) -> tuple[str, float | None]:
+    """The clock that runs out first, and when."""
+    ends: list[tuple[float, str]] = []
+    if clocks.total_s is not None:
+        ends.append((began + clocks.total_s, "total"))
+    if not activity.seen.requests and clocks.start_s is not None:
+        ends.append((began + clocks.start_s, "start"))
+    if activity.seen.requests and clocks.idle_s is not None:
+        ends.append((activity.last_s + clocks.idle_s, "idle"))
+    if not ends:
+        return "", None
+    at, which = min(ends)
+    return which, at

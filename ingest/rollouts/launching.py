@@ -1,0 +1,134 @@
+"""What a launcher is: how an agent is started, what is known of its run, and how nothing is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rollbook.store.events import Json
+
+Level = Literal["none", "session", "pidns", "bwrap"]
+"""How far an agent's processes are kept from others: not at all; in a session of their own; in a namespace of
+process ids, which ends with its launcher; that, with files of their own."""
+Isolation = Literal["auto", "none", "session", "pidns", "bwrap"]
+"""What is asked for: a level, which has to work here then, or `auto`, the most that works here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an agent may take; None: as much as the launcher itself may.
+
+    Attributes:
+        memory_mb: of each of its processes, as address space; what asks for more is refused it.
+        cpu_s: of each of its processes; SIGXCPU then, and SIGKILL a second later.
+        file_mb: of each file that it writes; SIGXFSZ then.
+        open_files: of each of its processes.
+        output_mb: kept of each of stdout and stderr, its beginning; the rest is read and let go.
+    """
+
+    memory_mb: int | None = None
+    cpu_s: int | None = None
+    file_mb: int | None = None
+    open_files: int | None = None
+    output_mb: float = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """An agent to start.
+
+    Attributes:
+        launch_id: a word of letters, digits and `-`. It is in the environment of every process of the agent,
+            as ROLLBOOK_LAUNCH_ID, by which what was left behind is found.
+        command: the program and its arguments.
+        environment: all of it; nothing of the launcher's own is added.
+        folder: its working folder, which is there and is its own.
+        output: the folder for what it prints: `stdout.log` and `stderr.log`.
+        isolation: how far it is kept from others.
+        require: the least isolation; with less the launch is refused.
+    """
+
+    launch_id: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: Path
+    output: Path
+    isolation: Isolation = "auto"
+    require: Level = "none"
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How an agent's first process ended, once nothing of it runs any more.
+
+    Attributes:
+        code: its exit code; None: a signal ended it.
+        signal: that signal.
+        cpu_s: of all of its processes; None: not known.
+        peak_rss_mb: of the largest of its processes, or of what started it (10 MB) if that was larger;
+            None: not known.
+        printed: stream -> bytes that it printed, of which the file holds the first.
+        left: processes that were still there when it ended, and were ended: `pid`, in the agent's own
+            namespace if it has one, and `command`.
+    """
+
+    code: int | None
+    signal: int | None
+    cpu_s: float | None = None
+    peak_rss_mb: float | None = None
+    printed: Mapping[str, int] = field(default_factory=dict)
+    left: tuple[Json, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """A process that a launch left behind, found and ended.
+
+    Attributes:
+        launch_id: as in its environment.
+        pid, command: of the process.
+    """
+
+    launch_id: str
+    pid: int
+    command: str
+
+
+class Running(Protocol):
+    """An agent that runs."""
+
+    isolation: Json
+    """What it is really kept in, as the log has it."""
+
+    async def wait(self) -> Exit:
+        """Wait until its first process ended, then end whatever else of it runs.
+
+        Cancelled, it ends all of it first.
+        """
+
+    async def stop(self, grace_s: float) -> Exit:
+        """End it: SIGTERM to its first process, with the group that this leads where it has a session of its
+        own, and after `grace_s` SIGKILL to all that is left.
+
+        The grace is also that of the group: a shell that runs the agent is often gone before it.
+        """
+
+
+class Launcher(Protocol):
+    """Starts agents."""
+
+    async def start(self, launch: Launch) -> Running:
+        """Start an agent.
+
+        Raises:
+            LaunchError: it cannot be started, or not as isolated as is required; the message says why.
+        """
+
+    async def sweep(self, alive: frozenset[str]) -> list[Leak]:
+        """Find processes of launches that are not among those alive, end them, and say which.
+
+        What another launcher on this host still watches over is spared, whatever `alive` says.
+        """

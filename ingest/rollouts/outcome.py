@@ -1,0 +1,122 @@
+"""How a rollout ended, and what that means for its trajectory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rollbook.store.events import VOID
+
+
+class Status(StrEnum):
+    """How a launch ended. Of the first two alone the trajectory has a reward; of the last two it is void."""
+
+    done = "done"
+    truncated = "truncated"
+    agent_error = "agent_error"
+    timeout = "timeout"
+    infra_error = "infra_error"
+    cancelled = "cancelled"
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether its trajectory is scored."""
+        return self in (Status.done, Status.truncated)
+
+    @property
+    def finish(self) -> str:
+        """The status that its trajectory is finished with."""
+        return _FINISH[self]
+
+
+_FINISH: Mapping[Status, str] = {
+    Status.done: "completed",
+    Status.truncated: "truncated",
+    Status.agent_error: "failed",
+    Status.timeout: "failed",
+    Status.infra_error: VOID,
+    Status.cancelled: VOID,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent says of its rollout.
+
+    Attributes:
+        reward: of the trajectory; several, by component; None: scored by others, or not at all.
+        truncated: whether it was cut short, by its own limit on turns for instance.
+        success: whether it solved its task; None: it does not say.
+        turn_rewards: one for each reply in order, or by reply id.
+    """
+
+    reward: float | Mapping[str, float] | None = None
+    truncated: bool = False
+    success: bool | None = None
+    turn_rewards: Sequence[float] | Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an agent's run ended, as its launcher saw it.
+
+    Attributes:
+        code, signal: of a process; an agent in this process has code 0, or 1 with an `error`.
+        error: what it raised.
+        infrastructure: why it could not run at all.
+        stopped: why it was stopped: a clock's name, or `cancelled`.
+        outcome: what it says itself.
+    """
+
+    code: int | None = 0
+    signal: int | None = None
+    error: str | None = None
+    infrastructure: str | None = None
+    stopped: str | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the proxy saw of a trajectory while its agent ran.
+
+    Attributes:
+        requests: turns that were asked for.
+        failed: whether the last turn that ended failed, which no agent does.
+        finished: the status that the trajectory was finished with; None: it is not.
+    """
+
+    requests: int = 0
+    failed: bool = False
+    finished: str | None = None
+
+
+def verdict(ended: Ended, seen: Seen) -> tuple[Status, str | None]:
+    """How a launch ended, and why.
+
+    What the engine or the proxy did to an agent is no fault of the agent: one that gives up after a turn that
+    failed did not fail at its task.
+    """
+    if ended.stopped == "cancelled":
+        return Status.cancelled, "nobody waits for it any more"
+    if ended.infrastructure is not None:
+        return Status.infra_error, ended.infrastructure
+    if ended.stopped is not None:
+        return Status.timeout, f"its {ended.stopped} clock ran out"
+    if seen.finished is not None:
+        return (Status.truncated if seen.finished == "truncated" else Status.done), None
+    failed = ended.error is not None or ended.signal is not None or ended.code != 0
+    if failed and seen.failed:
+        return Status.infra_error, f"its last request failed; {_how(ended)}"
+    if failed:
+        return Status.agent_error, _how(ended)
+    if seen.requests == 0:
+        return Status.agent_error, "it ended without a request"
+    return (Status.truncated if ended.outcome is not None and ended.outcome.truncated else Status.done), None
+
+
+def _how(ended: Ended) -> str:
+    if ended.error is not None:
+        return ended.error
+    return f"signal {ended.signal} ended it" if ended.signal is not None else f"it exited with {ended.code}"

@@ -1,0 +1,216 @@
+"""What rollouts say to a proxy, and ask of it, over HTTP alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import orjson
+
+from rollbook.ingest.rollouts.told import NO_KEY
+from rollbook.ingest.server_sent_events import MessageReader
+from rollbook.store.errors import RolloutError
+from rollbook.store.events import Event, Json
+from rollbook.store.events.event_json import from_json
+
+AWAY_S = 60.0
+"""How long a proxy may be away: it is started again, or weights change behind it."""
+FIRST_S = 5.0
+"""How long the first answer is waited for."""
+PAUSE_S = 0.5
+SILENCE_S = 45.0
+"""A stream that says nothing for so long is dead: a proxy gives a sign of life every 15 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A trajectory that was opened: its name, its id in the log, and its own key."""
+
+    name: str
+    trajectory_id: str
+    key: str
+
+
+class TakenError(RolloutError):
+    """Another trajectory of the run has the name."""
+
+
+class Proxy:
+    """A proxy of `rollbook serve`.
+
+    Args:
+        url: without a path.
+        key: of an operator or writer, where it asks for keys.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        timeout = httpx.Timeout(30.0, read=None)
+        self.http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
+
+    async def __aenter__(self) -> Proxy:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+
+    async def run_name(self) -> str:
+        """The run that it records into.
+
+        Raises:
+            RolloutError: it does not answer.
+        """
+        said = await self._sent("GET", "/healthz", away_s=FIRST_S)
+        if "run" not in said:
+            raise RolloutError(f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY")
+        return str(said["run"])
+
+    async def open(self, name: str, group: str, task: str, split: str, labels: Json) -> Opened:
+        """Open a trajectory; waits as long as an online training admits none.
+
+        Raises:
+            TakenError: the run has one of that name.
+            RolloutError: the proxy does not answer, or refuses.
+        """
+        body = {"id": name, "group": group, "task": task, "split": split, "labels": labels}
+        said = await self._sent("POST", "/v1/trajectories", body, held=True)
+        return Opened(said["id"], said["trajectory_id"], said.get("api_key") or NO_KEY)
+
+    async def launch(self, name: str, fields: Json) -> str:
+        """Record that an agent is started for a trajectory; the launch's id."""
+        return str((await self._sent("POST", f"{_of(name)}/launches", fields))["launch_id"])
+
+    async def end_launch(self, name: str, launch_id: str, fields: Json) -> None:
+        """Record how it ended."""
+        await self._sent("POST", f"{_of(name)}/launches/{quote(launch_id)}/end", fields)
+
+    async def leaked(self, name: str, launch_id: str, fields: Json) -> None:
+        """Record processes that it left behind."""
+        await self._sent("POST", f"{_of(name)}/launches/{quote(launch_id)}/leaks", fields)
+
+    async def finish(self, name: str, fields: Json) -> bool:
+        """Finish a trajectory; False: it was finished already.
+
+        Raises:
+            RolloutError: the proxy does not answer, or refuses.
+        """
+        try:
+            await self._sent("POST", f"{_of(name)}/finish", fields)
+        except TakenError:
+            return False
+        return True
+
+    async def reward(self, name: str, value: float, source: str) -> None:
+        """Record a reward."""
+        await self._sent("POST", f"{_of(name)}/rewards", {"reward": value, "source": source})
+
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        held: bool = False,
+        away_s: float = AWAY_S,
+    ) -> Json:
+        """The reply to a request, sent again while the proxy is away.
+
+        Args:
+            held: whether it may be kept waiting for as long as it takes.
+            away_s: for how long it is sent again.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + away_s
+        while True:
+            try:
+                answer = await self.http.request(method, path, json=body)
+            except httpx.HTTPError as error:
+                why = f"does not answer ({error!r}); is `rollbook serve` up?"
+            else:
+                if answer.status_code < 300:
+                    said: Json = answer.json()
+                    return said
+                code, text = _refusal(answer)
+                if answer.status_code == 409 and code not in _PASSING:
+                    raise TakenError(text)
+                if answer.status_code not in (409, 429, 503):
+                    raise RolloutError(f"the proxy at {self.url} refused {method} {path}: {text}")
+                why = f"answered {answer.status_code}: {text}"
+                if held and answer.status_code in (429, 503):
+                    deadline = loop.time() + away_s
+            if loop.time() > deadline:
+                raise RolloutError(f"the proxy at {self.url} {why}")
+            await asyncio.sleep(PAUSE_S)
+
+    # The log ----------------------------------------------------------------------------------
+
+    async def recorded(self, run: str, kinds: tuple[str, ...]) -> tuple[list[Event], str]:
+        """The events of some kinds that the run has, and the cut at which they were read.
+
+        Raises:
+            RolloutError: the proxy does not answer, or refuses.
+        """
+        found: list[Event] = []
+        query = {"kinds": ",".join(kinds), "run": run, "follow": "false", "format": "sse"}
+        async with self.http.stream("GET", "/v1/events", params=query) as answer:
+            await _check(answer, self.url)
+            cut = ""
+            async for message in _messages(answer):
+                cut = message.id or cut
+                if message.type == "message":
+                    found += [from_json(values) for values in orjson.loads(message.data)]
+        return found, cut
+
+    async def follow(self, run: str, kinds: tuple[str, ...], cut: str) -> AsyncIterator[Event]:
+        """The events of some kinds after a cut, for ever; the connection is made again where it breaks."""
+        while True:
+            query = {"kinds": ",".join(kinds), "run": run, "follow": "true", "from": cut}
+            with contextlib.suppress(httpx.HTTPError):
+                timeout = httpx.Timeout(10.0, read=SILENCE_S)
+                async with self.http.stream("GET", "/v1/events", params=query, timeout=timeout) as answer:
+                    await _check(answer, self.url)
+                    async for message in _messages(answer):
+                        if message.type == "message":
+                            for values in orjson.loads(message.data):
+                                yield from_json(values)
+                        cut = message.id or cut
+            await asyncio.sleep(PAUSE_S)
+
+
+_PASSING = ("trajectory_busy",)
+"""Conflicts that pass by themselves: the reply to an agent that was ended is awaited."""
+
+
+def _of(name: str) -> str:
+    return f"/v1/trajectories/{quote(name, safe='')}"
+
+
+async def _messages(answer: httpx.Response) -> AsyncIterator[Any]:
+    reader = MessageReader()
+    async for data in answer.aiter_raw():
+        for message in reader.feed(data):
+            yield message
+    for message in reader.end():
+        yield message
+
+
+async def _check(answer: httpx.Response, url: str) -> None:
+    if answer.status_code != 200:
+        await answer.aread()
+        raise RolloutError(f"the proxy at {url} refused its log: {_refusal(answer)[1]}")
+
+
+def _refusal(answer: httpx.Response) -> tuple[str, str]:
+    """(code, message) of an error."""
+    try:
+        error: Mapping[str, Any] = answer.json()["error"]
+        return str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return "", f"HTTP {answer.status_code}: {answer.text[:200]}"

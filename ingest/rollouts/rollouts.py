@@ -1,0 +1,346 @@
+"""All rollouts of a CONFIG: each place of each group is run, scored and told to the log, until none is left.
+
+Nothing is known here that the log does not know: a process that is started again goes on from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rollbook.ingest.rollouts.agents import Agents, Job
+from rollbook.ingest.rollouts.breaker import Breaker
+from rollbook.ingest.rollouts.config import RolloutConfig
+from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
+from rollbook.ingest.rollouts.outcome import Ended, Status, verdict
+from rollbook.ingest.rollouts.places import KINDS, Course, Place, course_of, places_of
+from rollbook.ingest.rollouts.proxy import Opened, Proxy, TakenError
+from rollbook.ingest.rollouts.scoring import Attempt, Scores, own_environment, score
+from rollbook.ingest.rollouts.tasks import Task
+from rollbook.ingest.rollouts.told import Address, make_folder
+from rollbook.ingest.rollouts.watch import Watch
+from rollbook.store.errors import LaunchError, RolloutError
+from rollbook.store.events import Json
+from rollbook.store.ids import new_id
+
+SWEEP_S = 60.0
+LAG_S = 0.25
+"""An event loop that is late by more is told of: something blocks every agent in this process."""
+SETTLE_S = 2.0
+"""How long is waited for the log to show what an agent did that ended at once."""
+DIED = "the process that ran it ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far rollouts are.
+
+    Attributes:
+        total: places; done: those of which nothing is left to do, with those of earlier processes.
+        running: launches now.
+        by_status: launches of this process that ended.
+        reward, rewarded: the mean reward of those that have one, and how many have.
+        given_up: places whose every attempt failed by its infrastructure.
+        leaked: processes that launches left behind.
+    """
+
+    total: int
+    done: int = 0
+    running: int = 0
+    by_status: Mapping[Status, int] = field(default_factory=dict)
+    reward: float | None = None
+    rewarded: int = 0
+    given_up: int = 0
+    leaked: int = 0
+
+
+class Rollouts:
+    """Runs the rollouts of a CONFIG.
+
+    Args:
+        tasks: of the CONFIG.
+        agents: that start them; launcher: of programs that score.
+        owner: the name of this process in the log.
+        say: told what somebody should know; tell: told how far they are.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tasks: list[Task],
+        proxy: Proxy,
+        agents: Agents,
+        launcher: Launcher | None,
+        owner: str,
+        say: Callable[[str], None] = lambda text: None,
+        tell: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        self._config, self._proxy, self._agents, self._launcher = config, proxy, agents, launcher
+        self._tasks = {task.name: task for task in tasks}
+        self._owner, self._say, self._tell = owner, say, tell
+        self._breaker = Breaker(config.retries.window, config.retries.stop_share)
+        self._stop = asyncio.Event()
+        self._names: dict[str, str] = {}
+        """Launch -> the name of its trajectory; of those that run, and of those that another process left."""
+        self._ended: Counter[Status] = Counter()
+        self._rewards = 0.0
+        places = len(tasks) * config.samples * config.epochs
+        self.progress = Progress(places)
+
+    def stop(self) -> None:
+        """Begin nothing more, and cancel what runs."""
+        self._stop.set()
+
+    async def run(self) -> Progress:
+        """Run all that is left to do.
+
+        Raises:
+            RolloutError: the proxy is away, or too many launches failed by their infrastructure.
+        """
+        run = await self._proxy.run_name()
+        events, cut = await self._proxy.recorded(run, KINDS)
+        course = course_of(events, self._config.name)
+        await self._settle_orphans(course)
+        left = self._left(course)
+        async with Watch(self._proxy, run, cut) as watch:
+            beside = [asyncio.create_task(self._sweep()), asyncio.create_task(self._look_at_the_loop())]
+            many = min(self._config.concurrency, max(self.progress.total, 1))
+            workers = [asyncio.create_task(self._work(left, course, watch)) for _ in range(many)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                self.stop()  # one that failed stops the others, each of which tells the log of its end
+                for task in beside:
+                    task.cancel()
+                await asyncio.wait([*beside, *workers])
+                await self._leaks(await self._agents.sweep(frozenset()), "end")
+        if (why := self._breaker.open) is not None:
+            raise RolloutError(why)
+        return self.progress
+
+    # What is left -----------------------------------------------------------------------------
+
+    async def _settle_orphans(self, course: Course) -> None:
+        """Tell the log of launches whose process ended without a word: nothing of them runs any more."""
+        self._names = {
+            of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
+        }
+        await self._leaks(await self._agents.sweep(frozenset()), "start")
+        for orphan in course.orphans.values():
+            name = self._names.pop(orphan.launch_id)
+            unfinished = await self._proxy.finish(name, {"status": Status.infra_error.finish})
+            status = Status.infra_error if unfinished else Status.done
+            await self._proxy.end_launch(name, orphan.launch_id, {"status": status, "why": DIED})
+            course.ended[orphan.place] = status
+
+    def _left(self, course: Course) -> Iterator[Place]:
+        """The places in which something is left to do; those of which nothing is are counted."""
+        config = self._config
+        for place in places_of(list(self._tasks.values()), config.samples, config.epochs):
+            if course.open(place, config.retries.attempts):
+                yield place
+            else:
+                self._show(done=self.progress.done + 1)
+
+    async def _work(self, left: Iterator[Place], course: Course, watch: Watch) -> None:
+        """Run one place after the other."""
+        for place in left:
+            if self._stop.is_set() or self._breaker.open is not None:
+                return
+            await self._fill(place, course.attempts.get(place, 0), watch)
+
+    async def _fill(self, place: Place, begun: int, watch: Watch) -> None:
+        """Run attempts in a place until one is not the infrastructure's failure, or there are none left."""
+        config, number = self._config, begun
+        while not self._stop.is_set() and self._breaker.open is None:
+            number += 1
+            status, why = await self._attempt(place, number, watch)
+            self._ended[status] += 1
+            self._breaker.add(status, why)
+            self._show()
+            if status is Status.cancelled:
+                return
+            if status is not Status.infra_error:
+                self._show(done=self.progress.done + 1)
+                return
+            if number >= config.retries.attempts:
+                self._say(
+                    f"task {place.task}, sample {place.sample}: given up after {number} attempts: {why}"
+                )
+                self._show(done=self.progress.done + 1, given_up=self.progress.given_up + 1)
+                return
+            await asyncio.sleep(config.retries.pause_s * 2 ** (number - begun - 1))
+
+    # One launch -------------------------------------------------------------------------------
+
+    async def _attempt(self, place: Place, number: int, watch: Watch) -> tuple[Status, str | None]:
+        """Run one agent from its trajectory's opening to its end, and tell the log of each."""
+        config, name = self._config, place.trajectory(self._config.name, number)
+        group, launch_id = place.group(config.name), new_id()
+        try:
+            opened = await self._proxy.open(name, group, place.task, config.split, {})
+        except TakenError as error:
+            text = f"{error}: do others called {config.name!r} run? Give these another `name`"
+            raise RolloutError(text) from error
+        folder = (config.folder / f"{name}-{launch_id[-8:]}").resolve()
+        make_folder(folder, self._tasks[place.task])
+        activity = watch.begin(opened.trajectory_id)
+        self._names[launch_id] = name
+        self._show(running=self.progress.running + 1)
+        try:
+            address = Address(self._proxy.url, name, opened.key)
+            job = Job(launch_id, self._tasks[place.task], group, address, folder, activity, self._stop)
+            return await self._launched(job, opened, place, number)
+        finally:
+            del self._names[launch_id]
+            watch.end(opened.trajectory_id)
+            self._show(running=self.progress.running - 1)
+
+    async def _launched(
+        self, job: Job, opened: Opened, place: Place, number: int
+    ) -> tuple[Status, str | None]:
+        began, exit_ = time.monotonic(), None
+        fields = self._described(job, place, number)
+        try:
+            started = await self._agents.start(job)
+        except LaunchError as error:
+            await self._proxy.launch(opened.name, fields)
+            ended = Ended(infrastructure=str(error))
+        else:
+            await self._proxy.launch(opened.name, fields | {"isolation": started.isolation})
+            ended, exit_ = await started.end()
+        await self._seen(job, ended)
+        status, why = verdict(ended, job.activity.seen)
+        scores = await self._scored(job, status, ended)
+        await self._finish(opened.name, status, ended, scores)
+        said = _of_exit(exit_, job.folder) | {"status": status, "why": why}
+        said |= {"seconds": time.monotonic() - began, "scoring": {} if scores is None else scores.described}
+        await self._proxy.end_launch(opened.name, job.launch_id, said)
+        if exit_ is not None and exit_.left:
+            await self._proxy.leaked(
+                opened.name, job.launch_id, {"processes": list(exit_.left), "found": "end"}
+            )
+            self._show(leaked=self.progress.leaked + len(exit_.left))
+        return status, why
+
+    def _described(self, job: Job, place: Place, number: int) -> Json:
+        config, clocks = self._config, self._config.clocks
+        return {
+            "launch_id": job.launch_id,
+            "rollout": config.name,
+            "place": place.described,
+            "attempt": number,
+            "launcher": config.agent.launcher,
+            "isolation": {},
+            "owner": self._owner,
+            "clocks": {
+                **{"start": clocks.start_s, "idle": clocks.idle_s},
+                **{"total": clocks.total_s, "scoring": clocks.scoring_s},
+            },
+        }
+
+    async def _seen(self, job: Job, ended: Ended) -> None:
+        """Wait a moment for the log to show the requests of an agent that ended before they came here."""
+        by = time.monotonic() + SETTLE_S
+        while ended.stopped is None and not job.activity.seen.requests and time.monotonic() < by:
+            if ended.infrastructure is not None:
+                return
+            await asyncio.sleep(0.02)
+
+    async def _scored(self, job: Job, status: Status, ended: Ended) -> Scores | None:
+        """What the CONFIG's scorers say; None: there are none, or it has no reward."""
+        config = self._config
+        if not status.rewarded or not config.score:
+            return None
+        attempt = Attempt(job.address.trajectory, job.folder)
+        environment = own_environment(config.agent.pass_environment) | {
+            "ROLLBOOK_TASK_FILE": str(job.folder / "task.json"),
+            "ROLLBOOK_TRAJECTORY_ID": job.address.trajectory,
+        }
+        limit = config.clocks.scoring_s
+        scores = await score(config.score, job.task, attempt, limit, self._launcher, environment)
+        for component, why in scores.errors.items():
+            self._say(f"{job.address.trajectory}: scorer {component} failed: {why}")
+        return scores
+
+    async def _finish(self, name: str, status: Status, ended: Ended, scores: Scores | None) -> None:
+        """Finish a trajectory, with its reward; one that its agent finished keeps its own, and gets these."""
+        outcome = ended.outcome if status.rewarded else None
+        reward: float | None = None
+        parts: dict[str, float] = {} if scores is None else dict(scores.values)
+        if scores is not None:
+            reward = scores.total
+        elif outcome is not None and isinstance(outcome.reward, Mapping):
+            parts = dict(outcome.reward)
+            reward = sum(parts.values())
+        elif outcome is not None and not isinstance(outcome.reward, Mapping):
+            reward = outcome.reward
+        for source, value in parts.items():
+            await self._proxy.reward(name, value, source)
+        fields: Json = {"status": status.finish, "reward": reward}
+        if outcome is not None:
+            fields |= {"success": outcome.success, "turn_rewards": outcome.turn_rewards}
+        if not await self._proxy.finish(name, fields) and scores is not None and reward is not None:
+            await self._proxy.reward(name, reward, "agent")
+        if reward is not None:
+            self._rewards += reward
+            self._show(rewarded=self.progress.rewarded + 1)
+
+    # Beside -----------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self._leaks(await self._agents.sweep(frozenset(self._names)), "running")
+
+    async def _leaks(self, leaks: list[Leak], found: str) -> None:
+        for leak in leaks:
+            self._say(
+                f"launch {leak.launch_id} left process {leak.pid} behind ({leak.command}); it was ended"
+            )
+            self._show(leaked=self.progress.leaked + 1)
+            if (name := self._names.get(leak.launch_id)) is not None:
+                process = {"pid": leak.pid, "command": leak.command}
+                await self._proxy.leaked(name, leak.launch_id, {"processes": [process], "found": found})
+
+    async def _look_at_the_loop(self) -> None:
+        loop, told = asyncio.get_running_loop(), -SWEEP_S
+        while True:
+            begun = loop.time()
+            await asyncio.sleep(0.05)
+            late = loop.time() - begun - 0.05
+            if late > LAG_S and begun - told > SWEEP_S:
+                told = begun
+                self._say(f"this process was blocked for {late:.2f} s, and with it every agent in it")
+
+    def _show(self, **changes: int) -> None:
+        self.progress = replace(self.progress, **changes, by_status=dict(self._ended))
+        if self.progress.rewarded:
+            self.progress = replace(self.progress, reward=self._rewards / self.progress.rewarded)
+        self._tell(self.progress)
+
+
+def _of_exit(found: Exit | None, folder: Path) -> Json:
+    """What the log says of a process's end."""
+    if found is None:
+        return {}
+    output = {
+        stream: {
+            "path": str(folder / f"{stream}.log"),
+            "bytes": count,
+            "kept": _size(folder / f"{stream}.log"),
+        }
+        for stream, count in found.printed.items()
+    }
+    return {
+        **{"exit_code": found.code, "signal": found.signal, "cpu_s": found.cpu_s},
+        **{"peak_rss_mb": found.peak_rss_mb, "output": output},
+    }
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,98 @@
+"""What a program is told: its variables and its task's file. Pure but for the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import orjson
+
+from rollbook.ingest.rollouts.config import AgentConfig
+from rollbook.ingest.rollouts.tasks import Task
+
+NO_KEY = "none"
+"""In the place of a key where the proxy asks for none: clients refuse an empty one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a trajectory's requests go.
+
+    Attributes:
+        proxy: its URL, without a path.
+        trajectory: the trajectory's name.
+        key: its own API key.
+    """
+
+    proxy: str
+    trajectory: str
+    key: str
+
+    @property
+    def root(self) -> str:
+        """The base URL of Anthropic's clients."""
+        return f"{self.proxy.rstrip('/')}/t/{quote(self.trajectory, safe='')}"
+
+    @property
+    def openai(self) -> str:
+        """The base URL of OpenAI's clients."""
+        return f"{self.root}/v1"
+
+
+def variables(
+    agent: AgentConfig, address: Address, group: str, task: Task, folder: Path, own: Mapping[str, str]
+) -> dict[str, str]:
+    """All variables of a program.
+
+    Args:
+        folder: of the launch; its task's file is in it.
+        own: this process's, of which those that are allowed are passed on.
+    """
+    ours = {
+        "OPENAI_BASE_URL": address.openai,
+        "OPENAI_API_BASE": address.openai,
+        "OPENAI_API_KEY": address.key,
+        "ANTHROPIC_BASE_URL": address.root,
+        "ANTHROPIC_API_KEY": address.key,
+        "ROLLBOOK_BASE_URL": address.openai,
+        "ROLLBOOK_API_KEY": address.key,
+        "ROLLBOOK_FINISH_URL": f"{address.proxy}/v1/trajectories/{quote(address.trajectory, safe='')}/finish",
+        "ROLLBOOK_TRAJECTORY_ID": address.trajectory,
+        "ROLLBOOK_GROUP": group,
+        "ROLLBOOK_TASK": task.name,
+        "ROLLBOOK_TASK_FILE": str(folder / "task.json"),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+    }
+    passed = {name: own[name] for name in agent.pass_environment if name in own}
+    known = passed | ours | agent.environment
+    return known | {name: known[of] for name, of in agent.names.items() if of in known}
+
+
+def files_of(command: Sequence[str]) -> dict[str, Path]:
+    """Words of a command that are files as seen from here -> where they are."""
+    return {word: Path(word).resolve() for word in command if word and Path(word).is_file()}
+
+
+def command_of(agent: AgentConfig, task: Task) -> tuple[str, ...]:
+    """The program and its arguments, files by their whole paths, `{name}` replaced by the task's value where
+    it has one."""
+    files = files_of(agent.command)
+    values = {name: str(value) for name, value in task.values.items()} | {"task": task.name}
+
+    def filled(word: str) -> str:
+        for name, value in values.items():
+            word = word.replace("{" + name + "}", value)
+        return word
+
+    return tuple(str(files[word]) if word in files else filled(word) for word in agent.command)
+
+
+def make_folder(folder: Path, task: Task) -> None:
+    """A launch's folder, for it alone, with its task."""
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "task.json").write_bytes(orjson.dumps(task.values, default=str, option=orjson.OPT_INDENT_2))
+    os.chmod(folder / "task.json", 0o600)

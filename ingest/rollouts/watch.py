@@ -1,0 +1,68 @@
+"""What the proxy sees of trajectories while their agents run, from its log: the clocks go by it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+
+from rollbook.ingest.rollouts.outcome import Seen
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.store.events import TrajectoryFinished, TurnDelivered, TurnFailed, TurnRequested
+
+KINDS = (TurnRequested.KIND, TurnDelivered.KIND, TurnFailed.KIND, TrajectoryFinished.KIND)
+
+
+@dataclass(slots=True)
+class Activity:
+    """A trajectory's.
+
+    Attributes:
+        last_s: when it was last heard of, of the monotonic clock.
+    """
+
+    seen: Seen = field(default_factory=Seen)
+    last_s: float = field(default_factory=time.monotonic)
+
+
+class Watch:
+    """Follows the log; of trajectories that nobody asks about it keeps nothing."""
+
+    def __init__(self, proxy: Proxy, run: str, cut: str) -> None:
+        self._proxy, self._run, self._cut = proxy, run, cut
+        self._of: dict[str, Activity] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Watch:
+        self._task = asyncio.create_task(self._follow())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def begin(self, trajectory_id: str) -> Activity:
+        """Keep what is seen of a trajectory, until `end`."""
+        return self._of.setdefault(trajectory_id, Activity())
+
+    def end(self, trajectory_id: str) -> None:
+        """Nobody asks any more."""
+        self._of.pop(trajectory_id, None)
+
+    async def _follow(self) -> None:
+        async for event in self._proxy.follow(self._run, KINDS, self._cut):
+            record = event.record
+            activity = self._of.get(getattr(record, "trajectory_id", ""))
+            if activity is None:
+                continue
+            activity.last_s = time.monotonic()
+            match record:
+                case TurnRequested():
+                    activity.seen = replace(activity.seen, requests=activity.seen.requests + 1)
+                case TurnFailed():
+                    activity.seen = replace(activity.seen, failed=True)
+                case TurnDelivered():
+                    activity.seen = replace(activity.seen, failed=False)
+                case TrajectoryFinished():
+                    activity.seen = replace(activity.seen, finished=record.status)

@@ -1,0 +1,123 @@
+"""Runs the rollouts of a CONFIG and shows how far they are."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.live import Live
+from rich.table import Table
+
+from rollbook.cli.terminal import Console, print_json, say
+from rollbook.ingest.rollouts.agents import agents_of, launcher_of
+from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.tasks import read_tasks
+from rollbook.store.errors import RolloutError
+from rollbook.store.ids import new_id
+
+
+def run_rollouts(path: Path, overrides: list[str], key: str | None, *, json: bool) -> int:
+    """Run them to their end, or until somebody interrupts; the exit code.
+
+    Raises:
+        ConfigError: the CONFIG or its tasks cannot be used.
+        RolloutError: the proxy is away, or too many launches failed by their infrastructure.
+    """
+    config = load_rollouts(path, overrides)
+    stopped: list[int] = []
+    with _alone(config), _shown(config) as tell:
+        found = asyncio.run(_run(config, key, tell, stopped))
+    if json:
+        print_json(asdict(found) | {"by_status": {str(key): value for key, value in found.by_status.items()}})
+    else:
+        for line in _lines(found):
+            say(line)
+    if stopped:
+        return 128 + stopped[0]
+    return 1 if found.given_up or found.done < found.total else 0
+
+
+async def _run(
+    config: RolloutConfig, key: str | None, tell: Callable[[Progress], None], stopped: list[int]
+) -> Progress:
+    """Run them; a signal stops them orderly, and is noted."""
+    tasks = await asyncio.to_thread(read_tasks, config.tasks, config.limit)
+    async with Proxy(config.proxy, key) as proxy:
+        launcher = launcher_of(config)
+        agents = agents_of(config, proxy, launcher)
+        owner = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-8:]}"
+        rollouts = Rollouts(config, tasks, proxy, agents, launcher, owner, _warn, tell)
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            stopped.append(number)
+            rollouts.stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        return await rollouts.run()
+
+
+@contextmanager
+def _alone(config: RolloutConfig) -> Iterator[None]:
+    """No other process runs these rollouts from the same folder meanwhile.
+
+    Raises:
+        RolloutError: one does.
+    """
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with (config.folder / f"{config.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            text = (
+                f"another process runs rollouts {config.name!r} in {config.folder}: wait for it, or stop it"
+            )
+            raise RolloutError(text) from error
+        yield
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+@contextmanager
+def _shown(config: RolloutConfig) -> Iterator[Callable[[Progress], None]]:
+    """A table on standard error that says how far they are; nothing if it is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with Live(console=console, transient=True, refresh_per_second=4) as live:
+        yield lambda progress: live.update(_table(config, progress))
+
+
+def _table(config: RolloutConfig, progress: Progress) -> Table:
+    table = Table(title=f"rollouts {config.name}", title_justify="left", show_header=False, box=None)
+    for line in _lines(progress):
+        name, _, value = line.partition(": ")
+        table.add_row(name, value)
+    return table
+
+
+def _lines(progress: Progress) -> list[str]:
+    by_status = ", ".join(f"{count} {status}" for status, count in sorted(progress.by_status.items()))
+    found: dict[str, Any] = {
+        "done": f"{progress.done} of {progress.total}",
+        "running": progress.running or None,
+        "launches": by_status or None,
+        "mean reward": None if progress.reward is None else f"{progress.reward:.3f} ({progress.rewarded})",
+        "given up": progress.given_up or None,
+        "left behind": f"{progress.leaked} processes, ended" if progress.leaked else None,
+    }
+    return [f"{name}: {value}" for name, value in found.items() if value is not None]

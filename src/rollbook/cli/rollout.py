@@ -1,0 +1,40 @@
+"""`rollbook rollout`: its options. What it does is imported when it runs: see `cli.rolling`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollbook.cli.options import AsJson
+
+
+def rollout(
+    config: Annotated[Path, typer.Argument(help="TOML file: tasks, agent, clocks, scores.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Overrule a key, such as concurrency=8 or clocks.total_s=600."),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(envvar="ROLLBOOK_KEY", help="An operator's key, if the proxy asks for keys."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Run agents on tasks: started, watched and scored, each a trajectory of the proxy's log.
+
+    An agent is a program that speaks OpenAI's or Anthropic's API, unchanged, or
+    a class in Python. Trajectories whose infrastructure failed are void, and
+    tried again. Interrupted, the same command goes on where it was.
+
+    rollbook serve serve.toml --store runs
+    rollbook rollout rollouts.toml --set samples=8
+    rollbook sql "select status, count(*) from launches group by 1" --store runs
+
+    Exit codes: 0 all places have their trajectory, 1 some were given up, 2 they
+    could not begin or go on.
+    """
+    from rollbook.cli.rolling import run_rollouts
+
+    raise typer.Exit(run_rollouts(config, overrides or [], key, json=json))

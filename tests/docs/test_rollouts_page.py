@@ -1,0 +1,37 @@
+"""docs/rollouts.md and the page of its keys say what `rollbook rollout` may be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollbook.cli.rollout_page import TABLES, render
+from rollbook.ingest.rollouts.config import load_rollouts
+from rollbook.ingest.rollouts.outcome import Status
+from rollbook.ingest.rollouts.tasks import Task
+from rollbook.ingest.rollouts.told import Address, variables
+
+
+def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
+    """It is generated, never edited; each key says what it is."""
+    page = (root / "docs" / "rollout-configuration.md").read_text()
+    assert page == render(), "it is old: python -m rollbook.cli.rollout_page > docs/rollout-configuration.md"
+    for model in TABLES.values():
+        assert all(field.description for field in model.model_fields.values())
+
+
+def test_the_example_is_a_configuration(root: Path, tmp_path: Path) -> None:
+    """It can be read."""
+    page = (root / "docs" / "rollouts.md").read_text()
+    (tmp_path / "rollouts.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    config = load_rollouts(tmp_path / "rollouts.toml")
+    assert (config.name, config.samples, config.score[0].name) == ("sums", 4, "correct")
+
+
+def test_every_variable_and_status_is_told(root: Path, tmp_path: Path) -> None:
+    """Each that a program gets, and each that a launch may end with."""
+    page = (root / "docs" / "rollouts.md").read_text()
+    (tmp_path / "rollouts.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    agent = load_rollouts(tmp_path / "rollouts.toml").agent
+    found = variables(agent, Address("http://h", "t", "k"), "g", Task("t", {}), tmp_path, {})
+    assert [name for name in found if f"`{name}`" not in page] == []
+    assert [one.value for one in Status if f"| `{one.value}` |" not in page] == []

@@ -1,0 +1,72 @@
+"""How a launch ended: whose fault it was, and what becomes of its trajectory."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollbook.ingest.rollouts.breaker import Breaker
+from rollbook.ingest.rollouts.outcome import Ended, Outcome, Seen, Status, verdict
+
+ASKED = Seen(requests=2)
+
+
+@pytest.mark.parametrize(
+    ("ended", "seen", "status", "why"),
+    [
+        (Ended(), ASKED, "done", None),
+        (Ended(outcome=Outcome(truncated=True)), ASKED, "truncated", None),
+        (Ended(), Seen(), "agent_error", "it ended without a request"),
+        (Ended(), Seen(finished="completed"), "done", None),
+        (Ended(code=3), ASKED, "agent_error", "it exited with 3"),
+        (Ended(code=None, signal=11), ASKED, "agent_error", "signal 11 ended it"),
+        (Ended(code=1, error="KeyError('x')"), ASKED, "agent_error", "KeyError('x')"),
+        # What failed under it is no fault of its own.
+        (Ended(code=1), Seen(2, failed=True), "infra_error", "its last request failed; it exited with 1"),
+        (Ended(), Seen(2, failed=True), "done", None),
+        (Ended(infrastructure="no such host"), ASKED, "infra_error", "no such host"),
+        # It had finished: what came later changes nothing.
+        (Ended(code=1), Seen(2, failed=True, finished="completed"), "done", None),
+        (Ended(code=1), Seen(2, finished="truncated"), "truncated", None),
+        (Ended(code=None, signal=15, stopped="idle"), ASKED, "timeout", "its idle clock ran out"),
+        (Ended(stopped="total"), Seen(2, failed=True), "timeout", "its total clock ran out"),
+        (Ended(stopped="cancelled"), ASKED, "cancelled", "nobody waits for it any more"),
+    ],
+)
+def test_a_verdict(ended: Ended, seen: Seen, status: str, why: str | None) -> None:
+    """By how it ended, and by what the proxy saw of it."""
+    assert verdict(ended, seen) == (status, why)
+
+
+def test_only_what_ended_well_has_a_reward() -> None:
+    """And what never counted is void."""
+    assert {one.value for one in Status if one.rewarded} == {"done", "truncated"}
+    assert {one.value: one.finish for one in Status} == {
+        **{"done": "completed", "truncated": "truncated"},
+        **{"agent_error": "failed", "timeout": "failed"},
+        **{"infra_error": "void", "cancelled": "void"},
+    }
+
+
+def test_the_breaker_opens_when_the_infrastructure_is_gone() -> None:
+    """Once half of the latest four launches failed so, however many went well before; agents' own errors and
+    what was cancelled do not count."""
+    breaker = Breaker(4, 0.5)
+    for _ in range(9):
+        breaker.add(Status.done, None)
+    for status in (Status.infra_error, Status.agent_error, Status.cancelled, Status.timeout):
+        breaker.add(status, "gone")
+    assert breaker.open is None
+    breaker.add(Status.infra_error, "no proxy")
+    assert breaker.open is not None
+    assert "2 of the last 4 launches failed by their infrastructure, the last: no proxy" in breaker.open
+    for _ in range(3):
+        breaker.add(Status.done, None)
+    assert breaker.open is None
+
+
+def test_a_few_launches_open_no_breaker() -> None:
+    """It waits until there are as many as it looks at."""
+    breaker = Breaker(4, 0.5)
+    for _ in range(3):
+        breaker.add(Status.infra_error, "gone")
+    assert breaker.open is None

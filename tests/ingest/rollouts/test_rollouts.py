@@ -1,0 +1,431 @@
+"""Rollouts against a real proxy: programs and classes, what fails, what is stopped, and what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollbook import store as rb
+from rollbook.ingest.rollouts.agents import agents_of, launcher_of
+from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
+from rollbook.ingest.rollouts.proxy import Proxy
+from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
+from rollbook.ingest.rollouts.tasks import Task
+from rollbook.store.errors import RolloutError
+
+AGENT = """
+import json, os, signal, subprocess, sys, time, urllib.request
+
+task = json.load(open(os.environ["ROLLBOOK_TASK_FILE"]))
+
+
+def post(url, body):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+
+
+def ask(text):
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]["content"]
+
+
+what = task["do"]
+if what == "answer":
+    open("answer.txt", "w").write(ask("hello"))
+elif what == "finish":
+    ask("hello")
+    post(os.environ["ROLLBOOK_FINISH_URL"], {"reward": 0.25})
+elif what == "exit":
+    ask("hello")
+    sys.exit(3)
+elif what == "mute":
+    pass
+elif what == "boom":
+    ask("boom")
+elif what == "flaky":
+    # The engine fails for the first attempt alone.
+    ask("hello" if os.environ["ROLLBOOK_TRAJECTORY_ID"].endswith(".2") else "boom")
+elif what == "hang":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ask("hello")
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    time.sleep(600)
+elif what == "wait":
+    ask("hello")
+    time.sleep(600)
+elif what == "daemon":
+    ask("hello")
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+elif what == "print":
+    ask("hello")
+    for _ in range(64):
+        sys.stdout.write("x" * (1 << 20))
+"""
+OWN = '''
+import asyncio, time
+from rollbook.ingest.rollouts.agentic import AgenticRollout, EnvRollout, ToolRollout
+from rollbook.ingest.rollouts.outcome import Outcome
+
+
+class Says(AgenticRollout):
+    closed = []
+
+    def __init__(self, times=1):
+        self.times = times
+
+    async def run(self, task, llm):
+        what = task.values["do"]
+        for _ in range(self.times):
+            said = await llm.chat([{"role": "user", "content": what}])
+        if what == "raise":
+            raise KeyError("mine")
+        if what == "parts":
+            return Outcome({"form": 0.25, "sense": 0.5}, success=True)
+        if what == "hang":
+            await asyncio.sleep(600)
+        return float(len(said["content"]))
+
+    async def close(self):
+        self.closed.append(1)
+
+
+class Tools(ToolRollout):
+    tool_timeout_s = 0.2
+
+    def messages(self, task):
+        return [{"role": "user", "content": task.values["do"]}]
+
+    def schemas(self, task):
+        return [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+
+    def tools(self, task):
+        return {"calc": self.calc} if task.values["do"] == "call two" else {}
+
+    def calc(self, a, b):
+        if len(b) > 1:
+            time.sleep(1)
+        return f"sum {a}{b}"
+
+    def score(self, task, answer):
+        return float(answer.count("sum 1"))
+
+
+class Counts:
+    """As gym's."""
+
+    def __init__(self):
+        self.turn = 0
+
+    def reset(self):
+        return "begin", {}
+
+    def step(self, action):
+        self.turn += 1
+        return f"turn {self.turn}", 0.5, self.turn == 3, False, {}
+
+
+class Plays(EnvRollout):
+    def make_env(self, task):
+        return Counts()
+
+
+def length(task, attempt):
+    return float(len((attempt.folder / "answer.txt").read_text()))
+
+
+def fails(task, attempt):
+    raise RuntimeError("no judge")
+'''
+
+
+@pytest.fixture(scope="module")
+def server(serve: Any, text_model: Any, script: Any) -> Any:
+    """A served script."""
+    model = str(text_model("chatml"))
+    return serve("--model", model, "--engine", "scripted", "--script", f"{script}:answer")
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the agents' files are."""
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "own_agents.py").write_text(OWN)
+    return folder
+
+
+@pytest.fixture
+def config(server: Any, beside: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """Makes a CONFIG under this test's name."""
+
+    def make(**changes: Any) -> RolloutConfig:
+        agent = {"command": [sys.executable, "-S", str(beside / "agent.py")], "isolation": "session"}
+        values = {"name": "r", "proxy": server.url, "tasks": "none", "folder": str(tmp_path / "launches")}
+        values |= {"retries": {"pause_s": 0.01}, "clocks": {"grace_s": 0.2}, "agent": agent}
+        name = "".join(c for c in request.node.name if c.isalnum() or c in "_.")[:60]
+        return parse_rollouts(values | {"name": name} | changes, "test")
+
+    return make
+
+
+def own(beside: Path, name: str, **options: Any) -> dict[str, Any]:
+    """`[agent]` of a class of this file's."""
+    return {"launcher": "python", "rollout": f"{beside}/own_agents.py:{name}", "options": options}
+
+
+def tasks(*what: str) -> list[Task]:
+    """A task for each thing to do."""
+    return [Task(f"t{i}-{one.replace(' ', '-')}", {"do": one}) for i, one in enumerate(what)]
+
+
+def run(
+    config: RolloutConfig, what: list[Task], stop: Callable[[Rollouts], Any] | None = None
+) -> tuple[Progress, list[str]]:
+    """Run rollouts; how far they came, and what was said."""
+    said: list[str] = []
+
+    async def all_of_it() -> Progress:
+        launcher = launcher_of(config)
+        async with Proxy(config.proxy) as proxy:
+            agents = agents_of(config, proxy, launcher)
+            rollouts = Rollouts(config, what, proxy, agents, launcher, "test", said.append)
+            if stop is not None:
+                stop(rollouts)
+            return await asyncio.wait_for(rollouts.run(), 60)
+
+    return asyncio.run(all_of_it()), said
+
+
+def launches(server: Any, name: str) -> list[dict[str, Any]]:
+    """What the log says of each launch of these rollouts, in order."""
+    with rb.connect(server.path) as connection:
+        query = """
+            SELECT l.task, l.sample, l.attempt, l.status, l.why, l.exit_code, l.leaked, l.scoring, l.output,
+                   l.isolation, t.status AS finished, t.split, t.reward, t.turns, t.trajectory, t."group"
+            FROM launches l JOIN trajectories t USING (trajectory_id) WHERE rollout = $name
+            ORDER BY l.task, l.sample, l.attempt"""
+        rows = connection.execute(query, {"name": name})
+        columns = [column[0] for column in rows.description]
+        return [dict(zip(columns, row, strict=True)) for row in rows.fetchall()]
+
+
+def told(rows: list[dict[str, Any]], *columns: str) -> list[Any]:
+    """These columns of each."""
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+# Programs -----------------------------------------------------------------------------------------
+
+
+def test_programs_of_every_kind(server: Any, config: Any) -> None:
+    """Each ends with its status, its trajectory with what follows from it, and nothing of it runs."""
+    made = config(
+        clocks={"total_s": 3.0, "start_s": 2.0, "grace_s": 0.2},
+        agent={
+            "command": config().agent.command,
+            "isolation": "session",
+            "limits": {"output_mb": 0.5},
+        },
+        score=[
+            {"name": "length", "function": f"{Path(config().agent.command[-1]).parent}/own_agents.py:length"}
+        ],
+    )
+    found, said = run(made, tasks("answer", "exit", "mute", "hang", "daemon", "print"))
+    rows = launches(server, made.name)
+    assert told(rows, "status", "finished", "reward", "exit_code", "leaked") == [
+        ("done", "completed", 8.0, 0, 0),
+        ("agent_error", "failed", None, 3, 0),
+        ("agent_error", "failed", None, 0, 0),
+        ("timeout", "failed", None, None, 1),
+        ("done", "completed", None, 0, 1),
+        ("done", "completed", None, 0, 0),
+    ]
+    assert rows[2]["why"] == "it ended without a request"
+    assert rows[3]["why"] == "its total clock ran out"
+    # A scorer that fails is no reward of 0, and says why.
+    assert orjson.loads(rows[0]["scoring"]) == {"length": 8.0}
+    assert "answer.txt" in orjson.loads(rows[4]["scoring"])["length"]["error"]
+    assert any("scorer length failed" in line for line in said)
+    printed = orjson.loads(rows[5]["output"])["stdout"]
+    assert (printed["bytes"], printed["kept"]) == (64 << 20, 1 << 19)
+    assert (found.done, found.given_up, found.leaked) == (6, 0, 2)
+    assert found.by_status == Counter(done=3, agent_error=2, timeout=1)
+
+
+def test_what_the_engine_failed_is_tried_again(server: Any, config: Any) -> None:
+    """As another trajectory of the same group; the one that failed is void, and no reward of 0."""
+    made = config(samples=2, retries={"pause_s": 0.01, "attempts": 2})
+    found, said = run(made, tasks("flaky", "boom"))
+    rows = launches(server, made.name)
+    flaky, boom = ([row for row in rows if row["task"].endswith(of)] for of in ("flaky", "boom"))
+    assert told(flaky, "sample", "attempt", "status", "split", "finished") == [
+        (0, 1, "infra_error", "void", "void"),
+        (0, 2, "done", "train", "completed"),
+        (1, 1, "infra_error", "void", "void"),
+        (1, 2, "done", "train", "completed"),
+    ]
+    assert len({row["group"] for row in flaky}) == 1
+    assert "its last request failed" in flaky[0]["why"]
+    assert (
+        told(boom, "attempt", "status", "split")
+        == [(1, "infra_error", "void"), (2, "infra_error", "void")] * 2
+    )
+    assert (found.done, found.given_up) == (4, 2)
+    assert sum("given up after 2 attempts" in line for line in said) == 2
+
+
+def test_an_agent_that_finishes_itself(server: Any, config: Any) -> None:
+    """Its reward is its own; asked again nothing is run a second time."""
+    made = config()
+    found, _ = run(made, tasks("finish"))
+    assert (found.done, found.by_status) == (1, {"done": 1})
+    again, _ = run(made, tasks("finish"))
+    assert (again.done, again.by_status) == (1, {})
+    assert told(launches(server, made.name), "status", "reward", "attempt") == [("done", 0.25, 1)]
+
+
+def test_a_program_scores(server: Any, config: Any, beside: Path) -> None:
+    """By its last line; components are weighed, and each is a source of its own."""
+    command = ["sh", "-c", "echo noise; echo '{\"reward\": 2}'; test -s answer.txt"]
+    components = [
+        {"name": "by_program", "command": command, "weight": 0.5},
+        {"name": "length", "function": f"{beside}/own_agents.py:length", "weight": 10.0},
+    ]
+    made = config(score=components)
+    run(made, tasks("answer"))
+    (row,) = launches(server, made.name)
+    assert (row["reward"], orjson.loads(row["scoring"])) == (81.0, {"by_program": 2.0, "length": 8.0})
+    with rb.connect(server.path) as connection:
+        query = "SELECT source, reward FROM rewards WHERE trajectory = $1 ORDER BY source"
+        rewards = connection.execute(query, [row["trajectory"]]).fetchall()
+    assert rewards == [("agent", 81.0), ("by_program", 2.0), ("length", 8.0)]
+
+
+def test_a_judge_that_fails_is_no_reward_of_0(server: Any, config: Any, beside: Path) -> None:
+    """Not even where another component has a number."""
+    names = ("length", "fails")
+    made = config(score=[{"name": n, "function": f"{beside}/own_agents.py:{n}"} for n in names])
+    run(made, tasks("answer"))
+    (row,) = launches(server, made.name)
+    assert (row["status"], row["reward"]) == ("done", None)
+    assert orjson.loads(row["scoring"]) == {"length": 8.0, "fails": {"error": "RuntimeError: no judge"}}
+
+
+# Classes ------------------------------------------------------------------------------------------
+
+
+def test_a_class_is_as_a_program(server: Any, config: Any, beside: Path) -> None:
+    """Its trajectories, rewards and failures are those of programs."""
+    made = config(agent=own(beside, "Says", times=2), clocks={"total_s": 2.0, "grace_s": 0.1})
+    found, _ = run(made, tasks("hello", "raise", "parts", "hang", "boom"))
+    rows = [row for row in launches(server, made.name) if row["attempt"] == 1]
+    assert told(rows, "status", "finished", "reward", "turns") == [
+        ("done", "completed", 8.0, 2),
+        ("agent_error", "failed", None, 2),
+        ("done", "completed", 0.75, 2),
+        ("timeout", "failed", None, 2),
+        ("infra_error", "void", None, 0),
+    ]
+    assert rows[1]["why"] == "KeyError('mine')"
+    assert found.given_up == 1
+
+
+def test_tools_are_called_side_by_side(server: Any, config: Any, beside: Path) -> None:
+    """What one returns, how long it may take, and that there is none, is told to the policy."""
+    made = config(agent=own(beside, "Tools"))
+    run(made, tasks("call two", "call"))
+    rows = launches(server, made.name)
+    assert told(rows, "status", "turns") == [("done", 2), ("done", 2)]
+    with rb.connect(server.path) as connection:
+        query = "SELECT new_messages FROM turns WHERE trajectory = $1 ORDER BY seq DESC LIMIT 1"
+        said = [connection.execute(query, [row["trajectory"]]).fetchall()[0][0] for row in rows]
+    assert said[0].count("sum 1é") == 2
+    assert "there is no tool 'calc'" in said[1]
+
+
+def test_an_environment_is_played(server: Any, config: Any, beside: Path) -> None:
+    """What it observes is said to the policy; its rewards are the turns'."""
+    made = config(agent=own(beside, "Plays"))
+    run(made, tasks("anything"))
+    (row,) = launches(server, made.name)
+    assert (row["status"], row["reward"], row["turns"]) == ("done", 1.5, 3)
+    with rb.connect(server.path) as connection:
+        query = "SELECT reward FROM rewards WHERE trajectory = $1 AND turn_id IS NOT NULL"
+        assert connection.execute(query, [row["trajectory"]]).fetchall() == [(0.5,)] * 3
+
+
+# What ends them, and what goes on -----------------------------------------------------------------
+
+
+def test_a_stop_cancels_what_runs(server: Any, config: Any) -> None:
+    """Those are void, and are run when the rollouts go on."""
+    made = config(concurrency=2)
+
+    def soon(rollouts: Rollouts) -> None:
+        asyncio.get_running_loop().call_later(1.5, rollouts.stop)
+
+    found, _ = run(made, tasks("wait", "wait", "answer"), soon)
+    assert (found.done, found.by_status) == (0, {"cancelled": 2})
+    assert told(launches(server, made.name), "status", "split") == [("cancelled", "void")] * 2
+    again, _ = run(made, [Task(task.name, {"do": "answer"}) for task in tasks("wait", "wait", "answer")])
+    assert (again.done, again.by_status) == (3, {"done": 3})
+
+
+def test_a_launcher_that_is_not_there_stops_all(server: Any, config: Any) -> None:
+    """A program that cannot be started is no agent's fault; many of them stop the rollouts."""
+    made = config(
+        samples=8,
+        agent={"command": ["no-such-program"], "isolation": "session"},
+        retries={"attempts": 9, "window": 6, "pause_s": 0.0},
+        concurrency=2,
+    )
+    with pytest.raises(RolloutError, match=r"of the last 6 launches failed .*no-such-program"):
+        run(made, tasks("answer"))
+    rows = launches(server, made.name)
+    assert 6 <= len(rows) <= 8
+    assert {(row["status"], row["split"]) for row in rows} == {("infra_error", "void")}
+
+
+@pytest.fixture
+def killed(server: Any, beside: Path, tmp_path: Path) -> RolloutConfig:
+    """A CONFIG whose rollouts were killed with -9 in the middle, by their process."""
+    file = tmp_path / "killed.toml"
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "do": "finish"}\n{"id": "b", "do": "wait"}\n')
+    command = [sys.executable, "-S", str(beside / "agent.py")]
+    file.write_text(
+        f'name = "killed"\nproxy = "{server.url}"\ntasks = "{tmp_path}/tasks.jsonl"\n'
+        f'folder = "{tmp_path}/launches"\n[agent]\ncommand = {orjson.dumps(command).decode()}\n'
+    )
+    process = subprocess.Popen([sys.executable, "-m", "rollbook", "rollout", str(file)])
+    for _ in range(400):
+        time.sleep(0.05)
+        if len([row for row in launches(server, "killed") if row["turns"]]) == 2:
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    return load_rollouts(file)
+
+
+def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:
+    """What ended is not run again; what ran is gone, told of, and run again; nothing is left running."""
+    found, _ = run(killed, [Task("a", {"do": "finish"}), Task("b", {"do": "answer"})])
+    rows = launches(server, "killed")
+    assert told(rows, "task", "attempt", "status", "split") == [
+        ("a", 1, "done", "train"),
+        ("b", 1, "infra_error", "void"),
+        ("b", 2, "done", "train"),
+    ]
+    assert rows[1]["why"] == "the process that ran it ended"
+    assert found.done == 2
