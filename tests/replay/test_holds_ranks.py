@@ -12,7 +12,8 @@ from rollbook.replay.stretch import history_of, prove_stretch
 PACKED = {"micro_batch_size": None, "tokens_per_micro_batch": 24}
 BEST = {"recipe": {"top_fraction": 0.75, "group_statistics": "all"}} | PACKED
 PPO = {"name": "ppo", "groups": 2, "kl": 0.1}
-HYBRID = {"mode": "hybrid", "num_iters_per_train_update": 2, "algorithm": {"name": "grpo", "old": "trainer"}}
+GROUPS = {"name": "grpo", "old": "trainer", "kl": 0.1, "groups": 2, "group_size": 4}
+HYBRID = {"mode": "hybrid", "num_iters_per_train_update": 2, "algorithm": GROUPS}
 TRAININGS: dict[str, dict[str, Any]] = {
     "data": BEST,
     "tensor": BEST | {"parallel": {"tensor": 2}},
