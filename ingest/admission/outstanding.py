@@ -216,11 +216,11 @@ class Outstanding:
         known = self._trajectories.get(record.trajectory_id)
         if known is None:
             return
-        if record.status == VOID and known.split is None:
-            known.void = True
-            return
         if record.status == VOID:
-            self.withdraw(record.trajectory_id)
+            if known.split is None:
+                known.void = True
+            else:
+                self.withdraw(record.trajectory_id)
             return
         known.running = False
         known.sampled = None

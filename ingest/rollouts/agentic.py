@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import httpx
 import orjson
 
-from rollbook.ingest.rollouts.named import imported
+from rollbook.ingest.rollouts.named import called, imported
 from rollbook.ingest.rollouts.outcome import Outcome
 from rollbook.ingest.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError, RequestError, RolloutError
@@ -99,13 +99,13 @@ class EnvRollout(AgenticRollout):
         trajectory's."""
         env = self.make_env(task)
         try:
-            began = await _called(env.reset)
+            began = await called(env.reset)
             first = began[0] if isinstance(began, tuple) else began
             messages: list[Json] = [{"role": "user", "content": self.shown(first)}]
             rewards: list[float] = []
             for _ in range(self.most_turns):
                 said = await llm.chat(messages)
-                observation, reward, over = _stepped(await _called(env.step, said.get("content") or ""))
+                observation, reward, over = _stepped(await called(env.step, said.get("content") or ""))
                 rewards.append(reward)
                 if over:
                     return Outcome(sum(rewards), turn_rewards=rewards)
@@ -113,7 +113,7 @@ class EnvRollout(AgenticRollout):
             return Outcome(sum(rewards), truncated=True, turn_rewards=rewards)
         finally:
             if hasattr(env, "close"):
-                await _called(env.close)
+                await called(env.close)
 
 
 class ToolRollout(AgenticRollout):
@@ -154,7 +154,7 @@ class ToolRollout(AgenticRollout):
         try:
             arguments = orjson.loads(call["function"]["arguments"] or "{}")
             async with asyncio.timeout(self.tool_timeout_s):
-                said = str(await _called(tools[name], **arguments))
+                said = str(await called(tools[name], **arguments))
         except TimeoutError:
             said = f"error: {name} took longer than {self.tool_timeout_s:g} s"
         except KeyError:
@@ -190,14 +190,6 @@ def rollout_class(name: str) -> type[AgenticRollout]:
     if not (inspect.isclass(found) and issubclass(found, AgenticRollout)):
         raise ConfigError(f"agent.rollout: {name!r} is {found!r}, no class derived from AgenticRollout")
     return found
-
-
-async def _called(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What a function gives; one that is no coroutine runs in a thread, for it may block."""
-    if inspect.iscoroutinefunction(call):
-        return await call(*given, **named)
-    found = await asyncio.to_thread(call, *given, **named)
-    return await found if inspect.isawaitable(found) else found
 
 
 def _stepped(found: Any) -> tuple[Any, float, bool]:

@@ -19,7 +19,7 @@ from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, command_of, files_of, variables
+from rollbook.ingest.rollouts.told import Address, command_of, files_of, placed, variables
 from rollbook.ingest.rollouts.watch import Activity
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import Json
@@ -74,14 +74,14 @@ class Programs:
 
     def __init__(self, agent: AgentConfig, clocks: ClocksConfig, launcher: Launcher) -> None:
         self._agent, self._clocks, self._launcher = agent, clocks, launcher
-        self._limits = Limits(**agent.limits.model_dump())
+        self._command, self._limits = placed(agent.command), Limits(**agent.limits.model_dump())
 
     async def start(self, job: Job) -> Started:
         """As `Agents`."""
         agent = self._agent
         launch = Launch(
             launch_id=job.launch_id,
-            command=command_of(agent, job.task),
+            command=command_of(self._command, job.task),
             environment=variables(agent, job.address, job.group, job.task, job.folder, os.environ),
             folder=job.folder,
             output=job.folder,
@@ -178,6 +178,7 @@ class _Coroutine:
                 await asyncio.wait([running], timeout=self._clocks.grace_s)
             return (Ended(stopped=stopped) if stopped else _said(running)), None
         finally:
+            running.cancel()
             with contextlib.suppress(Exception):
                 await self._made.close()
 

@@ -17,6 +17,7 @@ from rollbook.ingest.rollouts.launching import Isolation, Level
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
+from rollbook.store.toml_file import read_toml
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -116,7 +117,7 @@ class ScoreConfig(_Table):
     name: Name
     """What it is called; the source of its reward."""
     function: str | None = None
-    """`module:function` or `file.py:function` of (task, trajectory) that gives a number."""
+    """`module:function` or `file.py:function` of (task, attempt) that gives a number."""
     command: tuple[str, ...] = ()
     """A program whose last line of output is a number, or an object with `reward`."""
     weight: float = 1.0
@@ -168,12 +169,7 @@ def load_rollouts(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+    values = read_toml(path)
     for text in overrides:
         _override(values, text)
     return parse_rollouts(values, str(path))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import xxhash
 
 from rollbook.store.errors import ConfigError
 
@@ -33,18 +39,31 @@ def imported(text: str, what: str) -> Any:
     return getattr(module, name)
 
 
+async def called(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What a function gives; one that is no coroutine runs in a thread, for it may block."""
+    if inspect.iscoroutinefunction(call):
+        return await call(*given, **named)
+    found = await asyncio.to_thread(call, *given, **named)
+    return await found if inspect.isawaitable(found) else found
+
+
 def _of_file(path: Path) -> ModuleType:
     """A file's module, which finds others beside it."""
     whole = path.resolve()
-    held = sys.modules.get(whole.stem)
-    if held is not None and getattr(held, "__file__", None) == str(whole):
-        return held
-    spec = importlib.util.spec_from_file_location(whole.stem, whole)
+    # In no other module's place, whatever the file is called.
+    name = f"rollbook_own_{xxhash.xxh3_64_hexdigest(os.fsencode(whole))}_{whole.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, whole)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(str(path))
     module = importlib.util.module_from_spec(spec)
     if str(whole.parent) not in sys.path:
         sys.path.append(str(whole.parent))
-    sys.modules[whole.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -40,6 +40,12 @@ _FINISH: Mapping[Status, str] = {
 }
 
 
+def ended_as(finish: str) -> Status:
+    """How a launch ended of which only the status is known that its trajectory was finished with."""
+    known = {"completed": Status.done, "truncated": Status.truncated, VOID: Status.infra_error}
+    return known.get(finish, Status.agent_error)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What an agent says of its rollout.

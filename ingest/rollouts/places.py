@@ -8,9 +8,18 @@ from urllib.parse import quote
 
 from rollbook.ingest.rollouts.outcome import Status
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.store.events import Event, Json, LaunchEnded, LaunchStarted
+from rollbook.store.events import (
+    Event,
+    Json,
+    LaunchEnded,
+    LaunchStarted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+)
 
-KINDS = (LaunchStarted.KIND, LaunchEnded.KIND)
+KINDS = (TrajectoryOpened.KIND, TrajectoryFinished.KIND, LaunchStarted.KIND, LaunchEnded.KIND)
+LABEL = "rollout"
+"""Label of a trajectory that says which rollouts it is of."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,11 +63,15 @@ class Course:
         attempts: place -> attempts that were begun.
         ended: place -> how its last attempt ended.
         orphans: launch -> one that no end was recorded of.
+        unlaunched: names of trajectories whose process died before it told of their launch.
+        finished: trajectory -> the status that it was finished with.
     """
 
     attempts: dict[Place, int] = field(default_factory=dict)
     ended: dict[Place, Status] = field(default_factory=dict)
     orphans: dict[str, Orphan] = field(default_factory=dict)
+    unlaunched: frozenset[str] = frozenset()
+    finished: dict[str, str] = field(default_factory=dict)
 
     def open(self, place: Place, most: int) -> bool:
         """Whether something is left to do there, with at most so many attempts."""
@@ -71,11 +84,17 @@ class Course:
 
 
 def course_of(events: Iterable[Event], rollout: str) -> Course:
-    """Fold the launches of the rollouts of a name."""
+    """Fold the launches of the rollouts of a name, and what became of their trajectories."""
     course, running = Course(), dict[str, Orphan]()
+    opened, launched = dict[str, str](), set[str]()
     for event in events:
         match event.record:
+            case TrajectoryOpened() as record if record.labels.get(LABEL) == rollout:
+                opened[record.trajectory_id] = record.name
+            case TrajectoryFinished() as record:
+                course.finished[record.trajectory_id] = record.status
             case LaunchStarted() as record if record.rollout == rollout:
+                launched.add(record.trajectory_id)
                 place = Place(record.place["epoch"], record.place["task"], record.place["sample"])
                 running[record.launch_id] = Orphan(
                     place, record.attempt, record.launch_id, record.trajectory_id
@@ -88,6 +107,7 @@ def course_of(events: Iterable[Event], rollout: str) -> Course:
                 if orphan.attempt == course.attempts[orphan.place]:
                     course.ended[orphan.place] = Status(record.status)
     course.orphans = running
+    course.unlaunched = frozenset(name for one, name in opened.items() if one not in launched)
     return course
 
 

@@ -14,7 +14,7 @@ import orjson
 
 from rollbook.ingest.rollouts.told import NO_KEY
 from rollbook.ingest.server_sent_events import MessageReader
-from rollbook.store.errors import RolloutError
+from rollbook.store.errors import RequestError, RolloutError
 from rollbook.store.events import Event, Json
 from rollbook.store.events.event_json import from_json
 
@@ -34,10 +34,6 @@ class Opened:
     name: str
     trajectory_id: str
     key: str
-
-
-class TakenError(RolloutError):
-    """Another trajectory of the run has the name."""
 
 
 class Proxy:
@@ -76,7 +72,7 @@ class Proxy:
         """Open a trajectory; waits as long as an online training admits none.
 
         Raises:
-            TakenError: the run has one of that name.
+            RequestError: 409, the run has one of that name.
             RolloutError: the proxy does not answer, or refuses.
         """
         body = {"id": name, "group": group, "task": task, "split": split, "labels": labels}
@@ -103,7 +99,9 @@ class Proxy:
         """
         try:
             await self._sent("POST", f"{_of(name)}/finish", fields)
-        except TakenError:
+        except RequestError as error:
+            if error.code != FINISHED:
+                raise
             return False
         return True
 
@@ -125,6 +123,10 @@ class Proxy:
         Args:
             held: whether it may be kept waiting for as long as it takes.
             away_s: for how long it is sent again.
+
+        Raises:
+            RequestError: 409, it contradicts what the log has.
+            RolloutError: the proxy does not answer, or refuses.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + away_s
@@ -139,7 +141,7 @@ class Proxy:
                     return said
                 code, text = _refusal(answer)
                 if answer.status_code == 409 and code not in _PASSING:
-                    raise TakenError(text)
+                    raise RequestError(409, code, text)
                 if answer.status_code not in (409, 429, 503):
                     raise RolloutError(f"the proxy at {self.url} refused {method} {path}: {text}")
                 why = f"answered {answer.status_code}: {text}"
@@ -184,6 +186,7 @@ class Proxy:
             await asyncio.sleep(PAUSE_S)
 
 
+FINISHED = "trajectory_finished"
 _PASSING = ("trajectory_busy",)
 """Conflicts that pass by themselves: the reply to an agent that was ended is awaited."""
 

@@ -6,6 +6,7 @@ Nothing is known here that the log does not know: a process that is started agai
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,15 +17,15 @@ from rollbook.ingest.rollouts.agents import Agents, Job
 from rollbook.ingest.rollouts.breaker import Breaker
 from rollbook.ingest.rollouts.config import RolloutConfig
 from rollbook.ingest.rollouts.launching import Exit, Launcher, Leak
-from rollbook.ingest.rollouts.outcome import Ended, Status, verdict
-from rollbook.ingest.rollouts.places import KINDS, Course, Place, course_of, places_of
-from rollbook.ingest.rollouts.proxy import Opened, Proxy, TakenError
-from rollbook.ingest.rollouts.scoring import Attempt, Scores, own_environment, score
+from rollbook.ingest.rollouts.outcome import Ended, Status, ended_as, verdict
+from rollbook.ingest.rollouts.places import KINDS, LABEL, Course, Place, course_of, places_of
+from rollbook.ingest.rollouts.proxy import Opened, Proxy
+from rollbook.ingest.rollouts.scoring import Attempt, Scores, functions_of, score
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, make_folder
+from rollbook.ingest.rollouts.told import Address, make_folder, passed
 from rollbook.ingest.rollouts.watch import Watch
-from rollbook.store.errors import LaunchError, RolloutError
-from rollbook.store.events import Json
+from rollbook.store.errors import LaunchError, RequestError, RolloutError
+from rollbook.store.events import VOID, Json
 from rollbook.store.ids import new_id
 
 SWEEP_S = 60.0
@@ -66,6 +67,9 @@ class Rollouts:
         agents: that start them; launcher: of programs that score.
         owner: the name of this process in the log.
         say: told what somebody should know; tell: told how far they are.
+
+    Raises:
+        ConfigError: it names a function that scores, and there is none such.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Rollouts:
     ) -> None:
         self._config, self._proxy, self._agents, self._launcher = config, proxy, agents, launcher
         self._tasks = {task.name: task for task in tasks}
+        self._functions = functions_of(config.score)
         self._owner, self._say, self._tell = owner, say, tell
         self._breaker = Breaker(config.retries.window, config.retries.stop_share)
         self._stop = asyncio.Event()
@@ -130,10 +135,13 @@ class Rollouts:
             of.launch_id: of.place.trajectory(self._config.name, of.attempt) for of in course.orphans.values()
         }
         await self._leaks(await self._agents.sweep(frozenset()), "start")
+        for name in sorted(course.unlaunched):
+            await self._proxy.finish(name, {"status": VOID})
         for orphan in course.orphans.values():
-            name = self._names.pop(orphan.launch_id)
-            unfinished = await self._proxy.finish(name, {"status": Status.infra_error.finish})
-            status = Status.infra_error if unfinished else Status.done
+            name, finished = self._names.pop(orphan.launch_id), course.finished.get(orphan.trajectory_id)
+            if finished is None:
+                await self._proxy.finish(name, {"status": VOID})
+            status = ended_as(finished or VOID)
             await self._proxy.end_launch(name, orphan.launch_id, {"status": status, "why": DIED})
             course.ended[orphan.place] = status
 
@@ -151,13 +159,16 @@ class Rollouts:
         for place in left:
             if self._stop.is_set() or self._breaker.open is not None:
                 return
-            await self._fill(place, course.attempts.get(place, 0), watch)
+            await self._fill(place, course, watch)
 
-    async def _fill(self, place: Place, begun: int, watch: Watch) -> None:
+    async def _fill(self, place: Place, course: Course, watch: Watch) -> None:
         """Run attempts in a place until one is not the infrastructure's failure, or there are none left."""
-        config, number = self._config, begun
+        config, begun = self._config, course.attempts.get(place, 0)
+        number = begun
         while not self._stop.is_set() and self._breaker.open is None:
             number += 1
+            while place.trajectory(config.name, number) in course.unlaunched:
+                number += 1
             status, why = await self._attempt(place, number, watch)
             self._ended[status] += 1
             self._breaker.add(status, why)
@@ -182,8 +193,9 @@ class Rollouts:
         config, name = self._config, place.trajectory(self._config.name, number)
         group, launch_id = place.group(config.name), new_id()
         try:
-            opened = await self._proxy.open(name, group, place.task, config.split, {})
-        except TakenError as error:
+            labels = {LABEL: config.name}
+            opened = await self._proxy.open(name, group, place.task, config.split, labels)
+        except RequestError as error:
             text = f"{error}: do others called {config.name!r} run? Give these another `name`"
             raise RolloutError(text) from error
         folder = (config.folder / f"{name}-{launch_id[-8:]}").resolve()
@@ -257,12 +269,14 @@ class Rollouts:
         if not status.rewarded or not config.score:
             return None
         attempt = Attempt(job.address.trajectory, job.folder)
-        environment = own_environment(config.agent.pass_environment) | {
+        environment = passed(config.agent, os.environ) | {
             "ROLLBOOK_TASK_FILE": str(job.folder / "task.json"),
             "ROLLBOOK_TRAJECTORY_ID": job.address.trajectory,
         }
         limit = config.clocks.scoring_s
-        scores = await score(config.score, job.task, attempt, limit, self._launcher, environment)
+        scores = await score(
+            config.score, self._functions, job.task, attempt, limit, self._launcher, environment
+        )
         for component, why in scores.errors.items():
             self._say(f"{job.address.trajectory}: scorer {component} failed: {why}")
         return scores

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
-import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import orjson
 
 from rollbook.ingest.rollouts.config import ScoreConfig
 from rollbook.ingest.rollouts.launching import Launch, Launcher
-from rollbook.ingest.rollouts.named import imported
+from rollbook.ingest.rollouts.named import called, imported
 from rollbook.ingest.rollouts.tasks import Task
+from rollbook.ingest.rollouts.told import placed
 from rollbook.store.errors import RolloutError
 from rollbook.store.events import Json
 
@@ -32,12 +31,10 @@ class Attempt:
     Attributes:
         trajectory: its name.
         folder: what the agent left there.
-        messages: the conversation of its last request, with the reply; empty where it is not known.
     """
 
     trajectory: str
     folder: Path
-    messages: Sequence[Json] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +57,18 @@ class Scores:
         return {**self.values, **{name: {"error": why} for name, why in self.errors.items()}}
 
 
+def functions_of(components: Sequence[ScoreConfig]) -> dict[str, Callable[..., Any]]:
+    """Component -> its function, of those that have one.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    return {one.name: imported(one.function, "score.function") for one in components if one.function}
+
+
 async def score(
     components: Sequence[ScoreConfig],
+    functions: Mapping[str, Callable[..., Any]],
     task: Task,
     attempt: Attempt,
     timeout_s: float,
@@ -71,6 +78,7 @@ async def score(
     """Have every component scored, side by side.
 
     Args:
+        functions: as `functions_of` gives them.
         launcher: of programs.
         environment: of programs.
     """
@@ -78,7 +86,8 @@ async def score(
     async def one(component: ScoreConfig) -> float:
         async with asyncio.timeout(timeout_s):
             if component.function is not None:
-                return await _by_function(component.function, task, attempt)
+                said = await called(functions[component.name], task, attempt)
+                return _number(said, component.function)
             assert launcher is not None
             return await _by_program(component, attempt, launcher, environment)
 
@@ -99,13 +108,6 @@ async def score(
     return Scores(values, errors, total)
 
 
-async def _by_function(name: str, task: Task, attempt: Attempt) -> float:
-    call = imported(name, "score.function")
-    if inspect.iscoroutinefunction(call):
-        return _number(await call(task, attempt), name)
-    return _number(await asyncio.to_thread(call, task, attempt), name)
-
-
 async def _by_program(
     component: ScoreConfig, attempt: Attempt, launcher: Launcher, environment: Mapping[str, str]
 ) -> float:
@@ -113,7 +115,7 @@ async def _by_program(
     folder.mkdir(mode=0o700, exist_ok=True)
     launch = Launch(
         launch_id=f"score-{uuid.uuid4()}",
-        command=component.command,
+        command=placed(component.command),
         environment=dict(environment) | {"ROLLBOOK_FOLDER": str(attempt.folder)},
         folder=attempt.folder,
         output=folder,
@@ -147,8 +149,3 @@ def _number(said: Any, name: str) -> float:
     if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said):
         raise RolloutError(f"{name} gave {said!r}: a finite number is wanted")
     return float(said)
-
-
-def own_environment(names: Sequence[str]) -> dict[str, str]:
-    """Variables of this process, of these names."""
-    return {name: os.environ[name] for name in names if name in os.environ}

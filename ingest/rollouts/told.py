@@ -37,6 +37,11 @@ class Address:
         return f"{self.proxy.rstrip('/')}/t/{quote(self.trajectory, safe='')}"
 
     @property
+    def finish(self) -> str:
+        """Where its agent may finish it."""
+        return f"{self.proxy.rstrip('/')}/v1/trajectories/{quote(self.trajectory, safe='')}/finish"
+
+    @property
     def openai(self) -> str:
         """The base URL of OpenAI's clients."""
         return f"{self.root}/v1"
@@ -59,7 +64,7 @@ def variables(
         "ANTHROPIC_API_KEY": address.key,
         "ROLLBOOK_BASE_URL": address.openai,
         "ROLLBOOK_API_KEY": address.key,
-        "ROLLBOOK_FINISH_URL": f"{address.proxy}/v1/trajectories/{quote(address.trajectory, safe='')}/finish",
+        "ROLLBOOK_FINISH_URL": address.finish,
         "ROLLBOOK_TRAJECTORY_ID": address.trajectory,
         "ROLLBOOK_GROUP": group,
         "ROLLBOOK_TASK": task.name,
@@ -67,9 +72,13 @@ def variables(
         "HOME": str(folder),
         "TMPDIR": str(folder),
     }
-    passed = {name: own[name] for name in agent.pass_environment if name in own}
-    known = passed | ours | agent.environment
+    known = passed(agent, own) | ours | agent.environment
     return known | {name: known[of] for name, of in agent.names.items() if of in known}
+
+
+def passed(agent: AgentConfig, own: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables that programs are given."""
+    return {name: own[name] for name in agent.pass_environment if name in own}
 
 
 def files_of(command: Sequence[str]) -> dict[str, Path]:
@@ -77,10 +86,14 @@ def files_of(command: Sequence[str]) -> dict[str, Path]:
     return {word: Path(word).resolve() for word in command if word and Path(word).is_file()}
 
 
-def command_of(agent: AgentConfig, task: Task) -> tuple[str, ...]:
-    """The program and its arguments, files by their whole paths, `{name}` replaced by the task's value where
-    it has one."""
-    files = files_of(agent.command)
+def placed(command: Sequence[str]) -> tuple[str, ...]:
+    """The command as it is understood from any folder: files by their whole paths."""
+    files = files_of(command)
+    return tuple(str(files.get(word, word)) for word in command)
+
+
+def command_of(command: Sequence[str], task: Task) -> tuple[str, ...]:
+    """The program and its arguments, `{name}` replaced by the task's value where it has one."""
     values = {name: str(value) for name, value in task.values.items()} | {"task": task.name}
 
     def filled(word: str) -> str:
@@ -88,7 +101,7 @@ def command_of(agent: AgentConfig, task: Task) -> tuple[str, ...]:
             word = word.replace("{" + name + "}", value)
         return word
 
-    return tuple(str(files[word]) if word in files else filled(word) for word in agent.command)
+    return tuple(map(filled, command))
 
 
 def make_folder(folder: Path, task: Task) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from rollbook.ingest.engines.address import EngineAddress
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
+from rollbook.store.toml_file import read_toml
 
 Seconds = Annotated[float, Field(ge=0)]
 Megabytes = Annotated[float, Field(gt=0)]
@@ -159,12 +159,7 @@ def _read(file: Path) -> Json:
     Raises:
         ConfigError: it cannot be read, or holds one.
     """
-    try:
-        values = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
+    values = read_toml(file)
     urls = values.get("engine_url", [])
     if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
         raise ConfigError(f"{file}:\n  engine_url: send a list of addresses")

@@ -45,6 +45,7 @@ CLASS = 'tasks = "tasks.jsonl"\n[agent]\nlauncher = "python"\nrollout = "{}"\n'
         ("tasks =", "not TOML"),
         (WHOLE.replace("tasks.jsonl", "none.jsonl"), "'none.jsonl' is no file"),
         (CLASS.format("nowhere:X"), "'nowhere' cannot be imported"),
+        (f'{WHOLE}[[score]]\nname = "x"\nfunction = "nowhere:f"\n', "'nowhere' cannot be imported"),
         (CLASS.format("os:sep"), "no class derived from AgenticRollout"),
     ],
 )

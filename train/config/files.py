@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
+from rollbook.store.toml_file import read_toml
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.config import TrainConfig, parse_config, said_wrong
@@ -26,7 +27,7 @@ def load_config(path: Path, overrides: list[str]) -> TrainConfig:
     Raises:
         ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
     """
-    values = _with_recipe(_read(path), path)
+    values = _with_recipe(read_toml(path), path)
     for text in overrides:
         override(values, text)
     return parse_config(values, str(path))
@@ -51,7 +52,7 @@ def load_recipe(path: Path) -> NamedRecipe:
     Raises:
         ConfigError: it cannot be read, or a key is unknown or ill-typed; all are named.
     """
-    values = _read(path)
+    values = read_toml(path)
     if "algorithm" in values:
         config = parse_config(_with_recipe(values, path), str(path))
         return NamedRecipe(str(path), config.recipe, config.algorithm, config)
@@ -65,20 +66,6 @@ def _recipe(values: Json, path: Path) -> RecipeConfig:
         raise ConfigError(said_wrong(str(path), error)) from error
 
 
-def _read(path: Path) -> Json:
-    """The values of a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-
-
 def _with_recipe(values: Json, path: Path) -> Json:
     """The values, with a recipe file's keys in the place of its name.
 
@@ -86,7 +73,7 @@ def _with_recipe(values: Json, path: Path) -> Json:
         ConfigError: it cannot be read.
     """
     named = values.get("recipe")
-    return values | {"recipe": _read(path.parent / named)} if isinstance(named, str) else values
+    return values | {"recipe": read_toml(path.parent / named)} if isinstance(named, str) else values
 
 
 def override(values: Json, text: str) -> None:

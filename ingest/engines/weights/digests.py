@@ -79,9 +79,9 @@ def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | No
             if tensor.nbytes < LARGE:
                 lines.append(line_of(name, tensor))
                 continue
-            waiting.append(pool.submit(line_of, name, tensor))
-            if len(waiting) > HASHERS.get(tensor.device.type, 1):  # no more of them are kept in memory
+            if len(waiting) >= HASHERS.get(tensor.device.type, 1):  # no more of them are kept in memory
                 lines.append(waiting.popleft().result())
+            waiting.append(pool.submit(line_of, name, tensor))
         lines += [line.result() for line in waiting]
     return lines
 

@@ -12,7 +12,7 @@ import pytest
 
 from rollbook.ingest.rollouts.config import load_rollouts, parse_rollouts
 from rollbook.ingest.rollouts.tasks import Task, read_tasks
-from rollbook.ingest.rollouts.told import Address, command_of, make_folder, variables
+from rollbook.ingest.rollouts.told import Address, command_of, make_folder, placed, variables
 from rollbook.store.errors import ConfigError
 
 LEAST: dict[str, Any] = {"tasks": "tasks.jsonl", "agent": {"command": ["true"]}}
@@ -144,7 +144,7 @@ def test_what_a_program_is_told(tmp_path: Path) -> None:
         str(tmp_path),
     )
     assert not {"SECRET", "NOTHING"} & found.keys()
-    assert command_of(agent, task) == ("run", "1+1?", "a/b")
+    assert command_of(placed(agent.command), task) == ("run", "1+1?", "a/b")
 
 
 def test_a_launch_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollbook.ingest.rollouts.outcome import ended_as
 from rollbook.ingest.rollouts.places import Course, Orphan, Place, course_of, places_of
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.store.events import Event, LaunchEnded, LaunchStarted
+from rollbook.store.events import Event, LaunchEnded, LaunchStarted, TrajectoryFinished, TrajectoryOpened
 
 PLACE = Place(0, "a", 1)
 
@@ -82,3 +83,23 @@ def test_lanes_are_read_in_any_order(order: list[int]) -> None:
     pairs[3] = (pairs[3][0], _ended("l3", "done"))
     course = _course(*(event for n in order for event in pairs[n]))
     assert (course.attempts[PLACE], course.ended[PLACE], course.orphans) == (4, "done", {})
+
+
+@pytest.mark.parametrize(
+    ("finished", "status"),
+    [("completed", "done"), ("truncated", "truncated"), ("failed", "agent_error"), ("void", "infra_error")],
+)
+def test_how_a_launch_ended_whose_process_died_after_its_trajectory(finished: str, status: str) -> None:
+    """By what the trajectory was finished with."""
+    course = _course(_started("l1"), Event(TrajectoryFinished("t-l1", finished), "run"))
+    assert ended_as(course.finished[course.orphans["l1"].trajectory_id]) == status
+
+
+def test_a_trajectory_without_a_launch() -> None:
+    """Its process died in between: its name is taken, and it is of these rollouts alone."""
+    opened = [
+        Event(TrajectoryOpened(f"t-{name}", name, labels={"rollout": of}), "run")
+        for name, of in (("l1", "mine"), ("l2", "mine"), ("l3", "other"))
+    ]
+    course = _course(*opened, _started("l1"), Event(TrajectoryOpened("t-l4", "l4"), "run"))
+    assert course.unlaunched == {"l2"}

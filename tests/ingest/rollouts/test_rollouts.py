@@ -19,6 +19,7 @@ import pytest
 from rollbook import store as rb
 from rollbook.ingest.rollouts.agents import agents_of, launcher_of
 from rollbook.ingest.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
+from rollbook.ingest.rollouts.places import LABEL, Place
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.rollouts import Progress, Rollouts
 from rollbook.ingest.rollouts.tasks import Task
@@ -429,3 +430,22 @@ def test_it_goes_on_after_a_kill(server: Any, killed: RolloutConfig) -> None:
     ]
     assert rows[1]["why"] == "the process that ran it ended"
     assert found.done == 2
+
+
+def test_it_goes_on_after_a_death_before_a_launch(server: Any, config: Any) -> None:
+    """A trajectory that was opened and never launched is void, and its name is not used again."""
+    made = config()
+    (task,) = tasks("answer")
+    name = Place(0, task.name, 0).trajectory(made.name, 1)
+
+    async def only_opens() -> None:
+        async with Proxy(made.proxy) as proxy:
+            await proxy.open(name, "g", task.name, "train", {LABEL: made.name})
+
+    asyncio.run(only_opens())
+    found, _ = run(made, [task])
+    assert found.by_status == {"done": 1}
+    assert told(launches(server, made.name), "attempt", "status") == [(2, "done")]
+    with rb.connect(server.path) as connection:
+        query = "SELECT status, split FROM trajectories WHERE trajectory = $1"
+        assert connection.execute(query, [name]).fetchall() == [("void", "void")]
