@@ -308,8 +308,8 @@ def test_a_sweep_ends_what_was_left_and_spares_the_living(agents: Agents, start_
         leaks = [leak for leak in await sweeping.sweep(frozenset()) if leak.launch_id == launch_id]
         assert {leak.pid for leak in leaks} == left
         assert {leak.command for leak in leaks} == {f"sleep {agents.word}"}
-        assert _in_time(lambda: len(agents.alive()) == 2)
-        assert not left & set(agents.alive())
+        assert _in_time(lambda: not left & set(agents.alive()))
+        assert _in_time(lambda: len(agents.alive()) == 2)  # one of the other's may not be what it becomes yet
         await running.stop(0)
 
     asyncio.run(swept(agents.launch(TREES["setsid"])))
