@@ -135,7 +135,7 @@ class ToolRollout(AgenticRollout):
         return [{"role": "user", "content": str(task.values.get("prompt", task.values))}]
 
     def score(self, task: Task, answer: str) -> float | None:
-        """The reward of the last answer; None leaves it to scorers."""
+        """The reward of the last answer, which is empty where the turns ran out; None leaves it to scorers."""
 
     async def run(self, task: Task, llm: LLM) -> Outcome:
         """Answer calls until the policy makes none."""
@@ -147,7 +147,7 @@ class ToolRollout(AgenticRollout):
                 return Outcome(self.score(task, said.get("content") or ""))
             results = await asyncio.gather(*(self._answered(tools, call) for call in calls))
             messages += [said, *results]
-        return Outcome(truncated=True)
+        return Outcome(self.score(task, ""), truncated=True)
 
     async def _answered(self, tools: Mapping[str, Callable[..., Any]], call: Json) -> Json:
         name = call["function"]["name"]

@@ -1,0 +1,122 @@
+"""An example played to its end, as its page says: served, rolled out, trained on for a step, replayed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from habits import make_habits
+from warm import TORCH, WarmProcess, run_warm
+
+from rollbook import store as rb
+from rollbook.replay.stretch import history_of, prove_stretch
+from rollbook.store import Store
+from rollbook.testing.ports import free_port
+
+HERE = Path(__file__).parents[2]
+EXAMPLES = HERE / "examples"
+CLIENTS = HERE / ".venv-clients"
+_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What there is then: the log, and what each `rollbook rollout` said."""
+
+    log: Store
+    said: dict[str, Any]
+
+    def asked(self, query: str) -> list[tuple[Any, ...]]:
+        """An answer of SQL."""
+        with rb.connect(self.log.path) as connection:
+            return connection.execute(query).fetchall()
+
+    def taken(self) -> set[str]:
+        """The trajectories that the steps trained on."""
+        steps = history_of(self.log, None, "actor").steps.values()
+        return {ref["trajectory_id"] for step in steps for ref in step.planned.samples}
+
+    def steps_replay(self, steps: int) -> None:
+        """Each of so many steps, and no other, is the same bit for bit."""
+        history = history_of(self.log, None, "actor")
+        assert len(history.steps) == steps
+        found = prove_stretch(self.log, history, 0, steps - 1)
+        assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True] * steps
+
+
+def play(
+    folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str], *settings: str, samples: int = 4
+) -> Played:
+    """Play `examples/NAME`, with a model that is in the habit of saying one of a few things.
+
+    Args:
+        rollouts: its files of rollouts, without `.toml`, run one after the other; `grpo.toml` is trained then.
+        settings: `--set` of each of the rollouts.
+    """
+    (folder / "examples").symlink_to(EXAMPLES)
+    for environment in HERE.glob(".venv*"):
+        (folder / environment.name).symlink_to(environment)
+    make_habits(folder / "my-model", sayings, HERE / "docs")
+    options = ["--store", folder / "runs", "--model", folder / "my-model", "--run", name]
+    said = {}
+    with served(folder, *options, "--threads", 1, "--no-admission") as url:
+        for one in rollouts:
+            words = ["rollout", f"examples/{name}/{one}.toml", "--json", "--set", f'proxy="{url}"']
+            words += [word for setting in settings for word in ("--set", setting)]
+            said[one] = orjson.loads(rollbook(folder, *words, "--set", f"samples={samples}"))
+    rollbook(folder, "train", EXAMPLES / name / "grpo.toml", "--store", folder / "runs", "--source", "tail")
+    return Played(rb.open(folder / "runs"), said)
+
+
+@contextmanager
+def served(folder: Path, *options: object) -> Iterator[str]:
+    """The address of a `rollbook serve`."""
+    port, log = free_port(), folder / "serve.log"
+    with log.open("wb") as file:
+        words = _command("serve", "--port", port, *options)
+        process = WarmProcess(words, modules=TORCH, cwd=folder, env=_ENVIRONMENT, stdout=file, stderr=file)
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    try:
+        while not _answers(url):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def rollbook(folder: Path, *words: object) -> bytes:
+    """What a command prints, run from a folder in which `examples` is."""
+    ran = run_warm(_command(*words), modules=TORCH, cwd=folder, env=_ENVIRONMENT, timeout=200)
+    assert ran.returncode == 0, ran.stderr.decode()[-3000:] + ran.stdout.decode()[-1000:]
+    out: bytes = ran.stdout
+    return out
+
+
+def _command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "rollbook.cli.app", *map(str, words)]
+
+
+def changed_lines(name: str, original: Path) -> int:
+    """Lines of an example's agent that its original form does not have, blank ones and comments left out."""
+    before, after = (path.read_text().splitlines() for path in (original, EXAMPLES / name / "agent.py"))
+    found = [line[1:].strip() for line in difflib.unified_diff(before, after, n=0) if line[0] == "+"][1:]
+    return sum(1 for line in found if line and not line.startswith("#"))
