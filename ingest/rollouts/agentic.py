@@ -135,7 +135,7 @@ class ToolRollout(AgenticRollout):
         return [{"role": "user", "content": str(task.values.get("prompt", task.values))}]
 
     def score(self, task: Task, answer: str) -> float | None:
-        """The reward of the last answer, which is empty where the turns ran out; None leaves it to scorers."""
+        """The reward of the last answer, empty where the turns ran out; None leaves it to scorers."""
 
     async def run(self, task: Task, llm: LLM) -> Outcome:
         """Answer calls until the policy makes none."""

@@ -19,7 +19,7 @@ from rollbook.ingest.rollouts.outcome import Ended, Outcome
 from rollbook.ingest.rollouts.proxy import Proxy
 from rollbook.ingest.rollouts.subprocess_launcher import SubprocessLauncher
 from rollbook.ingest.rollouts.tasks import Task
-from rollbook.ingest.rollouts.told import Address, command_of, files_of, placed, variables
+from rollbook.ingest.rollouts.told import Address, command_of, files_of, needed_by, placed, variables
 from rollbook.ingest.rollouts.watch import Activity
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import Json
@@ -103,8 +103,8 @@ def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
     but their own.
     """
     words = [*config.agent.command, *(word for one in config.score for word in one.command)]
-    beside = {path.parent for path in files_of(words).values()}
-    readable = tuple(path.resolve() for path in (*config.agent.readable, *sorted(beside)))
+    beside = {folder for path in files_of(words).values() for folder in needed_by(path)}
+    readable = tuple(Path(os.path.abspath(path)) for path in (*config.agent.readable, *sorted(beside)))
     return SubprocessLauncher(Files(readable, hidden=(config.folder.resolve(),)))
 
 

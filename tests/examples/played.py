@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -45,6 +44,13 @@ class Played:
         steps = history_of(self.log, None, "actor").steps.values()
         return {ref["trajectory_id"] for step in steps for ref in step.planned.samples}
 
+    def tool_results(self) -> set[str]:
+        """What tools told the policy."""
+        rows = self.asked("""
+            SELECT DISTINCT m ->> 'content' FROM (SELECT unnest(new_messages::JSON[]) AS m FROM turns)
+            WHERE m ->> 'role' = 'tool'""")
+        return {text for (text,) in rows}
+
     def steps_replay(self, steps: int) -> None:
         """Each of so many steps, and no other, is the same bit for bit."""
         history = history_of(self.log, None, "actor")
@@ -53,13 +59,11 @@ class Played:
         assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True] * steps
 
 
-def play(
-    folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str], *settings: str, samples: int = 4
-) -> Played:
+def play(folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str], *settings: str) -> Played:
     """Play `examples/NAME`, with a model that is in the habit of saying one of a few things.
 
     Args:
-        rollouts: its files of rollouts, without `.toml`, run one after the other; `grpo.toml` is trained then.
+        rollouts: its files of rollouts, without `.toml`, run one after the other before `grpo.toml` is.
         settings: `--set` of each of the rollouts.
     """
     (folder / "examples").symlink_to(EXAMPLES)
@@ -72,7 +76,8 @@ def play(
         for one in rollouts:
             words = ["rollout", f"examples/{name}/{one}.toml", "--json", "--set", f'proxy="{url}"']
             words += [word for setting in settings for word in ("--set", setting)]
-            said[one] = orjson.loads(rollbook(folder, *words, "--set", f"samples={samples}"))
+            said[one] = orjson.loads(rollbook(folder, *words))
+            assert said[one]["by_status"].keys() <= {"done", "truncated"}, _printed(folder, said[one])
     rollbook(folder, "train", EXAMPLES / name / "grpo.toml", "--store", folder / "runs", "--source", "tail")
     return Played(rb.open(folder / "runs"), said)
 
@@ -111,12 +116,15 @@ def rollbook(folder: Path, *words: object) -> bytes:
     return out
 
 
+def _printed(folder: Path, said: dict[str, Any]) -> str:
+    logs = sorted(folder.glob("rollouts/*/std*.log"))
+    return "\n".join([str(said), *(log.read_text(errors="replace")[-1500:] for log in logs)])
+
+
 def _command(*words: object) -> list[str]:
     return [sys.executable, "-m", "rollbook.cli.app", *map(str, words)]
 
 
-def changed_lines(name: str, original: Path) -> int:
-    """Lines of an example's agent that its original form does not have, blank ones and comments left out."""
-    before, after = (path.read_text().splitlines() for path in (original, EXAMPLES / name / "agent.py"))
-    found = [line[1:].strip() for line in difflib.unified_diff(before, after, n=0) if line[0] == "+"][1:]
-    return sum(1 for line in found if line and not line.startswith("#"))
+def lines_of_ours(agent: str) -> list[str]:
+    """Lines of an agent that are there for Rollbook; without them it is what its authors wrote."""
+    return [line for line in (EXAMPLES / agent).read_text().splitlines() if "rollbook" in line.lower()]

@@ -26,7 +26,8 @@ def test_both_ways_give_the_same_log(played: Played) -> None:
     """Groups of four of each task, exact tokens with their versions, and rewards."""
     said = played.said
     for name in ("program", "class"):
-        assert (said[name]["done"], said[name]["by_status"], said[name]["rewarded"]) == (8, {"done": 8}, 8)
+        assert (said[name]["done"], said[name]["rewarded"]) == (8, 8)
+        assert said[name]["by_status"].keys() <= {"done", "truncated"}
     rows = played.asked("""
         SELECT rollout, t."group", count(*), min(t.fidelity), min(t.min_version)
         FROM launches l JOIN trajectories t USING (trajectory_id) GROUP BY ALL ORDER BY ALL""")
