@@ -68,6 +68,9 @@ class Agents(Protocol):
     async def sweep(self, alive: frozenset[str]) -> list[Leak]:
         """Find and end what launches that are not alive left behind."""
 
+    async def close(self) -> None:
+        """Let go of what it holds for all of them; none runs any more."""
+
 
 class Programs:
     """Agents that are programs."""
@@ -95,6 +98,9 @@ class Programs:
         """As `Agents`."""
         return await self._launcher.sweep(alive)
 
+    async def close(self) -> None:
+        """Nothing is held."""
+
 
 def launcher_of(config: RolloutConfig) -> SubprocessLauncher:
     """What starts the programs of a CONFIG: its agents, where they are programs, and its scorers.
@@ -116,6 +122,10 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
     """
     if config.agent.launcher == "python":
         return Coroutines(config.agent, config.clocks, proxy)
+    if config.agent.launcher == "verifiers":
+        from rollbook.ingest.rollouts.verifiers.agents import Verifiers
+
+        return Verifiers(config.agent, config.clocks, launcher, config.folder)
     return Programs(config.agent, config.clocks, launcher)
 
 
@@ -127,7 +137,7 @@ class _Program:
     async def end(self) -> tuple[Ended, Exit | None]:
         waiting = asyncio.ensure_future(self._running.wait())
         try:
-            stopped = await _until(waiting, self._job, self._clocks)
+            stopped = await until_stopped(waiting, self._job, self._clocks)
             if stopped is None:
                 found = waiting.result()
                 return Ended(found.code, found.signal), found
@@ -163,6 +173,9 @@ class Coroutines:
         """A coroutine leaves no process behind."""
         return []
 
+    async def close(self) -> None:
+        """Nothing is held."""
+
 
 class _Coroutine:
     def __init__(self, made: AgenticRollout, llm: LLM, job: Job, clocks: ClocksConfig) -> None:
@@ -172,7 +185,7 @@ class _Coroutine:
     async def end(self) -> tuple[Ended, Exit | None]:
         running = asyncio.ensure_future(self._made.run(self._job.task, self._llm))
         try:
-            stopped = await _until(running, self._job, self._clocks)
+            stopped = await until_stopped(running, self._job, self._clocks)
             if stopped is not None:
                 running.cancel()
                 await asyncio.wait([running], timeout=self._clocks.grace_s)
@@ -196,7 +209,7 @@ def _said(running: asyncio.Future[Outcome | float | None]) -> Ended:
     return Ended(outcome=said if isinstance(said, Outcome | None) else Outcome(float(said)))
 
 
-async def _until(running: Awaitable[T], job: Job, clocks: ClocksConfig) -> str | None:
+async def until_stopped(running: Awaitable[T], job: Job, clocks: ClocksConfig) -> str | None:
     """Wait for an end; the clock that ran out before it, or `cancelled`."""
     began, future = time.monotonic(), asyncio.ensure_future(running)
     stop = asyncio.ensure_future(job.stop.wait())

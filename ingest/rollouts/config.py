@@ -48,11 +48,13 @@ class LimitsConfig(_Table):
 class AgentConfig(_Table):
     """`[agent]`: what is run for each trajectory."""
 
-    launcher: Literal["subprocess", "python"] = "subprocess"
-    """A program in a process of its own, or a coroutine in this one."""
+    launcher: Literal["subprocess", "python", "verifiers"] = "subprocess"
+    """A program in a process of its own, a coroutine in this one, or rollouts of an environment of verifiers,
+    which one process plays."""
     command: tuple[str, ...] = ()
     """For subprocess: the program and its arguments; {name} stands for a value of the task. What names a file
-    beside this process is found, though the agent starts in a folder of its own."""
+    beside this process is found, though the agent starts in a folder of its own. For verifiers: vf-eval, the
+    environment and its options; which tasks, how often, and the model's address are not among them."""
     rollout: str | None = None
     """For python: `module:Class` or `file.py:Class` of an AgenticRollout, or the name it is registered by."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -78,6 +80,8 @@ class AgentConfig(_Table):
     def _whole(self) -> AgentConfig:
         if self.launcher == "subprocess" and not self.command:
             raise ValueError('launcher = "subprocess" needs a command, such as ["python", "agent.py"]')
+        if self.launcher == "verifiers" and len(self.command) < 2:
+            raise ValueError('launcher = "verifiers" needs a command, such as [".venv/bin/vf-eval", "gsm8k"]')
         if self.launcher == "python" and self.rollout is None:
             raise ValueError('launcher = "python" needs a rollout, such as "my_agents:MyAgent"')
         return self
@@ -139,7 +143,7 @@ class RolloutConfig(_Table):
     """The proxy of `rollbook serve`."""
     tasks: str
     """A file of JSON lines or Parquet, a folder of either (a Hugging Face dataset), `module:function` or
-    `file.py:function`."""
+    `file.py:function`; or `range:N`, the tasks 0 to N-1 of an environment that has its own, as `idx`."""
     samples: Positive = 1
     """Trajectories of each task, which make a group."""
     split: Literal["train", "eval", "teacher"] = "train"

@@ -6,6 +6,7 @@ Nothing is known here that the log does not know: a process that is started agai
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections import Counter
@@ -122,6 +123,7 @@ class Rollouts:
                 for task in beside:
                     task.cancel()
                 await asyncio.wait([*beside, *workers])
+                await self._agents.close()
                 await self._leaks(await self._agents.sweep(frozenset()), "end")
         if (why := self._breaker.open) is not None:
             raise RolloutError(why)
@@ -290,7 +292,7 @@ class Rollouts:
             reward = scores.total
         elif outcome is not None and isinstance(outcome.reward, Mapping):
             parts = dict(outcome.reward)
-            reward = sum(parts.values())
+            reward = math.fsum(outcome.weights.get(part, 1.0) * value for part, value in parts.items())
         elif outcome is not None and not isinstance(outcome.reward, Mapping):
             reward = outcome.reward
         for source, value in parts.items():

@@ -18,6 +18,7 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_RANGE = re.compile(r"range:([0-9]{1,9})")
 NAMED_BY = ("id", "task_id", "name")
 """Keys whose value names a task, where it is a short word."""
 
@@ -74,6 +75,8 @@ def _values(source: str) -> Iterator[Json]:
             yield from _rows(file)
     elif path.is_file():
         yield from _rows(path)
+    elif (few := _RANGE.fullmatch(source)) is not None:
+        yield from ({"id": f"{number}", "idx": number} for number in range(int(few[1])))
     elif ":" in source:
         made = imported(source, "tasks")
         values = made() if callable(made) else made
@@ -81,7 +84,7 @@ def _values(source: str) -> Iterator[Json]:
             raise ConfigError(f"tasks: {source!r} gives {type(values).__name__}; it must give objects")
         yield from values
     else:
-        raise ConfigError(f"tasks: {source!r} is no file, no folder and no module:function")
+        raise ConfigError(f"tasks: {source!r} is no file, no folder, no module:function and no range:N")
 
 
 def _rows(file: Path) -> Iterator[Json]:

@@ -59,12 +59,15 @@ class Played:
         assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True] * steps
 
 
-def play(folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str], *settings: str) -> Played:
+def play(
+    folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str], *settings: str, steps: int = 1
+) -> Played:
     """Play `examples/NAME`, with a model that is in the habit of saying one of a few things.
 
     Args:
         rollouts: its files of rollouts, without `.toml`, run one after the other before `grpo.toml` is.
         settings: `--set` of each of the rollouts.
+        steps: of the training.
     """
     (folder / "examples").symlink_to(EXAMPLES)
     for environment in HERE.glob(".venv*"):
@@ -78,7 +81,8 @@ def play(folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str
             words += [word for setting in settings for word in ("--set", setting)]
             said[one] = orjson.loads(rollbook(folder, *words))
             assert said[one]["by_status"].keys() <= {"done", "truncated"}, _printed(folder, said[one])
-    rollbook(folder, "train", EXAMPLES / name / "grpo.toml", "--store", folder / "runs", "--source", "tail")
+    words = ["train", f"examples/{name}/grpo.toml", "--store", folder / "runs", "--source", "tail"]
+    rollbook(folder, *words, "--set", f"steps={steps}")
     return Played(rb.open(folder / "runs"), said)
 
 

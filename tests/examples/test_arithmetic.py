@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from habits import call
-from tests.examples.played import EXAMPLES, Played, play
+from tests.examples.played import EXAMPLES, Played, lines_of_ours, play
 
 CALLS = [
     call("calc", a=a, op=op, b=b) for a, op, b in ((37, "+", 58), (60, "-", 18), (58, "+", 37), (60, "+", 18))
@@ -19,7 +19,9 @@ SAYINGS = (*CALLS, "The answer is 95.", "42", "I do not know.")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     """Both rollouts, and two steps."""
     settings = ["limit=2", 'agent.isolation="session"']
-    return play(tmp_path_factory.mktemp("arithmetic"), "arithmetic", ["program", "class"], SAYINGS, *settings)
+    return play(
+        tmp_path_factory.mktemp("arithmetic"), "arithmetic", ["program", "class"], SAYINGS, *settings, steps=2
+    )
 
 
 def test_both_ways_give_the_same_log(played: Played) -> None:
@@ -57,6 +59,7 @@ def test_its_steps_replay_bit_for_bit(played: Played) -> None:
 
 def test_the_program_knows_nothing_of_rollbook() -> None:
     """It is of Python's own library, and no longer than 60 lines."""
+    assert lines_of_ours("arithmetic/agent.py") == []
     text = (EXAMPLES / "arithmetic" / "agent.py").read_text()
     imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name.partition(".")[0] for node in imported for alias in node.names}
