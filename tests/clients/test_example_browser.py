@@ -67,7 +67,7 @@ def test_each_look_at_the_page_is_a_sample(played: Played) -> None:
 
 def test_its_step_replays_bit_for_bit(played: Played) -> None:
     """Of the one group."""
-    played.steps_replay(1)
+    assert "step 0: bit for bit" in played.replayed
     assert len(played.taken()) == 4
 
 

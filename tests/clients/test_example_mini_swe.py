@@ -9,7 +9,7 @@ import pytest
 from habits import call
 from tests.examples.played import CLIENTS, Played, lines_of_ours, play
 
-FIX = r"sed -i 's/\\W/\\W+/' slugs.py"
+FIX = r"""sed -i 's/"\W"/"\W+"/' slugs.py"""
 SAYINGS = (
     *(call("bash", command=FIX), call("bash", command="python3 -m unittest -q")),
     *(call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"), "Let me think."),
@@ -36,7 +36,7 @@ def test_the_repositorys_tests_are_the_reward(played: Played) -> None:
 
 def test_its_step_replays_bit_for_bit(played: Played) -> None:
     """Of the one group."""
-    played.steps_replay(1)
+    assert "step 0: bit for bit" in played.replayed
     assert len(played.taken()) == 4
 
 

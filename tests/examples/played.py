@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ from habits import make_habits
 from warm import TORCH, WarmProcess, run_warm
 
 from rollbook import store as rb
-from rollbook.replay.stretch import history_of, prove_stretch
 from rollbook.store import Store
+from rollbook.store.events import StepPlanned
 from rollbook.testing.ports import free_port
 
 HERE = Path(__file__).parents[2]
@@ -29,10 +30,11 @@ _ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What there is then: the log, and what each `rollbook rollout` said."""
+    """What there is then: the log, what each `rollbook rollout` said, and what `rollbook replay` printed."""
 
     log: Store
     said: dict[str, Any]
+    replayed: str
 
     def asked(self, query: str) -> list[tuple[Any, ...]]:
         """An answer of SQL."""
@@ -41,8 +43,8 @@ class Played:
 
     def taken(self) -> set[str]:
         """The trajectories that the steps trained on."""
-        steps = history_of(self.log, None, "actor").steps.values()
-        return {ref["trajectory_id"] for step in steps for ref in step.planned.samples}
+        planned = [e.record for e in self.log.events() if isinstance(e.record, StepPlanned)]
+        return {ref["trajectory_id"] for step in planned for ref in step.samples}
 
     def tool_results(self) -> set[str]:
         """What tools told the policy."""
@@ -51,39 +53,39 @@ class Played:
             WHERE m ->> 'role' = 'tool'""")
         return {text for (text,) in rows}
 
-    def steps_replay(self, steps: int) -> None:
-        """Each of so many steps, and no other, is the same bit for bit."""
-        history = history_of(self.log, None, "actor")
-        assert len(history.steps) == steps
-        found = prove_stretch(self.log, history, 0, steps - 1)
-        assert [one.replay is not None and one.replay.bit_for_bit for one in found.steps] == [True] * steps
 
-
-def play(
-    folder: Path, name: str, rollouts: Sequence[str], sayings: Sequence[str], *settings: str, steps: int = 1
-) -> Played:
-    """Play `examples/NAME`, with a model that is in the habit of saying one of a few things.
+def play(folder: Path, name: str, ways: Sequence[str], sayings: Sequence[str], *settings: str) -> Played:
+    """Play `examples/NAME` by the commands of its page, with a model that says one of a few things.
 
     Args:
-        rollouts: its files of rollouts, without `.toml`, run one after the other before `grpo.toml` is.
-        settings: `--set` of each of the rollouts.
-        steps: of the training.
+        ways: those of its files of rollouts that are run, without `.toml`; a step is trained on each.
+        settings: `--set` of each of them.
     """
     (folder / "examples").symlink_to(EXAMPLES)
-    for environment in HERE.glob(".venv*"):
-        (folder / environment.name).symlink_to(environment)
     make_habits(folder / "my-model", sayings, HERE / "docs")
-    options = ["--store", folder / "runs", "--model", folder / "my-model", "--run", name]
-    said = {}
-    with served(folder, *options, "--threads", 1, "--no-admission") as url:
-        for one in rollouts:
-            words = ["rollout", f"examples/{name}/{one}.toml", "--json", "--set", f'proxy="{url}"']
-            words += [word for setting in settings for word in ("--set", setting)]
-            said[one] = orjson.loads(rollbook(folder, *words))
-            assert said[one]["by_status"].keys() <= {"done", "truncated"}, _printed(folder, said[one])
-    words = ["train", f"examples/{name}/grpo.toml", "--store", folder / "runs", "--source", "tail"]
-    rollbook(folder, *words, "--set", f"steps={steps}")
-    return Played(rb.open(folder / "runs"), said)
+    serve, *commands = _commands(name)
+    said: dict[str, Any] = {}
+    replayed = ""
+    with served(folder, *serve[1:], "--threads", "1", "--no-admission") as url:
+        for words in commands:
+            if words[0] == "rollout" and (way := Path(words[1]).stem) in ways:
+                told = [f'proxy="{url}"', *settings]
+                words += ["--json", *(word for setting in told for word in ("--set", setting))]
+                said[way] = orjson.loads(rollbook(folder, *words))
+                assert said[way]["by_status"].keys() <= {"done", "truncated"}, _printed(folder, said[way])
+            elif words[0] == "train":
+                rollbook(folder, *words, "--set", f"steps={len(ways)}")
+            elif words[0] == "replay":
+                replayed = rollbook(folder, *words)
+    return Played(rb.open(folder / "runs"), said, replayed)
+
+
+def _commands(name: str) -> list[list[str]]:
+    """The commands of ours that an example's page shows, the server's first."""
+    lines = (EXAMPLES / name / "README.md").read_text().splitlines()
+    found = [shlex.split(line.removesuffix("&"))[1:] for line in lines if line.startswith("rollbook ")]
+    assert found[0][0] == "serve"
+    return found
 
 
 @contextmanager
@@ -112,12 +114,12 @@ def _answers(url: str) -> bool:
         return False
 
 
-def rollbook(folder: Path, *words: object) -> bytes:
+def rollbook(folder: Path, *words: object) -> str:
     """What a command prints, run from a folder in which `examples` is."""
     ran = run_warm(_command(*words), modules=TORCH, cwd=folder, env=_ENVIRONMENT, timeout=200)
     assert ran.returncode == 0, ran.stderr.decode()[-3000:] + ran.stdout.decode()[-1000:]
-    out: bytes = ran.stdout
-    return out
+    printed: str = ran.stdout.decode()
+    return printed
 
 
 def _printed(folder: Path, said: dict[str, Any]) -> str:
@@ -130,5 +132,7 @@ def _command(*words: object) -> list[str]:
 
 
 def lines_of_ours(agent: str) -> list[str]:
-    """Lines of an agent that are there for Rollbook; without them it is what its authors wrote."""
-    return [line for line in (EXAMPLES / agent).read_text().splitlines() if "rollbook" in line.lower()]
+    """Lines of an agent that are there for Rollbook, as many as its page says."""
+    found = [line for line in (EXAMPLES / agent).read_text().splitlines() if "rollbook" in line.lower()]
+    assert f"lines changed: {len(found)}" in (EXAMPLES / agent).with_name("README.md").read_text()
+    return found
